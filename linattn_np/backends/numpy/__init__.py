@@ -39,21 +39,24 @@ EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
     NORMALIZED: linear_attention,
 }
 EQUATIONS |= {op: delta_rule if op.strengths else rwkv7 for op in DELTA_RULES}
-OWN_CHUNKS = {GLA_VALUE_GATE: value_gate, **dict.fromkeys(DELTA_RULES, delta_chunked)}  # they are not the family's
+# The chunked forms of operators that are not of the gated family.
+OWN_CHUNKS = {GLA_VALUE_GATE: value_gate, **dict.fromkeys(DELTA_RULES, delta_chunked)}
 STEPS = {f"{op.name}_step": equation for op, equation in EQUATIONS.items()}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
 
 def why_not(problem):
+    """Why this backend cannot run a call; None when it can."""
     return None if problem.home == "host" else f"arrays live on {problem.home}, NumPy computes on the host"
 
 
 def run(problem):
+    """(o, the final state's parts or None) of an operator, the o of a step, or the results of a stage."""
     name = problem.op.name
     with np.errstate(all="ignore"):
         if name in staged.STAGES:
             return stage(problem)
-        o = destination(problem)
+        o = output(problem)
         if name in STEPS:
             if problem.options["pending"] is None:
                 o[...] = recurrent.step(problem, STEPS[name])
@@ -64,8 +67,8 @@ def run(problem):
         return o, finished_states(problem, final)
 
 
-def destination(problem):
-    """Where o goes: `out`, or a new array in the memory order of the first input."""
+def output(problem):
+    """The array for o: the caller's `out`, or a new array with the memory order of the first input."""
     if problem.out is not None:
         return problem.out
     like = next(iter(problem.arrays.values()))
@@ -73,28 +76,29 @@ def destination(problem):
 
 
 def compute(problem, o):
-    """Fills o, returns the final state's parts in the computing dtype."""
+    """Fills o; returns the final state's parts in the dtype of the arithmetic."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
     equation = EQUATIONS[problem.op]
-    literal = is_literal(problem, o)
-    if literal and not linear_attention.is_out_of_range(problem):
+    recurrently = is_recurrent(problem, o)
+    if recurrently and not linear_attention.is_out_of_range(problem):
         return recurrent.run(problem, equation, o)
     if problem.op in OWN_CHUNKS:
         return OWN_CHUNKS[problem.op].run(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
-    final = recurrent.run(member.as_gla(), gla, buffer)[0] if literal else FORMS[problem.mode].run(member, buffer)
+    final = recurrent.run(member.as_gla(), gla, buffer)[0] if recurrently else FORMS[problem.mode].run(member, buffer)
     member.output(o, buffer)
     return member.split(final)
 
 
-def is_literal(problem, o):
-    """Whether tokens are computed one by one; without a token, a row or a head the state passes through."""
+def is_recurrent(problem, o):
+    """Whether tokens are computed one by one. So are calls with an empty o, whose states do not change."""
     return mode_of(problem) == "recurrent" or not o.size
 
 
 def mode_of(problem):
+    """The mode of a call, with another one in place of "auto"."""
     if problem.mode != "auto":
         return problem.mode
     short = problem.op in DELTA_RULES and problem.spans.lengths.max() <= delta_chunked.FEW
@@ -102,8 +106,9 @@ def mode_of(problem):
 
 
 def stage(problem):
+    """The results of a stage."""
     if problem.op.name == "combine":
-        o = destination(problem)
+        o = output(problem)
         staged.combine(problem, o)
         return o
     result = staged.STAGES[problem.op.name](problem)
@@ -113,15 +118,15 @@ def stage(problem):
 
 
 def vjp(problem):
-    """((o, final state parts or None), pull); one backward serves every mode but the literal one."""
-    o = destination(problem)
+    """((o, the final state's parts or None), pull). The pullback is the same in all modes but "recurrent"."""
+    o = output(problem)
     with np.errstate(all="ignore"):
         final, pull_arrays = gradients(problem, o)
 
     def pull(do, dht):
         with np.errstate(all="ignore"):
-            found, initial = pull_arrays(do, dht)
-            return as_inputs(problem, found), as_initial(problem, initial)
+            results, initial = pull_arrays(do, dht)
+            return as_inputs(problem, results), as_initial(problem, initial)
 
     with np.errstate(all="ignore"):
         return (o, finished_states(problem, final)), pull
@@ -133,18 +138,18 @@ def pullback(problem):
 
 
 def gradients(problem, o):
-    """(final state's parts, pull), o filled."""
+    """Fills o; returns (the final state's parts, pull), in the dtype of the arithmetic."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.vjp(problem, o)
     equation = EQUATIONS[problem.op]
-    literal = is_literal(problem, o)
-    if literal and not linear_attention.is_out_of_range(problem):
+    recurrently = is_recurrent(problem, o)
+    if recurrently and not linear_attention.is_out_of_range(problem):
         return recurrent.vjp(problem, equation, o)
     if problem.op in OWN_CHUNKS:
         return OWN_CHUNKS[problem.op].vjp(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
-    if literal:
+    if recurrently:
         (final,), pull_tokens = recurrent.vjp(member.as_gla(), gla, buffer)
     else:
         final, pull_family = chunked.vjp(member, buffer)
@@ -152,39 +157,41 @@ def gradients(problem, o):
 
     def pull(do, dht):
         do, dht = member.output_vjp(cast(do, problem.compute_dtype)), member.state_vjp(dht)
-        if literal:
-            found, (initial,) = pull_tokens(do, (dht,))
-            found = *found, None
+        if recurrently:
+            results, (initial,) = pull_tokens(do, (dht,))
+            results = *results, None
         else:
-            found, initial = pull_family(do, dht)
-        return member.gradients(*found), member.initial_vjp(initial)
+            results, initial = pull_family(do, dht)
+        return member.gradients(*results), member.initial_vjp(initial)
 
     return member.split(final), pull
 
 
 def finished_states(problem, parts):
+    """The final state's parts in the dtype that the caller wants, or None if the caller does not want them."""
     return tuple(part.astype(problem.state_dtype) for part in parts) if problem.output_final_state else None
 
 
-def as_inputs(problem, found):
-    """Gradients in the dtype and memory order of what they are gradients of."""
+def as_inputs(problem, gradients):
+    """The gradients of the arrays, each in the dtype and memory order of its array."""
     results = []
-    for gradient, x in zip(found, problem.arrays.values(), strict=True):
+    for gradient, x in zip(gradients, problem.arrays.values(), strict=True):
         if gradient.dtype != x.dtype or gradient.strides != x.strides:
-            gradient, ready = np.empty_like(x, shape=x.shape), gradient
-            assign(gradient, ready)
+            computed, gradient = gradient, np.empty_like(x, shape=x.shape)
+            assign(gradient, computed)
         results.append(gradient)
     return results
 
 
 def as_initial(problem, parts):
+    """The gradients of the initial state's parts, in their dtypes; None if there is no initial state."""
     if problem.initial_state is None:
         return None
     return tuple(part.astype(x.dtype) for part, x in zip(parts, problem.initial_state, strict=True))
 
 
 def describe(problem, bytes_moved):
-    """What `explain` shows; the host's bandwidth is not known, so there is no floor in milliseconds."""
+    """What `explain` shows. `floor_ms` is None, since the host's bandwidth is not known."""
     mode = mode_of(problem)
     copies = tuple(
         f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
@@ -195,6 +202,7 @@ def describe(problem, bytes_moved):
 
 
 def kernel(problem, mode):
+    """The module that computes a call, for `explain`."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.__name__
     if mode == "recurrent":
@@ -203,6 +211,7 @@ def kernel(problem, mode):
 
 
 def tiles(problem, mode):
+    """The sizes that `explain` shows."""
     if mode == "recurrent":
         return {}
     if problem.op.name == "softmax_attention":

@@ -1,25 +1,25 @@
-"""Casts between float32 and float16 by Numba's loops, to the same bits: NumPy's take as long as twenty copies."""
+"""Casts between float32 and float16 by Numba's loops: NumPy's bits, where NumPy's casts take as long as 20 copies."""
 
 import numpy as np
 
-from .loop_choice import loops_at_hand
+from .loop_choice import loaded_loops
 
 FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
-LEAST = 1 << 12  # numbers for which a loop's call pays
+LEAST = 1 << 12  # with fewer numbers NumPy is faster
 
 
 def cast(x, dtype):
-    """x in `dtype`, itself if it is."""
+    """x in `dtype`: x itself if it has this dtype, else a copy."""
     if x.dtype == dtype:
         return x
-    found = np.empty(x.shape, dtype)
-    assign(found, x)
-    return found
+    copy = np.empty(x.shape, dtype)
+    assign(copy, x)
+    return copy
 
 
 def assign(to, x):
-    """to[...] = x, of one shape."""
-    loops = loops_at_hand(x.size) if x.size >= LEAST and {x.dtype, to.dtype} == {FLOAT16, FLOAT32} else None
+    """to[...] = x, for arrays of the same shape."""
+    loops = loaded_loops(x.size) if x.size >= LEAST and {x.dtype, to.dtype} == {FLOAT16, FLOAT32} else None
     if loops is None or not loops.HAS_CASTS:
         to[...] = x
         return

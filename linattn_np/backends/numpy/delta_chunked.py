@@ -2,22 +2,23 @@
 
     S_t = diag(exp g_t) S_{t-1} + b_t (a_t^T S')^T + k_t v_t^T,     o_t = scale q_t^T S_t
 
-For RWKV-7 S' is S_{t-1}. For the delta rule it is diag(exp g_t) S_{t-1}, with a = -k, and b and the written key are
-beta k. Of a chunk with the state S before it, let qd and ad be q and a decayed from its start, be and ke be b and k
-decayed to its end, and Aqk, Aqb, Aak, Aab the scores of q and a with the keys k and b. Then
+For RWKV-7, S' is S_{t-1}. For the delta rule S' is diag(exp g_t) S_{t-1}, a is -k, and b and the k of the last term
+are beta k. For a chunk with the state S before it, qd and ad are q and a decayed from the chunk's start, be and ke are
+b and k decayed to its end, and Aqk, Aqb, Aak, Aab are the scores of q and a with the keys k and b. Then
 
     N = (I - Aab)^-1,   H = Aqb N,      W = qd + H ad,      B = Aqk + H Aak,        Zb = N^T be,    Zk = ke + Aak^T Zb
     o = scale (W S + B V),              S <- diag(decay) S + Zb^T (ad S) + Zk^T V
 
-ad S and Zb^T (ad S) alone go from chunk to chunk. What the tokens write, N (Aak V + ad S), is not formed on the way to
-o: where keys resemble each other its parts alternate in sign, while W, B and Z stay as small as q and b are where no
-transition enlarges a state. The gradient takes the same matrices, with C the gradient of the state behind the chunk:
+Only ad S and Zb^T (ad S) are computed chunk after chunk; all else is computed for all chunks at once. The values that
+tokens write along b, N (Aak V + ad S), are not computed for o: with similar keys they are differences of large numbers,
+while W, B and Z are as small as q and b if no transition enlarges a state. Gradients take the same matrices; C is the
+gradient of the state after the chunk, and dO that of o:
 
     E = Zb C,   R = E + scale H^T dO,   dV = Zk C + scale B^T dO,       C <- diag(decay) C + scale W^T dO + ad^T E
 
-Of the delta rule B = H and Zk = Zb. What gates above 0 enlarge, later tokens may take back: the recurrence rounds what
-they leave, while W would be a difference of large numbers. So a block of rows goes token by token where gates grow by
-more than GROWTH in a chunk, where results are not finite, and where decays leave the range.
+For the delta rule B = H and Zk = Zb. If gates are above 0, later tokens may reduce again what these have enlarged; W is
+then a difference of large numbers, which the recurrence is not. So a block of rows is computed token by token if gates
+grow by more than GROWTH in a chunk, if results are not finite, or if decays underflow.
 """
 
 from copy import copy
@@ -31,21 +32,21 @@ from .cores import in_parallel
 from .packing import thread_scratch
 from .scores import Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
 
-GROWTH = 4.0  # nats: e^4 times the rounding of float32 is 3e-6
-FEW = 8  # tokens of which a chunk takes longer than one after the other
-BLOCK = 8  # tokens whose triangle is inverted row by row
+GROWTH = 4.0  # the most that a chunk's gates above 0 sum to: e^4 times the rounding error of float32 is 3e-6
+FEW = 8  # up to so many tokens are faster one after the other than in a chunk
+BLOCK = 8  # the size of blocks of triangular matrices that are inverted row by row
 
 
 def run(problem, o):
-    """Fills o [B, H, T, V], returns the final state's parts."""
-    member = Tokens(equation_of(problem).of_every_head(problem))
+    """Fills o [B, H, T, V]; returns the final state's parts."""
+    member = DeltaArrays(equation_of(problem).of_every_head(problem))
     return forward(member, Schedule(member, compiled=False), o, None)
 
 
 def vjp(problem, o):
-    """(final state's parts, pull), o filled."""
+    """Fills o; returns (the final state's parts, pull)."""
     equation = equation_of(problem)
-    member = Tokens(equation.of_every_head(problem))
+    member = DeltaArrays(equation.of_every_head(problem))
     schedule = Schedule(member, compiled=False)
     states = np.empty((*o.shape[:2], schedule.chunking.count, schedule.K, schedule.V), schedule.dtype)
     final = forward(member, schedule, o, states)
@@ -53,15 +54,16 @@ def vjp(problem, o):
     def pull(do, dht):
         gradients = [np.empty_like(x, schedule.dtype, shape=x.shape) for x in member.problem.arrays.values()]
         (dstates,) = recurrent.cast_states(dht, problem)
-        of_final = dstates.copy()
+        dfinal = dstates.copy()
         done = in_parallel(
             lambda rows: backward(member, schedule, rows, do, states, dstates, gradients), schedule.blocks
         )
-        for rows, well in zip(schedule.blocks, done):
-            if not well or not schedule.finite_states(dstates, rows):
-                part, put = member.block(schedule, rows, of_final)
-                found, (initial,) = recurrent.vjp(part, equation, np.empty_like(o[rows]))[1](do[rows], put)
-                for gradient, x in zip(gradients, found, strict=True):
+        for rows, accurate in zip(schedule.blocks, done):
+            if not accurate or not schedule.finite_states(dstates, rows):
+                block_problem, block_dfinal = member.block(schedule, rows, dfinal)
+                _, pull_block = recurrent.vjp(block_problem, equation, np.empty_like(o[rows]))
+                block_gradients, (initial,) = pull_block(do[rows], block_dfinal)
+                for gradient, x in zip(gradients, block_gradients, strict=True):
                     gradient[rows] = x
                 member.put_states(schedule, rows, dstates, initial)
         return equation.of_the_callers(problem, gradients), (dstates,)
@@ -70,11 +72,13 @@ def vjp(problem, o):
 
 
 def equation_of(problem):
+    """The module with the operator's equation for one token."""
     return rwkv7 if problem.op is RWKV7 else delta_rule
 
 
-class Tokens:
-    """The arrays of a call, as `Schedule` cuts them into chunks; g [B, H, T, K or 1]."""
+class DeltaArrays:
+    """The arrays of a call, with the attributes that `Schedule` needs to divide them into chunks; g is [B, H, T, K or
+    1]."""
 
     def __init__(self, problem):
         self.problem, self.scale = problem, problem.scale
@@ -88,10 +92,11 @@ class Tokens:
         self.chunks = Rwkv7Chunks if problem.op is RWKV7 else DeltaRuleChunks
 
     def initial_state(self):
+        """The initial state [N, H, K, V] in a new array."""
         return recurrent.initial_states(self.problem)[0]
 
     def block(self, schedule, rows, states):
-        """(the problem of a block of rows alone, these states of the block as its parts)."""
+        """(the problem of a block of rows alone, the parts of these states for it)."""
         problem, B = self.problem, self.k[rows].shape[0]
         H = self.k[rows].shape[1]
 
@@ -105,24 +110,26 @@ class Tokens:
         return problem.replace(arrays=arrays, sizes=sizes, initial_state=initial), of_block(states)
 
     def put_states(self, schedule, rows, states, part):
-        into = schedule.of_rows(states, rows)
-        into[...] = part.reshape(into.shape)
+        """Writes the states of a block of rows to `states`."""
+        block_states = schedule.of_rows(states, rows)
+        block_states[...] = part.reshape(block_states.shape)
 
 
 def forward(member, schedule, o, states):
+    """Fills o, and `states` with those before all chunks unless it is None; returns the final state's parts."""
     final = member.initial_state()
     done = in_parallel(lambda rows: streamed(member, schedule, rows, o, final, states), schedule.blocks, caller=True)
-    for rows, well in zip(schedule.blocks, done):
-        if not well or not schedule.finite_states(final, rows):
-            part, _ = member.block(schedule, rows, final)
-            (last,) = recurrent.run(part, equation_of(part), o[rows])
+    for rows, accurate in zip(schedule.blocks, done):
+        if not accurate or not schedule.finite_states(final, rows):
+            block_problem, _ = member.block(schedule, rows, final)
+            (last,) = recurrent.run(block_problem, equation_of(block_problem), o[rows])
             member.put_states(schedule, rows, final, last)
     return (final,)
 
 
 def streamed(member, schedule, rows, o, final, states):
-    """All segments of a block of rows, one after the other, carrying the state; whether products did for o."""
-    carried, well = None, True
+    """Computes a block of rows segment by segment, carrying the state; returns whether products gave o accurately."""
+    carried, accurate = None, True
     for first, segment in schedule.segments:
         chunks = member.chunks(member, rows, segment, schedule)
         h = chunks.states()
@@ -133,40 +140,42 @@ def streamed(member, schedule, rows, o, final, states):
         carried = h[:, :, segment.count].copy()
         if states is not None:
             states[rows][:, :, first : first + segment.count] = h[:, :, :-1]
-        found = chunks.W @ h[:, :, :-1]
-        found += chunks.B @ chunks.v
-        found *= member.scale
-        segment.unpack_into(o[rows], found)
-        well &= by_token.is_finite(found) and not chunks.grow() and not chunks.gates.underflow(h[:, :, :-1])
-    return well
+        o_part = chunks.W @ h[:, :, :-1]
+        o_part += chunks.B @ chunks.v
+        o_part *= member.scale
+        segment.unpack_into(o[rows], o_part)
+        accurate &= by_token.is_finite(o_part) and not chunks.grow() and not chunks.gates.underflow(h[:, :, :-1])
+    return accurate
 
 
 def backward(member, schedule, rows, do, states, dstates, gradients):
-    """All segments of a block of rows, last first, carrying the state's gradient; whether products did for all."""
-    carried, well = None, True
+    """Computes a block's gradients from the last segment to the first, carrying the state's gradient; returns whether
+    products were accurate."""
+    carried, accurate = None, True
     for first, segment in reversed(schedule.segments):
         chunks = member.chunks(member, rows, segment, schedule, backward=True)
-        scaled = blas_ready(segment.pack(do[rows], schedule.dtype)) * schedule.dtype.type(member.scale)
+        scaled_do = blas_ready(segment.pack(do[rows], schedule.dtype)) * schedule.dtype.type(member.scale)
         dh = chunks.states()
-        np.matmul(chunks.W.swapaxes(-1, -2), scaled, out=dh[:, :, :-1])
+        np.matmul(chunks.W.swapaxes(-1, -2), scaled_do, out=dh[:, :, :-1])
         if carried is not None:
             dh[:, :, -1] = carried
         schedule.chunking.scan_back(rows, first, chunks.decay, dh, dstates, chunks.read)
         h = states[rows][:, :, first : first + segment.count]
-        found = chunks.vjp(h, dh[:, :, 1:], scaled)
-        for gradient, part, x in zip(gradients, found, member.problem.arrays.values(), strict=True):
-            place = gradient[rows] if x.ndim == 4 else gradient[rows][..., None]
-            segment.unpack_into(place, part)
-        well &= by_token.is_finite(*found) and not chunks.grow() and not chunks.gates.underflow(h, dh[:, :, 1:])
+        parts = chunks.vjp(h, dh[:, :, 1:], scaled_do)
+        for gradient, part, x in zip(gradients, parts, member.problem.arrays.values(), strict=True):
+            segment.unpack_into(gradient[rows] if x.ndim == 4 else gradient[rows][..., None], part)
+        accurate &= by_token.is_finite(*parts) and not chunks.grow() and not chunks.gates.underflow(h, dh[:, :, 1:])
         carried = dh[:, :, 0].copy()
-    return well
+    return accurate
 
 
 # -- within chunks -----------------------------------------------------------------------------------------------------
 class Pair:
-    """The scores A of rows with columns; the rows decayed from the chunk's start, the columns to its end.
+    """The scores A of `rows` (such as queries) with `columns` (such as keys), both [B, H, n, C, K]; the attributes
+    `decayed` and `to_end` are the rows decayed from the chunk's start, and the columns decayed to its end.
 
-    Rows stand behind their own gate, or `before` it. Columns are those before a row, and with `own` the row's too.
+    before : whether a row is not decayed by its own token's gate
+    own : whether a row has a score with its own token's column, besides those of earlier tokens
     """
 
     def __init__(self, rows, columns, gates, decay, scratch, keep, *, before=False, own=False):
@@ -177,9 +186,9 @@ class Pair:
             mask_future(self.A, exclusive=True)
 
     def vjp(self, dA, ddecayed=None, dto_end=None, through=None):
-        """The gradients of rows, columns and gates from those of A, of the decayed rows and of the decayed columns.
+        """(the gradients of rows, of columns, of gates) from those of A, `decayed` and `to_end`; None stands for zeros.
 
-        `through` is what flows across the whole chunk; None stands for zeros.
+        through : the term of every gate's gradient from the state before the chunk to the one after it
         """
         drows, dcolumns, dg = (np.empty_like(x) for x in (self.rows, self.columns, self.gates.g))
         own = diagonal(dA).copy()[..., None]
@@ -195,7 +204,7 @@ class Pair:
 
 
 class Chunks:
-    """Chunks [B, H, n, C, .] of a block of rows, and their matrices, which hang on no state."""
+    """Chunks [B, H, n, C, .] of a block of rows, and their matrices, which do not depend on states."""
 
     def __init__(self, member, rows, segment, schedule, backward=False):
         dtype, self.scratch, self.keep = schedule.dtype, thread_scratch(schedule.dtype), backward
@@ -208,6 +217,7 @@ class Chunks:
         self.make(**packed)
 
     def pair(self, name, rows, columns, **how):
+        """The `Pair` of rows and columns, in scratch memory called `name`."""
         return Pair(rows, columns, self.gates, self.decay, self.scratch.part(name), self.keep, **how)
 
     def states(self):
@@ -216,25 +226,28 @@ class Chunks:
         return np.moveaxis(np.empty((n + 1, *rows, K, self.v.shape[-1]), self.v.dtype), 0, 2)
 
     def grow(self):
-        """Whether the gates above 0 of some chunk come to more than GROWTH."""
+        """Whether the gates above 0 of some chunk sum to more than GROWTH."""
         g = self.gates.g
         return g.max(initial=0) > 0 and np.maximum(g, 0).sum(-2).max() > GROWTH
 
     def written(self, c, S):
-        """What chunk `c` writes of the state before it: Zb^T (ad S)."""
+        """Zb^T (ad S) for chunk c and the state S before it: what tokens write after they have read S."""
         return self.Zb[:, :, c].swapaxes(-1, -2) @ (self.ad[:, :, c] @ S)
 
     def read(self, c, C):
-        """The adjoint of that: ad^T (Zb C)."""
+        """The adjoint of `written`: ad^T (Zb C)."""
         return self.ad[:, :, c].swapaxes(-1, -2) @ (self.Zb[:, :, c] @ C)
 
     def through(self, h, after):
-        """What flows across whole chunks: of the states before them to those behind them, [B, H, n, K or 1]."""
+        """The gradient of each chunk's log decay through the states `h` before it and the gradients `after` it,
+        [B, H, n, K or 1]."""
         flow = self.decay * np.vecdot(h, after)
         return flow.sum(-1, keepdims=True) if self.decay.shape[-1] == 1 else flow
 
 
 class DeltaRuleChunks(Chunks):
+    """`Chunks` of the delta rules of q, k, v, maybe g, and beta."""
+
     def make(self, q, k, v, beta, g=None):
         self.k, self.beta, self.gated, written = k, beta, g is not None, beta * k
         self.of_q = self.pair("q", q, written, own=True)
@@ -245,22 +258,25 @@ class DeltaRuleChunks(Chunks):
         self.Zb = self.Zk = self.N.swapaxes(-1, -2) @ self.of_q.to_end
 
     def vjp(self, h, after, do):
-        """The gradients of the call's arrays from the states before the chunks, those behind them, and scale dO."""
+        """The gradients of the call's arrays. `h`: the states before the chunks; `after`: the gradients of the states
+        after them; `do`: scale dO."""
         R = self.Zb @ after
         R += self.H.swapaxes(-1, -2) @ do
         U = self.N @ (self.v + self.ad @ h)
-        turned, of_values = h.swapaxes(-1, -2), U.swapaxes(-1, -2)
-        dend = U @ after.swapaxes(-1, -2)
-        dq, dwritten, dg = self.of_q.vjp(do @ of_values, do @ turned, dend, self.through(h, after))
-        da, more, dg_more = self.of_a.vjp(R @ of_values, R @ turned)
-        dwritten += more
-        dg += dg_more
+        h_T, U_T = h.swapaxes(-1, -2), U.swapaxes(-1, -2)
+        dto_end = U @ after.swapaxes(-1, -2)
+        dq, dwritten, dg = self.of_q.vjp(do @ U_T, do @ h_T, dto_end, self.through(h, after))
+        da, dwritten_by_a, dg_by_a = self.of_a.vjp(R @ U_T, R @ h_T)
+        dwritten += dwritten_by_a
+        dg += dg_by_a
         dk = self.beta * dwritten - da
         dbeta = np.vecdot(self.k, dwritten)[..., None]
         return [dq, dk, R, *([dg] if self.gated else []), dbeta]
 
 
 class Rwkv7Chunks(Chunks):
+    """`Chunks` of rwkv7."""
+
     def make(self, r, w, k, v, a, b):
         self.of_rk, self.of_rb = self.pair("rk", r, k, own=True), self.pair("rb", r, b, own=True)
         self.of_ak, self.of_ab = self.pair("ak", a, k, before=True), self.pair("ab", a, b, before=True)
@@ -272,31 +288,33 @@ class Rwkv7Chunks(Chunks):
         self.Zk = self.of_rk.to_end + self.of_ak.A.swapaxes(-1, -2) @ self.Zb
 
     def vjp(self, h, after, do):
+        """As in `DeltaRuleChunks`."""
         R = self.Zb @ after
         R += self.H.swapaxes(-1, -2) @ do
         dv = self.Zk @ after
         dv += self.B.swapaxes(-1, -2) @ do
         P = self.N @ (self.ad @ h + self.of_ak.A @ self.v)
-        turned, behind, of_v, of_p = (x.swapaxes(-1, -2) for x in (h, after, self.v, P))
-        dr, dk, dw = self.of_rk.vjp(do @ of_v, do @ turned, self.v @ behind, self.through(h, after))
-        da, db, more = self.of_ab.vjp(R @ of_p, R @ turned, P @ behind)
-        dw += more
-        for pair, dA, drows, dcolumns in ((self.of_rb, do @ of_p, dr, db), (self.of_ak, R @ of_v, da, dk)):
-            for gradient, more in zip((drows, dcolumns, dw), pair.vjp(dA)):
-                gradient += more
+        h_T, after_T, v_T, P_T = (x.swapaxes(-1, -2) for x in (h, after, self.v, P))
+        dr, dk, dw = self.of_rk.vjp(do @ v_T, do @ h_T, self.v @ after_T, self.through(h, after))
+        da, db, dw_by_ab = self.of_ab.vjp(R @ P_T, R @ h_T, P @ after_T)
+        dw += dw_by_ab
+        for pair, dA, drows, dcolumns in ((self.of_rb, do @ P_T, dr, db), (self.of_ak, R @ v_T, da, dk)):
+            for gradient, term in zip((drows, dcolumns, dw), pair.vjp(dA)):
+                gradient += term
         return [dr, dw, dk, dv, da, db]
 
 
 def inverse(L):
-    """(I - L)^-1 of strictly lower triangles [..., C, C]: row by row within blocks, which products then join."""
+    """(I - L)^-1 for strictly lower triangular L [..., C, C]: blocks on the diagonal row by row, and then the inverses
+    of neighbouring blocks joined by products."""
     shape, C = L.shape, L.shape[-1]
     L = L.reshape(-1, C, C)
     N = np.zeros_like(L)
     tiled = len(L), C // BLOCK, BLOCK, C // BLOCK, BLOCK
-    own, found = (np.einsum("mibic->mibc", x.reshape(tiled)) for x in (L, N))
-    diagonal(found)[...] = 1
+    L_blocks, N_blocks = (np.einsum("mibic->mibc", x.reshape(tiled)) for x in (L, N))  # those on the diagonal
+    diagonal(N_blocks)[...] = 1
     for i in range(1, BLOCK):
-        found[..., i : i + 1, :i] = own[..., i : i + 1, :i] @ found[..., :i, :i]
+        N_blocks[..., i : i + 1, :i] = L_blocks[..., i : i + 1, :i] @ N_blocks[..., :i, :i]
     size = BLOCK
     while size < C:
         for m in range(size, C, 2 * size):

@@ -1,10 +1,10 @@
-"""The delta rule without a gate, with one gate a head (Yang et al., 2024), or with one a channel (KDA, 2025)."""
+"""The equation of the delta rule without gates, with gates of heads (Yang et al., 2024), or of channels (KDA, 2025)."""
 
 import numpy as np
 
 from .recurrent import add_outer, decayed, outer, read, read_vjp, write_vjp
 
-EPSILON = 1e-6  # beside the square of a length
+EPSILON = 1e-6  # is added to the square of a length
 
 
 def step(problem, state, q, k, v, *gates):
@@ -24,6 +24,7 @@ def writes(problem, S, q, k, v, *gates):
 
 
 def step_vjp(problem, state, q, k, v, *gates_and_gradients):
+    """The gradients of `step`: (that of the state before it, dq, dk, dv, maybe dg, dbeta)."""
     *g, beta, (dS,), do = gates_and_gradients
     (S,), do, given, beta = state, problem.scale * do, (q, k), beta[..., None]
     q, k = keys(problem, q), keys(problem, k)
@@ -45,7 +46,7 @@ def step_vjp(problem, state, q, k, v, *gates_and_gradients):
 
 
 def of_every_head(problem):
-    """The problem with the query and the key of every head, as they are written and read."""
+    """The problem with a query and a key for every head of values, divided by their lengths if the call asks for it."""
     arrays = {name: keys(problem, x.astype(problem.compute_dtype, copy=False)) for name, x in qk(problem)}
     return problem.replace(
         arrays=problem.arrays | arrays,
@@ -63,12 +64,13 @@ def of_the_callers(problem, gradients):
 
 
 def qk(problem):
+    """[(name, array)] of the query and the key."""
     return [(name, problem[name]) for name in problem.op.shared]
 
 
 def keys(problem, x):
-    """The query or key [B, H, ..., K] of every head, from those of HK heads, divided by its length where that is asked
-    for."""
+    """Queries or keys [B, H, ..., K] of all heads of values from x [B, HK, ..., K], divided by their lengths if the
+    call asks for it."""
     if problem.options["qk_l2norm"]:
         x = x / length(x)
     H, HK = problem.shape("H HK")
@@ -76,7 +78,7 @@ def keys(problem, x):
 
 
 def keys_vjp(problem, x, dx):
-    """The gradient of `x` [B, HK, ..., K], from that of every head."""
+    """The pullback of `keys`: the gradient of x [B, HK, ..., K] from dx [B, H, ..., K]."""
     H, HK = problem.shape("H HK")
     if H != HK:
         dx = dx.reshape(len(dx), HK, H // HK, *dx.shape[2:]).sum(2)
@@ -88,4 +90,5 @@ def keys_vjp(problem, x, dx):
 
 
 def length(x):
+    """The Euclidean lengths of the rows of x [..., K], [..., 1]."""
     return np.sqrt(np.vecdot(x, x)[..., None] + x.dtype.type(EPSILON))

@@ -17,6 +17,7 @@ def feature(x, name):
 
 
 def feature_vjp(x, name, dphi):
+    """dx from dphi."""
     if name == "elu":
         return dphi * np.where(x > 0, 1, np.exp(np.minimum(x, 0)))
     if name == "relu":
@@ -71,7 +72,8 @@ def step_vjp(problem, state, q, k, v, dstate, do):
 
 
 class LinearAttention(Member):
-    """No gate; the normaliser is one more value column of ones, so that the state is S | z."""
+    """Linear attention as a member without gates. The normaliser is computed as one more column of v, all ones, so that
+    the state is [S | z]."""
 
     def __init__(self, problem):
         phi, dtype = problem.options["feature_map"], problem.compute_dtype
@@ -118,19 +120,23 @@ class LinearAttention(Member):
 
 
 class RunningMaximum(LinearAttention):
-    """exp with the normaliser, of queries and keys whose exp leaves the range: gla, with what a channel grows as gates.
+    """`LinearAttention` with feature map exp and the normaliser, for queries and keys whose exp leaves the dtype's
+    range.
 
-        m_t = max(m_{t-1}, k_t),   g_t = m_{t-1} - m_t,   keys exp(k_t - m_t),   queries exp(q_t + m_t - max q_t + m_t)
+    It is gla on the running maximum m of each channel's keys:
 
-    exp(m_t) stands in the keys so far and divides the queries; o is a ratio, in which what a query's channels share
-    cancels too. So neither has a gradient. The operator's state is exp(m_T) times this one.
+        m_t = max(m_{t-1}, k_t),   g_t = m_{t-1} - m_t,   keys exp(k_t - m_t),   queries exp(q_t + m_t - n_t)
+
+    with n_t the maximum of q_t + m_t over the channels. The gates divide all keys up to token t by exp(m_t), which the
+    queries have as a factor. o is a ratio, in which exp(n_t) cancels. So neither m nor n has a gradient. The operator's
+    state is exp(m_T) times the state of gla.
     """
 
     def __init__(self, problem):
         super().__init__(problem)
         q, k = (problem[name].astype(problem.compute_dtype) for name in "qk")
         least, count = np.finfo(k.dtype).min, problem.spans.count
-        start = self.initial_maximum(least / 2)  # where all is 0 too: from there to any key is a finite gate
+        start = self.initial_maximum(least / 2)  # least / 2, so that the gate to any key is finite
         largest, self.g, self.last = np.empty_like(k), np.zeros_like(k), start.copy()
         for s, (first, stop) in enumerate(problem.spans):
             tokens, before = np.s_[:, :, first:stop], start[s::count][:, :, None]
@@ -143,7 +149,8 @@ class RunningMaximum(LinearAttention):
         self.q = np.exp(q - np.maximum(q.max(-1, keepdims=True), least))
 
     def initial_maximum(self, least):
-        """m_0 [N, H, K], and in `top` exp(m_0): the largest number that the given state has of a channel."""
+        """m_0 [N, H, K], the logarithm of a channel's largest number in the initial state, or `least` if all are 0. It
+        also sets `top` to exp(m_0), or to 1 for the latter channels."""
         state = super().initial_state()
         self.top = np.abs(state).max(-1)
         start = np.where(self.top > 0, np.log(self.top), np.array(least, state.dtype))
@@ -157,7 +164,7 @@ class RunningMaximum(LinearAttention):
         return super().split(state * np.exp(self.last)[..., None])
 
     def state_vjp(self, dparts):
-        """A state that is out of range has a gradient where that is 0 alone."""
+        """As in `Member`. A gradient of 0 stays 0 also if exp(m_T) is infinite."""
         dstate = self.state(dparts)
         return np.where(dstate == 0, 0, dstate * np.exp(self.last)[..., None])
 
@@ -168,7 +175,7 @@ class RunningMaximum(LinearAttention):
         return [self.q * dq, self.k * dk, dv[..., : self.problem.sizes["V"]]]
 
     def as_gla(self):
-        """The problem to go through token by token."""
+        """The problem of gla, for the computation token by token."""
         arrays = {"q": self.q, "k": self.k, "v": self.v.astype(self.k.dtype), "g": self.g}
         sizes = self.problem.sizes | {"V": self.v.shape[-1]}
         return self.problem.replace(
@@ -177,12 +184,13 @@ class RunningMaximum(LinearAttention):
 
 
 def is_out_of_range(problem):
-    """Whether exp with the normaliser meets a query, a key or a state that sums of products may take out of range."""
+    """Whether the feature map is exp with the normaliser, and queries, keys or the initial state are so large or small
+    that sums of products may leave the dtype's range."""
     if problem.options.get("feature_map") != "exp" or not problem.options["normalize"]:
         return False
     limit = np.log(np.finfo(problem.compute_dtype).max) / 3
     for x in (problem["q"], problem["k"]):
-        x = np.where(np.isneginf(x), 0, x)  # of padding
+        x = np.where(np.isneginf(x), 0, x)  # padding is -inf
         if x.size and not (-limit <= x.min() and x.max() <= limit):
             return True
     return any(x.size and not np.abs(x).max() <= np.exp(limit) for x in problem.initial_state or ())

@@ -1,22 +1,23 @@
-"""Whether Numba's loops compute a call: where Numba is installed and the call is long enough."""
+"""Whether Numba's loops compute a call: if Numba is installed and the call is long enough."""
 
 from functools import cache
 
-LEAST_ELEMENTS = 1 << 17  # between products: calls of fewer are not worth Numba's import
+LEAST_ELEMENTS = 1 << 17  # for fewer numbers importing Numba takes longer than it saves
 
 
 def loops(elements):
-    """The module of loops, or None: then NumPy and BLAS do the same."""
+    """The module of loops for a call with so many numbers, or None if NumPy and BLAS compute it."""
     return module() if elements >= LEAST_ELEMENTS else None
 
 
-def loops_at_hand(elements):
-    """`module()` where an earlier call has imported Numba already, else what `loops` decides for so many elements."""
+def loaded_loops(elements):
+    """`module()` if an earlier call has imported Numba already, else `loops(elements)`."""
     return module() if module.cache_info().currsize else loops(elements)
 
 
 @cache
 def module():
+    """The module of loops; None if Numba cannot be imported."""
     try:
         from ... import numba_cache  # noqa: F401  its ImportError tells why Numba cannot be used
         from . import numba_loops

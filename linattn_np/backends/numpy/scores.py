@@ -7,8 +7,7 @@ outputs read the state before the write (`exclusive`, RWKV-6), the sum in A ends
 otherwise d_i = b_i. A chunk [..., C, K] is computed in one of two ways:
 
 - *factored*, if its gates are weak: A is one product (q_i exp(c_i)) (k_j exp(-c_j))^T, where c_i is the sum of the
-gates
-  from the chunk's middle token to token i. Weak gates are those for which exp(c) and exp(-c) stay in range.
+  gates from the chunk's middle token to token i. Weak gates are those for which exp(c) and exp(-c) stay in range.
 - *halved* otherwise: for blocks of 2, 4, 8, ... tokens the queries of a block's second half, decayed from the border
   between the halves, are multiplied by the keys of its first half, decayed to that border. Then queries and keys are
   decayed on to the ends of the whole block. Every factor is a product of decays, so any gate is possible (secondary

@@ -1,17 +1,19 @@
-"""Gated linear attention with a gate on either side of the state (Yang et al., 2024, section 4.1).
+"""Gated linear attention with gates g of channels and gv of columns (Yang et al., 2024, section 4.1).
 
     S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T,       o_t = scale q_t^T S_t
 
-Over tokens whose gv sum up to little, c_t in all, it is gla on other values:
+Tokens are computed piece by piece. A piece is a range of tokens for which the sum c_t of the gates gv after the piece's
+first token is small; the first token's gv multiplies the state before the piece. Then a piece is a call of gla with
+other values:
 
     R_t = diag(exp g_t) R_{t-1} + k_t (v_t / exp c_t)^T,    S_t = R_t diag(exp c_t)
 
-The first token's gv is none of them, since it can be taken to the state at once; so whatever it is, this is exact.
-Where strong gates leave few such tokens, or gates grow, they go one by one.
+If strong gates would make pieces short, or if gates are above 0 and grow too much, tokens are computed one by one.
 
-Gradients go the same way, piece by piece. Those of q, k, v and g are gla's. That of gv is the gradient of gla's gate in
-the same operator turned over, of (do, v, k, gv, g): sum_t <do_t, S_t^T q_t> is sum_t <q_t, S_t do_t>. So neither gate's
-gradient is a difference of sums, of which strong gates would leave rounding alone.
+Gradients are computed by the same pieces. Those of q, k, v and g are gla's. The transposed state obeys the same
+recurrence with v in place of k and gv in place of g, and sum_t <do_t, S_t^T q_t> = sum_t <q_t, S_t do_t>. So the
+gradient of gv is that of gla's gate for the arrays (do, v, k, gv, g). Thus neither gate's gradient is a difference of
+sums, which strong gates would leave with nothing but rounding errors.
 """
 
 import numpy as np
@@ -24,12 +26,13 @@ from .family import Member
 from .recurrent import cast_inputs, cast_states, outer, read, read_vjp, write_vjp
 from .scores import LEAST
 
-LIMIT = 40.0  # nats that gv may sum up to below 0: exp(40) = 2e17 leaves float32 room for values up to 1e20
-GROWTH = 4.0  # and above 0: what values are divided by, and with them the states, leaves the range at their lower end
+LIMIT = 40.0  # the most that gv may sum to below 0: exp(40) = 2e17 leaves float32 room for values up to 1e20
+GROWTH = 4.0  # the most that gv may sum to above 0: with more, v / exp c_t and R_t could underflow
 
 
 def decays(g, gv):
-    """exp(g) exp(gv)^T [..., K, V]; of growth exp(g + gv), since one of two factors may leave the range alone."""
+    """exp(g) exp(gv)^T [..., K, V]. If a gate is above 0, it is computed as exp(g + gv), since one of the two factors
+    may leave the range although their product does not."""
     if g.max(initial=0) <= 0 and gv.max(initial=0) <= 0:
         return outer(np.exp(g), np.exp(gv))
     return np.exp(g[..., :, None] + gv[..., None, :])
@@ -63,24 +66,24 @@ def run(problem, o):
 
 
 def vjp(problem, o):
-    """(final state's parts, pull), o filled."""
+    """Fills o; returns (the final state's parts, pull)."""
     final = run(problem, o)
 
     def pull(do, dht):
         q, k, v, g, gv = cast_inputs(problem)
         (start,), (dht,) = cast_states(problem.initial_state, problem), cast_states(dht, problem)
         do = do.astype(problem.compute_dtype)
-        found, dh0 = of_one_side(problem, (q, k, v, g, gv), start, do, dht)
-        turned = (x.swapaxes(2, 3) for x in (start, dht))
-        dgv = of_one_side(problem, (do, v, k, gv, g), next(turned), q, next(turned))[0][3]
-        return [*found, dgv], (dh0,)
+        results, dh0 = gradients(problem, (q, k, v, g, gv), start, do, dht)
+        transposed_start, transposed_dht = (x.swapaxes(2, 3) for x in (start, dht))
+        dgv = gradients(problem, (do, v, k, gv, g), transposed_start, q, transposed_dht)[0][3]
+        return [*results, dgv], (dh0,)
 
     return final, pull
 
 
-def of_one_side(problem, arrays, start, do, dht):
-    """(gradients of q, k, v and g, of the initial states)."""
-    found, dh0, count = [np.empty_like(x) for x in arrays[:4]], dht.copy(), problem.spans.count
+def gradients(problem, arrays, start, do, dht):
+    """([the gradients of q, k, v and g], that of the initial states `start`); `arrays`: q, k, v, g, gv."""
+    results, dh0, count = [np.empty_like(x) for x in arrays[:4]], dht.copy(), problem.spans.count
     for s, span in enumerate(problem.spans):
         S, dS, before = start[s::count], dh0[s::count], []
         for piece in pieces(problem, arrays, *span, least=LEAST):
@@ -88,46 +91,47 @@ def of_one_side(problem, arrays, start, do, dht):
             S = piece.forward(S, np.empty_like(do[:, :, piece.tokens]))
         for piece, S in reversed(before):
             dS, *parts = piece.backward(S, do[:, :, piece.tokens], dS)
-            for gradient, part in zip(found, parts, strict=True):
+            for gradient, part in zip(results, parts, strict=True):
                 gradient[:, :, piece.tokens] = part
         dh0[s::count] = dS
-    return found, dh0
+    return results, dh0
 
 
 def pieces(problem, arrays, first, stop, least=-LIMIT):
-    """The tokens from `first` to before `stop`, as many at a time as go together: none but the first has gv below
-    `least`, so that what crosses a token is of the size of what does not, and its rounding.
-    """
+    """Yields the pieces of the tokens first ... stop - 1. Only a piece's first token has gv below `least`: a token with
+    a stronger gate would reduce the earlier tokens' terms to the size of the later ones' rounding errors."""
     chunk = problem.chunk_size or chunking.CHUNK
     while first < stop:
-        size, sums = factored(*(x[:, :, first : min(stop, first + 2 * chunk)] for x in arrays[3:]), chunk, least)
+        size, sums = next_piece(*(x[:, :, first : min(stop, first + 2 * chunk)] for x in arrays[3:]), chunk, least)
         yield Piece(problem, arrays, slice(first, first + size), sums)
         first += size
 
 
-def factored(g, gv, chunk, least):
-    """(how many tokens are to go next, their sums of gv behind the first or None where they go one by one)."""
+def next_piece(g, gv, chunk, least):
+    """(the number of tokens of a piece that begins with the first token of g and gv, the sums c_t of its tokens, or
+    None if its tokens are to be computed one by one)."""
     sums = np.zeros_like(gv)
     np.cumsum(gv[:, :, 1:], axis=2, out=sums[:, :, 1:])
-    strong = ~((sums.min((0, 1, 3)) >= -LIMIT) & (sums.max((0, 1, 3)) <= GROWTH))  # infinite gates add up to NaN
+    strong = ~((sums.min((0, 1, 3)) >= -LIMIT) & (sums.max((0, 1, 3)) <= GROWTH))  # sums of infinite gates may be NaN
     strong[1:] |= gv[:, :, 1:].min((0, 1, 3)) < least
     size = int(strong.argmax()) if strong.any() else len(strong)
-    faded = not gv[:, :, 0].min() >= -GROWTH and g.max() > 0  # what the first gv takes out of range may grow again
-    if size < min(SUB_CHUNK, gv.shape[2]) or faded:
+    # a state that the first gv makes underflow might grow again by g
+    underflows = not gv[:, :, 0].min() >= -GROWTH and g.max() > 0
+    if size < min(SUB_CHUNK, gv.shape[2]) or underflows:
         return min(SUB_CHUNK, gv.shape[2]), None
     size -= size % chunk if size > chunk else 0
     return size, sums[:, :, :size]
 
 
 class Piece:
-    """Tokens that go together, as gla, or where `sums` is None one by one."""
+    """A piece: its tokens are a call of gla, or are computed one by one if `sums` is None."""
 
     def __init__(self, problem, arrays, tokens, sums):
         self.problem, self.tokens, self.sums = problem, tokens, sums
         self.arrays = [x[:, :, tokens] for x in arrays]
 
     def as_gla(self, S):
-        """(gla's arrays and its initial state, what takes its state to this one's)."""
+        """(the `Member` of gla for this piece, exp c_t). `S`: the state before the piece."""
         (q, k, v, g, gv), grown = self.arrays, np.exp(self.sums)
         sizes = self.problem.sizes | {"N": len(q)}
         started = S * np.exp(gv[:, :, 0, None])
@@ -135,7 +139,7 @@ class Piece:
         return Member(problem, q, k, v / grown, g), grown
 
     def forward(self, S, o):
-        """Fills o; the state [B, H, K, V] behind these tokens."""
+        """Fills o; returns the state [B, H, K, V] after the piece."""
         if self.sums is not None:
             member, grown = self.as_gla(S)
             final = chunked.run(member, o) * grown[:, :, -1:]
@@ -147,22 +151,23 @@ class Piece:
         return S
 
     def backward(self, S, do, dS):
-        """(gradient of the state before, dq, dk, dv, dg)."""
+        """(the gradient of the state before the piece, dq, dk, dv, dg), from that of the state after it, dS."""
         if self.sums is not None:
             member, grown = self.as_gla(S)
             pull = chunked.vjp(member, np.empty_like(do))[1]
             (dq, dk, dv, dg, _), dR = pull(do * grown, dS * grown[:, :, -1:])
-            found = dR * np.exp(self.arrays[4][:, :, 0, None]), dq, dk, dv / grown, dg
-            if is_finite(*found):
-                return found
-        states, found = [S], [np.empty_like(x) for x in self.arrays[:4]]
+            results = dR * np.exp(self.arrays[4][:, :, 0, None]), dq, dk, dv / grown, dg
+            if is_finite(*results):
+                return results
+        states, gradients = [S], [np.empty_like(x) for x in self.arrays[:4]]
         for token in self.one_by_one():
             states.append(step(self.problem, (states[-1],), *token)[0][0])
         for t, token in reversed(list(enumerate(self.one_by_one()))):
             (dS,), *parts = step_vjp(self.problem, (states[t],), *token, (dS,), do[:, :, t])
-            for gradient, part in zip(found, parts):
+            for gradient, part in zip(gradients, parts):
                 gradient[:, :, t] = part
-        return dS, *found
+        return dS, *gradients
 
     def one_by_one(self):
+        """Yields the arrays of each token."""
         return ([x[:, :, t] for x in self.arrays] for t in range(self.arrays[0].shape[2]))
