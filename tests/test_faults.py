@@ -426,8 +426,8 @@ def test_parts_of_those_that_were_killed_are_removed(tmp_path):
     left, users = tmp_path / f".linattn-{'a' * 16}.part", tmp_path / ".linattn-mine.part"
     left.write_bytes(b"half a checkpoint")
     users.touch()
-    with files.part_in(tmp_path, 0o666) as (_, at_work):
-        files.remove_left.cache_clear()
+    with files.new_part(tmp_path, 0o666) as (_, at_work):
+        files.remove_abandoned.cache_clear()
         with files.replaced(tmp_path / "whole") as file:
             file.write(b"all")
         assert sorted(os.listdir(tmp_path)) == sorted([os.path.basename(at_work), users.name, "whole"])

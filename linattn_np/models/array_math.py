@@ -1,4 +1,4 @@
-"""Elementwise functions on NumPy or CuPy arrays: on CuPy's, one launch each."""
+"""Elementwise functions on NumPy or CuPy arrays; on CuPy arrays each is one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def library_of(x):
 
 
 def fused(function):
-    """An elementwise `function` that is one launch where the arrays are CuPy's."""
+    """The elementwise `function`, made one launch if its arrays are CuPy's."""
 
     @wraps(function)
     def call(*arrays):
@@ -25,12 +25,12 @@ def fused(function):
 
 @cache
 def on_cupy(function):
-    name = f"linattn_{function.__name__}"  # its own could be one of CUDA's, as tanh is
+    name = f"linattn_{function.__name__}"  # CUDA has functions of some of these names, such as tanh
     return sys.modules["cupy"].fuse(kernel_name=name)(function)
 
 
 def sigmoid(x):
-    """1 / (1 + exp(-x)) without its overflow; small values have all digits, of tanh not."""
+    """1 / (1 + exp(-x)) without overflow. Small results have all digits, unlike those computed from tanh."""
     xp = library_of(x)
     return xp.exp(xp.minimum(x, 0)) / (1 + xp.exp(xp.minimum(x, -x)))
 
@@ -85,5 +85,5 @@ def normalize(x, eps):
 
 
 def beside(vectors, x):
-    """`vectors` [n, D] or [D] as [n, 1, ..., D], to meet x [..., D]; an array's view."""
+    """A view of `vectors` [n, D] or [D] as [n, 1, ..., D], which broadcasts with x [..., D]."""
     return vectors.reshape(-1, *[1] * (x.ndim - 1), vectors.shape[-1])

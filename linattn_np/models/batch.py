@@ -1,4 +1,4 @@
-"""Many sequences decoding side by side, each of which may join or leave at any step."""
+"""Decoding of many sequences in one batch, which sequences join and leave between steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from .sampling import Sampler, Sampling, complaints, draw_each
 
 
 class Logits:
-    """Logits [N, V] of a call, which a device may still be computing until they are asked for."""
+    """Logits [N, V] of a call. A device may still compute them; reading `rows` waits for it."""
 
     def __init__(self, model: Model, logits):
         self.model, self.logits = model, logits
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """On the host."""
+        """The logits on the host."""
         return self.model.to_host(self.logits)
 
 
 @dataclass
 class Sequence:
-    """One sequence of a batch: its row in the state pool, how it draws, and where the next token's logits are."""
+    """One sequence of a batch: the row of its state in the pool, its sampler, and the logits of its next token, which
+    are row `row` of `source`."""
 
     slot: int
     sampler: Sampler
@@ -40,15 +41,15 @@ class Sequence:
 
     @property
     def logits(self) -> np.ndarray:
-        """[V], host."""
+        """The logits of the next token [V], on the host."""
         return self.source.rows[self.row]
 
 
 class Batch:
     """A pool of `slots` states and the sequences that use them.
 
-    What a sequence gets does not depend on who is beside it, but for the rounding of matrix products of another size.
-    Several threads may call a batch, whose methods wait for each other. A copy has states of its own and shares the
+    The tokens of a sequence do not depend on the other sequences, except for the rounding of matrix products of another
+    size. Several threads may call a batch; its methods run one at a time. A copy has states of its own and shares the
     model.
 
     Example
@@ -72,13 +73,14 @@ class Batch:
         self.model, self.pool = model, model.initial_state(slots)
         self.slots, self.lock = slots, Lock()
         self.sequences: dict[int, Sequence] = {}
-        self.untouched = set(range(slots))  # rows of the pool that are as the model made them
+        self.untouched = set(range(slots))  # the rows of the pool that no sequence has used
 
     def __repr__(self):
         return f"Batch({self.model!r}, {len(self.sequences)} of {self.slots} slots in use)"
 
     @property
     def free(self) -> int:
+        """How many slots no sequence uses."""
         return self.slots - len(self.sequences)
 
     def __copy__(self):
@@ -91,10 +93,11 @@ class Batch:
         All but the last `prompt_reading.PIECE` tokens of a prompt are read in pieces of that length; the last tokens
         of all prompts are read in one packed pass.
 
-        how : for all of them, or one each; a seed that is shared draws alike.
-        states : for each prompt the state that it goes on from, one sequence each; None for the beginning.
+        how : one `Sampling` for all prompts, or a list with one for each. Sequences with the same seed get the same
+            random numbers.
+        states : the state of one sequence for each prompt, which the prompt continues; None starts a sequence.
 
-        ContractError for any of them that does not fit; then nobody has joined.
+        ContractError if an argument does not fit; then no sequence has joined.
         """
         prompts = [tokens_of(prompt) for prompt in prompts]
         how = how if isinstance(how, list) else [how] * len(prompts)
@@ -104,8 +107,8 @@ class Batch:
                 if prompts
                 else "prompts is empty, expected at least one"
             )
-        if odd := [one for one in how if not isinstance(one, Sampling)]:
-            refuse(f"how holds a {type(odd[0]).__name__}, expected Sampling", ContractTypeError)
+        if others := [one for one in how if not isinstance(one, Sampling)]:
+            refuse(f"how holds a {type(others[0]).__name__}, expected Sampling", ContractTypeError)
         if len(how) != len(prompts) or (states is not None and len(states) != len(prompts)):
             refuse(
                 f"{len(prompts)} prompts come with {len(how)} ways of sampling"
@@ -139,18 +142,19 @@ class Batch:
 
     @one_at_a_time
     def complaint(self, slot: int) -> str | None:
-        """Why the next `step` cannot draw for the sequence in `slot`, as its logits are NaN or infinite; or None."""
+        """Why the next `step` cannot draw a token of the sequence in `slot`, whose logits are NaN or infinite; None if
+        it can."""
         sequence = self.sequences[self.used(slot)]
         return sequence.sampler.complaint(sequence.logits)
 
     @one_at_a_time
     def complaints(self) -> dict[int, str]:
-        """{slot: its `complaint`} of the sequences that have one."""
+        """{slot: `complaint` of its sequence}, for the sequences that have one."""
         slots = list(self.sequences)
-        return {slots[number]: complaint for number, complaint in complaints(*self.drawing()).items()}
+        return {slots[number]: complaint for number, complaint in complaints(*self.samplers_and_logits()).items()}
 
-    def drawing(self):
-        """(samplers, their rows of logits), in the order of the sequences."""
+    def samplers_and_logits(self):
+        """(the samplers, the rows of their logits), in the order of the sequences."""
         sequences = list(self.sequences.values())
         source = sequences[0].source if sequences else None
         together = all(sequence.source is source and sequence.row == row for row, sequence in enumerate(sequences))
@@ -159,9 +163,10 @@ class Batch:
 
     @one_at_a_time
     def step(self) -> dict[int, int]:
-        """The next token of every sequence, by slot. What follows them is computed while the caller goes on.
+        """{slot: the next token} of every sequence. A device computes the following logits after the return.
 
-        ContractError, before any is drawn, where a sequence has a `complaint`; without it the others can go on.
+        ContractError if a sequence has a `complaint`, before any token is drawn. Once it has left, the others can go
+        on.
         """
         for slot, complaint in self.complaints().items():
             refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
@@ -169,10 +174,10 @@ class Batch:
 
     @one_at_a_time
     def advance(self) -> dict[int, int]:
-        """`step` where no sequence has a complaint."""
+        """`step`, if no sequence has a complaint."""
         if not self.sequences:
             return {}
-        drawn = dict(zip(self.sequences, draw_each(*self.drawing())))
+        drawn = dict(zip(self.sequences, draw_each(*self.samplers_and_logits())))
         tokens = np.array(list(drawn.values()))[:, None]
         logits, _ = self.model.forward(tokens, self.pool, slots=list(drawn), last=True)
         source = Logits(self.model, logits)
@@ -189,10 +194,11 @@ class Batch:
 
     @one_at_a_time
     def leave(self, slot: int):
-        """Gives a sequence's slot back."""
+        """Removes the sequence in `slot`, which is then free."""
         del self.sequences[self.used(slot)]
 
     def used(self, slot):
+        """`slot`, after checking that a sequence uses it."""
         if slot not in self.sequences:
             refuse(f"slot is {slot!r}, expected one in use: {', '.join(map(str, self.sequences)) or 'none is'}")
         return slot
@@ -202,7 +208,7 @@ def tokens_of(prompt):
     """A prompt's tokens [T], not yet checked against a vocabulary."""
     try:
         tokens = np.asarray(list(prompt))
-    except (TypeError, ValueError):  # nothing to go through; or tokens that are sequences themselves
+    except (TypeError, ValueError):  # not iterable; or its elements are sequences of different lengths
         tokens = None
     if tokens is None or tokens.ndim != 1:
         refuse(

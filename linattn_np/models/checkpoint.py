@@ -1,4 +1,4 @@
-"""Reads weights from files without torch: `.pth` in both of its forms, `.safetensors`, also in shards, and `.gguf`.
+"""Reads weights from files without torch: `.pth` in both of its forms, `.safetensors`, `.gguf`, and shards.
 
 A pickle is a program. Therefore this module interprets the pickles of `.pth` files by itself. Its values are tuples,
 dicts, lists, strings, numbers and `Tensor` records. It knows only the opcodes of a plain state dict: none of them looks
@@ -40,7 +40,7 @@ PICKLES = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the values of the first two of its five pickles
 
-DTYPES = {  # and their names in torch's pickles and in safetensors files
+DTYPES = {  # {dtype: (its name in torch's pickles, its name in safetensors files)}
     np.float64: ("Double", "F64"),
     np.float32: ("Float", "F32"),
     np.float16: ("Half", "F16"),
@@ -70,7 +70,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A view of a storage, offset and strides in elements; not yet checked against the storage's size."""
+    """A view of a storage, with offset and strides in elements. It is not yet checked against the storage's size."""
 
     storage: Storage
     offset: int
@@ -79,7 +79,8 @@ class Tensor:
 
 
 def read(path) -> dict[str, np.ndarray]:
-    """The weights in a file by name, as read-only views of its memory map; no array is copied, no code executed.
+    """{name: array} of the weights in a file, as read-only views of its memory map. No array is copied, and no code of
+    the file is executed.
 
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
@@ -87,13 +88,13 @@ def read(path) -> dict[str, np.ndarray]:
         these, or with `pytorch_model.bin`; or `model.gguf` of llama.cpp. A file must not change while its arrays
         are in use.
 
-    Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`. A zip's checksums are checked, which reads it once;
-    the other forms have none.
+    Arrays have the dtypes of the file; bfloat16 is `ml_dtypes.bfloat16`. The checksums of a zip are checked, for which
+    it is read once; the other forms have none.
 
     Raises
     ------
     CheckpointError
-        The file is damaged, hostile, or not one of these; names the file, what was found and what was wanted.
+        The file is damaged, hostile, or none of these; the text has its name, what was found and what was expected.
     OSError
         The file cannot be opened.
 
@@ -202,6 +203,7 @@ def view(data, start, size, tensor, name):
 
 # -- .pth, the zip: <stem>/data.pkl, and <stem>/data/<key> for each storage ----------------------------------
 def zipped(data):
+    """The arrays of a zip that torch wrote."""
     entries = directory(data)
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
@@ -371,12 +373,14 @@ def run(program, storages):
 
 
 def global_of(name):
+    """The value of GLOBALS that a pickle names."""
     if name not in GLOBALS:
         refuse(f"the pickle asks for {shown(name)}", "only " + ", ".join(GLOBALS))
     return GLOBALS[name]
 
 
 def text(value):
+    """`value`, after checking that it is a string."""
     if type(value) is not str:
         refuse(f"the pickle asks for {shown(value)}", "a module and a name")
     return value
@@ -392,6 +396,7 @@ def taken(stack, count):
 
 
 def fill(target, items):
+    """Adds keys and values, alternating in `items`, to a dict."""
     if type(target) is not dict or len(items) % 2:
         refuse(f"the pickle sets {len(items)} keys and values of {shown(target)}", "pairs, of a dict")
     for name, value in zip(items[::2], items[1::2]):
@@ -403,12 +408,14 @@ def fill(target, items):
 
 
 def extend(target, items):
+    """Appends items to a list."""
     if type(target) is not list:
         refuse(f"the pickle appends to {shown(target)}", "a list")
     target.extend(items)
 
 
 def called(function, arguments):
+    """The result of a function of GLOBALS."""
     if type(function) is not FunctionType or type(arguments) is not tuple:
         refuse(f"the pickle calls {shown(function)}", "a function of " + ", ".join(GLOBALS))
     if len(arguments) != function.__code__.co_argcount:

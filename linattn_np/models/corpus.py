@@ -1,8 +1,9 @@
-"""What a training learns from, as token ids: plain text, JSON lines, or tokens that RWKV's tools have written.
+"""Reads the texts of a training as token ids.
 
 novel.txt       any bytes, which the tokenizer encodes
-texts.jsonl     a line {"text": "..."} for each text; the id that ends a text follows each, or a line end
-data.bin        token ids, with data.idx beside it: the "binidx" of Megatron and RWKV-LM
+texts.jsonl     a line {"text": "..."} for each text. Behind each text comes the id that ends texts, or a line feed if
+                the tokenizer has none
+data.bin        token ids, with data.idx beside it: the format "binidx" of Megatron and RWKV-LM
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 
 
 def read(path, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids [T] in a file, whose ending tells of which kind it is; ContractError names a file that is damaged."""
+    """The ids [T] in a file; its ending determines the format. ContractError, with its name, if it is damaged."""
     path = Path(path)
     try:
         if path.suffix == ".jsonl":
@@ -40,10 +41,12 @@ def read(path, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def ids(tokens, tokenizer) -> np.ndarray:
+    """The ids as an array of the smallest unsigned dtype that holds the tokenizer's ids."""
     return np.array(tokens, np.uint8 if tokenizer.size <= 256 else np.uint16 if tokenizer.size <= 65536 else np.uint32)
 
 
 def of_lines(path, tokenizer):
+    """The ids in a file of JSON lines."""
     found = [ids([], tokenizer)]
     end = [tokenizer.end] if tokenizer.end is not None else tokenizer.encode("\n")
     with opened(path) as file:
@@ -60,6 +63,7 @@ def of_lines(path, tokenizer):
 
 
 def of_binidx(path):
+    """The ids in a .bin, after checking its .idx."""
     index = mapped(path.with_suffix(".idx"), "an index of token ids")
     head = index[:HEAD]
     if len(head) < HEAD or not head.startswith(MAGIC) or int.from_bytes(head[9:17], "little") != VERSION:

@@ -1,4 +1,4 @@
-"""Where a model computes."""
+"""The devices on which models compute: checks, CUDA's driver, and arrays on the host."""
 
 import ctypes
 import importlib.util
@@ -17,7 +17,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str):
-    """ContractError for what is no device; NotSupported says why the GPU cannot be used."""
+    """ContractError if `device` is not one of DEVICES; NotSupported, with the reason, if the GPU cannot be used."""
     if not isinstance(device, str) or device not in DEVICES:
         raise ContractError(f"{owner}: device is {shown(device)}, expected 'cpu' or 'cuda'")
     if device == "cpu":
@@ -34,14 +34,15 @@ def check_device(owner: str, device: str):
 
 
 def why_no_cupy(error: ImportError) -> str:
-    """In a line why CuPy cannot be used."""
+    """A line that says why CuPy cannot be used, from the error of its import."""
     if error.name == "cupy":
         return "CuPy is not installed; pip install 'linattn-np[cuda13]', or [cuda12], brings it"
     return str(error).splitlines()[0]
 
 
 def cuda_devices() -> int:
-    """CUDA devices that the driver shows to this process, 0 without CuPy, which it takes half a second to import."""
+    """The number of CUDA devices that this process sees; 0 if CuPy is not installed. It does not import CuPy, which
+    takes half a second."""
     driver, count = cuda_driver(), ctypes.c_int()
     if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
@@ -49,7 +50,7 @@ def cuda_devices() -> int:
 
 
 def may_be_several() -> bool:
-    """Whether this host may show more than one CUDA device, as far as one sees without asking its driver."""
+    """Whether this process may see more than one CUDA device, judged without loading the driver."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     return len(nodes) != 1 and (shown is None or "," in shown)
@@ -67,22 +68,22 @@ def uses_cuda() -> bool:
 
 
 def open_beside(number: int = 0) -> threading.Thread:
-    """Has a thread open a CUDA device, where there is one, while this one imports CuPy: both take a quarter of a
-    second. The process does not end before the thread has, which CUDA would not like."""
+    """Makes a thread open a CUDA device, if there is one, while this thread imports CuPy: each takes a quarter of a
+    second. The thread is no daemon: a process must not end while CUDA opens a device."""
 
-    def opened():
+    def open_device():
         driver, device, context = cuda_driver(), ctypes.c_int(), ctypes.c_void_p()
         if driver and not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # CUDA's runtime takes the same one
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # the context that CUDA's runtime uses, too
 
-    thread = threading.Thread(target=opened)
-    with suppress(RuntimeError):  # the system gives no thread: CuPy opens the device
+    thread = threading.Thread(target=open_device)
+    with suppress(RuntimeError):  # the system gives no thread: CuPy will open the device
         thread.start()
     return thread
 
 
 def cuda_driver():
-    """None where it is not there, or of no use for want of CuPy."""
+    """The library of CUDA's driver; None if it or CuPy is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1") if importlib.util.find_spec("cupy") else None
     except OSError:
@@ -90,8 +91,8 @@ def cuda_driver():
 
 
 class NotCopied:
-    """What keeps addresses of a device's memory in the arguments of kernels and in graphs: a copy would have the same
-    ones. `copy`, `deepcopy` and `pickle` are refused with NotSupported."""
+    """The base of classes whose objects store addresses of a device's memory, in arguments of kernels and in graphs. A
+    copy would use the same memory, so `copy`, `deepcopy` and `pickle` raise NotSupported."""
 
     def __reduce_ex__(self, protocol):
         raise NotSupported(
@@ -101,5 +102,5 @@ class NotCopied:
 
 
 def on_host(array):
-    """`array` as NumPy's, copied there from a device if it is not on the host."""
+    """`array` as a NumPy array; it is copied if it is on a device."""
     return array.get() if hasattr(array, "get") else np.asarray(array)

@@ -1,4 +1,4 @@
-"""What a training's residual loses of its changes: on the host a function, on the device what a kernel draws."""
+"""Dropout in a training: on the host a function; on a GPU the arguments of kernels that apply it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def keep(x):
-    """Drops nothing."""
+    """(x without any dropout, the pullback)."""
     return x, lambda dy: dy
 
 
 def dropout(rng, rate, x):
-    """x without a share `rate` of its elements, the others scaled up, and the pullback."""
+    """(x with a share `rate` of its elements set to 0 and the others scaled up, the pullback)."""
     kept, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
     return masked(x, kept, scale), lambda dy: masked(dy, kept, scale)
 
@@ -25,7 +25,8 @@ def masked(x, kept, scale):
 
 @dataclass(frozen=True)
 class Dropout:
-    """The same for kernels: `seeds`, two integers on the device, tell which elements go."""
+    """The arguments of kernels: `seeds`, two integers on the device that determine which elements become 0; `rate`, the
+    share of these."""
 
     seeds: Any
     rate: float

@@ -12,7 +12,7 @@ def austen(version: int = 6) -> Path:
 
     version : of RWKV, 6 (4.0 million parameters) or 7 (3.7 million)
 
-    FileNotFoundError where it has been left out of an installation.
+    FileNotFoundError if the installation lacks it.
 
     Example
     -------

@@ -1,4 +1,4 @@
-"""Files at the border: those of others are read with suspicion, our own are written whole or not at all."""
+"""Reading and writing of files: what is read is checked, and what is written replaces an older file at one moment."""
 
 import errno
 import fcntl
@@ -19,11 +19,12 @@ import numpy as np
 from ..errors import ContractError
 from .number_checks import shown
 
+# The names of files that are being written.
 PART = re.compile(r"\.linattn-[0-9a-f]{16}\.part")
 
 
 class FileError(ContractError):
-    """A file that cannot be used: what was found and what was wanted."""
+    """A file that cannot be used; the text says what was found and what was expected."""
 
 
 def refuse(found, wanted) -> NoReturn:
@@ -32,7 +33,7 @@ def refuse(found, wanted) -> NoReturn:
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 def opened(path) -> BinaryIO:
-    """A regular file to read. FileError for a folder, a FIFO or a device, which could wait or go on for ever."""
+    """A regular file, open for reading. FileError for a folder, a FIFO or a device: reading one might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -41,7 +42,7 @@ def opened(path) -> BinaryIO:
 
 
 def contents(path) -> bytes:
-    """What a file or a pipe holds. FileError for a device, which could go on for ever."""
+    """The bytes of a file or a pipe. FileError for a device: reading it might never end."""
     with open(path, "rb") as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
             refuse("is a device", "a file or a pipe")
@@ -49,7 +50,7 @@ def contents(path) -> bytes:
 
 
 def mapped(path, wanted: str) -> mmap.mmap:
-    """The bytes of a regular file that is not empty, read as they are used."""
+    """A memory map of a regular file; FileError if it is empty, which says that `wanted` was expected."""
     with opened(path) as file:
         if not os.fstat(file.fileno()).st_size:
             refuse("is empty", wanted)
@@ -57,7 +58,8 @@ def mapped(path, wanted: str) -> mmap.mmap:
 
 
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
-    """``(number from 1 up, line)``; FileError for a line of more than `most` bytes, before more of it is read."""
+    """Yields ``(number, line)``, with numbers from 1 on. FileError for a line of more than `most` bytes, of which no
+    more is read."""
     number = 1
     while line := file.readline(most + 1):
         if len(line) > most:
@@ -67,7 +69,7 @@ def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
 
 
 def json_object(text) -> dict:
-    """The JSON object in `text`; FileError for anything else, and where a key is there twice, at any depth."""
+    """The JSON object in `text`; FileError for anything else, and if an object in it has a key twice."""
 
     def unique(pairs):
         if len(pairs) != len(dict(pairs)):
@@ -88,30 +90,31 @@ def json_object(text) -> dict:
 # -- writing ----------------------------------------------------------------------------------------------------------
 @contextmanager
 def replaced(path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` at one moment, once it is whole and on the disk.
+    """A context with a new file to write. At its end the file is on the disk and takes the place of `path` at one
+    moment; after an error, the older file at `path` is unchanged.
 
-    Until then, and after any error, `path` holds what it held; OSError names it. The new file has the old one's mode; a
-    symbolic link stays, and what it points to is replaced. A FIFO or a device is written as such.
+    The new file has the older one's mode. If `path` is a symbolic link, the file to which it points is replaced. A FIFO
+    or a device is written directly. OSErrors have the name `path`.
     """
     old = check_writable(path)
     if old is not None and not stat.S_ISREG(old.st_mode):
-        whole = io.BytesIO()  # in which a writer can seek
-        yield whole
-        with named(path), open(path, "wb") as file:
-            file.write(whole.getbuffer())
+        content = io.BytesIO()  # unlike a FIFO it can seek, as writers do
+        yield content
+        with errors_name(path), open(path, "wb") as file:
+            file.write(content.getbuffer())
         return
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
-    remove_left(folder)
-    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)  # the umask is the system's to take off
-    with named(path), part_in(folder, mode) as (file, part):
+    remove_abandoned(folder)
+    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)  # the system removes the umask from the mode
+    with errors_name(path), new_part(folder, mode) as (file, part):
         if old is not None:
             os.fchmod(file.fileno(), mode)
         yield file
         file.flush()
         os.fsync(file.fileno())
         os.replace(part, target)
-    with suppress(OSError):  # some file systems cannot sync a folder; the file is in its place all the same
+    with suppress(OSError):  # some file systems cannot sync a folder; the file has been replaced nevertheless
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -120,8 +123,8 @@ def replaced(path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def named(path):
-    """An OSError inside that names no file, as of a disk that is full, names this one."""
+def errors_name(path):
+    """A context in which OSErrors get the name `path` if they name no file, or one of ours that is being written."""
     try:
         yield
     except OSError as error:
@@ -131,19 +134,20 @@ def named(path):
 
 
 @contextmanager
-def part_in(folder, mode) -> Iterator[tuple[BinaryIO, str]]:
-    """A new file in `folder` and its name, of which no two writers may share one, and no user has one.
+def new_part(folder, mode) -> Iterator[tuple[BinaryIO, str]]:
+    """A context with (a new file in `folder`, its path); the name is random, so that no other file has it.
 
-    It is locked while it is written, which a writer that is killed no longer does; after an error it is removed.
+    The file is locked until the context ends, or until the process is killed: `remove_abandoned` removes files without
+    a lock. After an error this removes the file itself.
     """
     while True:
         part = os.path.join(folder, f".linattn-{secrets.token_hex(8)}.part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with suppress(OSError):  # some file systems have no locks; there nobody removes anything
+        with suppress(OSError):  # some file systems have no locks; `remove_abandoned` removes nothing there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # `remove_left` saw it before it was locked
+        os.close(descriptor)  # `remove_abandoned` has removed it before it was locked: make another one
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file, part
@@ -165,8 +169,9 @@ def lock(descriptor: int, path):
 
 
 @cache
-def remove_left(folder):
-    """Removes what writers left in `folder` that were killed: once in a process, as it takes a look at every name."""
+def remove_abandoned(folder):
+    """Removes the unfinished files of killed writers from `folder`. A process does so once for a folder, since all
+    names in it are read."""
     with suppress(OSError):
         for name in filter(PART.fullmatch, os.listdir(folder)):
             path = os.path.join(folder, name)
@@ -176,7 +181,7 @@ def remove_left(folder):
 
 
 def write_arrays(path, arrays):
-    """A safetensors file in the place of an older one, at one moment: whoever dies, one of the two is there, whole."""
+    """Writes a safetensors file by `replaced`: at any moment `path` is the older file or the complete new one."""
     from safetensors.numpy import save
 
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
@@ -185,7 +190,8 @@ def write_arrays(path, arrays):
 
 
 def check_writable(path) -> os.stat_result | None:
-    """What is at `path`, None for nothing; OSError where `replaced` could not write: to be asked before long work."""
+    """The status of the file at `path`, or None if there is none. OSError if `replaced` could not write there: callers
+    ask before long work."""
     try:
         old = os.stat(path)
     except FileNotFoundError:
@@ -204,11 +210,12 @@ def check_writable(path) -> os.stat_result | None:
 
 
 def problem(number, path) -> OSError:
+    """The OSError with an error's number of the system."""
     return OSError(number, os.strerror(number), os.fspath(path))
 
 
 def same_file(path, other) -> bool:
-    """Whether both names lead to one file, there or not yet."""
+    """Whether both paths are those of one file, which may not exist yet."""
     with suppress(OSError):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)

@@ -31,11 +31,11 @@ STATE = "att.time_state"
 
 @dataclass
 class Base:
-    """The model that training starts from.
+    """The model from which training starts.
 
     kind : its class
-    weights : float32 arrays of its own by official name
-    sizes : of the axes that `Version.parameter_axes` has
+    weights : {official name: float32 array}, copies
+    sizes : {axis of `Version.parameter_axes`: its size}
     """
 
     kind: type[Model]
@@ -44,7 +44,7 @@ class Base:
 
     @classmethod
     def from_file(cls, path) -> Base:
-        """Read any file that `models.load` reads, except quantised ones; raises the same errors."""
+        """The model in any file that `models.load` reads, except quantised ones; raises the same errors."""
         weights = checkpoint.read(path)
         try:
             return cls.of(weights, checkpoint.config(path))
@@ -53,7 +53,7 @@ class Base:
 
     @classmethod
     def of(cls, weights: Mapping, config: Mapping | None = None) -> Base:
-        """The base with these weights, under any names that files have; ContractError if it cannot be trained."""
+        """The base with these weights, by any names that files have; ContractError if it cannot be trained."""
         kind = kind_of(weights)
         official, sizes = kind.parameters(weights, config)
         if any(isinstance(array, Stored) for array in official.values()):
@@ -86,22 +86,24 @@ class Whole:
         return self.base.kind.layout(self.base.sizes, self.base.weights)
 
     def model_weights(self, layout, vector) -> dict:
-        """The weights of the model as trained so far, by official name."""
+        """{official name: array} of the model, from the vector of trained parameters."""
         return layout.named(vector)
 
 
 class OfBase:
-    """Base of those that train a few parameters of their own and leave the model's as they are."""
+    """The base of classes that train parameters of their own, and do not change the model's."""
 
     name: str  # of what is trained
-    shapes: Callable[[], dict[str, tuple[int, ...]]]  # of the parameters, by name
-    constants: Callable[[], dict[str, np.ndarray]]  # what the loss depends on besides, and files have
+    shapes: Callable[[], dict[str, tuple[int, ...]]]  # {name: shape} of the trained parameters
+    constants: Callable[[], dict[str, np.ndarray]]  # {name: array} of further arrays in their files
+    decays: bool  # whether weight decay applies to them
+    first: Callable  # the initial value of one, as in `Parameters`
 
     def __init__(self, base: Base):
         self.base = base
         self.layout = base.kind.layout(base.sizes)
         self.vector: np.ndarray = self.layout.vector(base.weights)
-        self.on_device: Any = None  # the same vector there, from the first loss on
+        self.on_device: Any = None  # a copy of `vector` on the GPU, once a loss has been computed there
         self.title = f"{self.name} of {base.kind.title}"
 
     @cached_property
@@ -114,6 +116,7 @@ class OfBase:
         return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, constants)
 
     def vector_for(self, products):
+        """The vector of the model's parameters on the device of `products`."""
         if isinstance(products, HostProducts):
             return self.vector
         if self.on_device is None:
@@ -121,7 +124,7 @@ class OfBase:
         return self.on_device
 
     def tree(self, vector, products):
-        """The model's tree of `vector`, with matrices as products take them."""
+        """The `Layout.tree` of `vector`, with matrices in the dtype of `products`."""
         return self.layout.tree(vector, products.cast(vector[: self.layout.matrices]))
 
 
@@ -133,9 +136,9 @@ class LowRank(OfBase):
 
     rank : from 1 up to the model's channels
     alpha : by default `rank`, so that the factor is 1
-    matrices : names in a layer, as ["att.key", "ffn.value"]; by default those of all large matrices
+    matrices : names in a layer, such as ["att.key", "ffn.value"]; by default those of all large matrices
 
-    ContractError for a rank, an alpha or a matrix that cannot be.
+    ContractError for a rank, an alpha or matrices of other values.
     """
 
     name, decays = "a low-rank adapter", True
@@ -166,7 +169,7 @@ class LowRank(OfBase):
         return rng.normal(0, shape[1] ** -0.5, shape) if name.endswith(A) else 0
 
     def merged(self, own, products):
-        """The vector of the whole model's parameters, with the adapter added."""
+        """The vector of the model's parameters with the adapter `own` added, {name: array}."""
         vector = self.vector_for(products).astype(own[adapter(self.matrices[0], A)].dtype)
         views = self.layout.named(vector)
         for name in self.matrices:
@@ -174,7 +177,7 @@ class LowRank(OfBase):
         return vector
 
     def loss(self, weights, tokens, products, drop, **how):
-        """As `protocols.Trainable` has it. The adapter is float32 on every device."""
+        """As in `protocols.Trainable`. The adapter is float32 on every device."""
         own, vector = weights, self.merged(weights, products)
         value, pull = self.base.kind.loss(self.tree(vector, products), tokens, products, drop, **how)
 
@@ -239,11 +242,11 @@ class States(OfBase):
 
 
 class Parameters:
-    """`protocols.Layout` of named parameters, one after the other in a vector, those of a layer together.
+    """A `protocols.Layout` of named parameters, which are in the vector in the order of `shapes`, layer by layer.
 
     decays : whether weight decay applies to them
     first : function of a name, a shape and a generator of random numbers that returns the initial value
-    constants : arrays that are written to files beside them
+    constants : further arrays in their files, by name
     """
 
     def __init__(self, sizes, shapes, decays, first, constants):

@@ -2,8 +2,8 @@
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-Parameters come back under the official names and in the official shapes: matrices in float32, float16 and bfloat16 as
-the file has them, quantised ones (Q8_0, Q4_0 and what else the `gguf` package widens) in float32.
+Parameters get the official names and shapes. Matrices in float32, float16 or bfloat16 keep their dtype. Quantised ones
+(Q8_0, Q4_0 and all others that the package `gguf` can convert) become float32.
 """
 
 import math
@@ -21,9 +21,10 @@ from .number_checks import shown
 from .stored_zip import MAX_AXES
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-MAX_HEADER = 1 << 25  # bytes before the tensors; a vocabulary's words are among them
+MAX_HEADER = 1 << 25  # the most bytes before the tensors, with the words of a vocabulary
 MAX_NAME = 1024
-SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # by the file's number of a type, as in struct
+# {the file's number of a type: its letter in `struct`}, then the numbers of other types
+SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))
 STRING, ARRAY = 8, 9
 FLOATS = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 ALIGNMENT = "general.alignment"
@@ -38,17 +39,18 @@ WHOLE = {
 }
 NORMS = {"attn_norm": "ln1", "attn_norm_2": "ln2", "time_mix_ln": "att.ln_x"}
 LINEAR = ("receptance", "key", "value", "gate", "output")
-ARRAYS = {"rwkv6": "time_maa_{}", "rwkv7": "x_{}"}  # what the official names call the mixes
-LERPS = {"rwkv6": "wkvrg", "rwkv7": "rwkvag"}  # the order of the mixes in one array
+MIXES = {"rwkv6": "time_maa_{}", "rwkv7": "x_{}"}  # the official names of the mixes' weights
+MIX_ORDER = {"rwkv6": "wkvrg", "rwkv7": "rwkvag"}  # the order of the mixes in a file's array of all of them
 LOW_RANK = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2", "decay_w1", "decay_w2")
-EPS, GROUP_EPS = 1e-5, 64e-5  # of the layer norms, where the file says nothing, and of the group norm
-MAX_DIGITS, MAX_HALVINGS = 4, 15  # of a layer's number, and of its residual: 2^15 is in every dtype's range
+EPS, GROUP_EPS = 1e-5, 64e-5  # of the layer norms if the file does not say it; of the group norm
+MAX_DIGITS, MAX_HALVINGS = 4, 15  # of a layer's number; of the residual, since 2^15 is in every dtype's range
 
 
 class Numbers(NamedTuple):
-    """What a file says of its model.
+    """Numbers of the model in a file's header.
 
-    rescale : after how many layers llama.cpp halves the residual, and the converter what is added to it; 0 for never
+    rescale : llama.cpp halves the residual after every so many layers; the converter has halved the matrices whose
+        products are added to it accordingly. 0 for never
     """
 
     head_size: int
@@ -56,13 +58,13 @@ class Numbers(NamedTuple):
     eps: float
 
 
-@np.errstate(all="ignore")  # damaged numbers become what they become
+@np.errstate(all="ignore")  # a damaged file may have numbers that overflow when they are converted
 def read(data, path) -> dict[str, np.ndarray]:
-    """The weights in a GGUF file, whose bytes are `data`; FileError where it holds no RWKV-6 or RWKV-7, or is damaged,
-    NotSupported where they are quantised and the package is missing."""
+    """The weights in a GGUF file with the bytes `data`. FileError if it has no RWKV-6 or RWKV-7 model, or is damaged;
+    NotSupported if its weights are quantised and the package `gguf` is missing."""
     fields, tensors, start = Header(data).read()
     kind = fields.get("general.architecture")
-    if not isinstance(kind, str) or kind not in ARRAYS:
+    if not isinstance(kind, str) or kind not in MIXES:
         refuse(f"is a GGUF file of the architecture {shown(kind)}", "rwkv6 or rwkv7")
     numbers = Numbers(
         number(fields, f"{kind}.wkv.head_size", 64, 1),
@@ -91,7 +93,7 @@ def read(data, path) -> dict[str, np.ndarray]:
         if twice := sorted(found.keys() & parts.keys()):
             refuse(f"has {shown(twice[0])} twice, the second time as {shown(name)}", "it once")
         found |= parts
-    if "head.weight" not in found and "emb.weight" in found:  # tied
+    if "head.weight" not in found and "emb.weight" in found:  # the head and the embedding are one matrix
         found["head.weight"] = found["emb.weight"]
     if numbers.eps != np.float32(EPS):
         found["norm_eps"] = np.array([numbers.eps, GROUP_EPS])
@@ -99,7 +101,7 @@ def read(data, path) -> dict[str, np.ndarray]:
 
 
 def number(fields, name, default, least) -> int:
-    """A whole number that the file says, or what holds where it says nothing."""
+    """The whole number that a field of the header has, or `default` if there is no such field."""
     value = fields.get(name, default)
     if not is_int(value) or value < least:
         refuse(f"has the {name} {shown(value)}", f"a whole number from {least} up")
@@ -108,8 +110,8 @@ def number(fields, name, default, least) -> int:
 
 # -- the file ---------------------------------------------------------------------------------------------------------
 class Tensor(NamedTuple):
-    """A tensor of the header: its type's number in the file, its shape as NumPy has it, and its first byte behind the
-    header."""
+    """A tensor of the header: the number of its type in the file, its shape in NumPy's order, and its first byte,
+    counted from the end of the header."""
 
     type: int
     shape: tuple[int, ...]
@@ -117,8 +119,8 @@ class Tensor(NamedTuple):
 
 
 class Header:
-    """Reads what stands before the tensors, from its first byte to its last; nothing that it claims takes memory or
-    time before the file is found to hold it."""
+    """Reads the part of a file before the tensors, from its first byte to its last. Sizes in it are checked against the
+    file's length before they cost memory or time."""
 
     def __init__(self, data):
         self.data, self.at, self.end = data, 0, min(len(data), MAX_HEADER)
@@ -137,6 +139,7 @@ class Header:
         return values, places, self.at + -self.at % alignment
 
     def named(self, count, read) -> dict:
+        """{name: read()} for the next `count` entries."""
         found = {}
         for _ in range(count):
             if (name := self.text(MAX_NAME)) in found:
@@ -145,7 +148,7 @@ class Header:
         return found
 
     def value(self, kind):
-        """A number, a text, or None for an array, which is passed over."""
+        """The next value, of the type number `kind`: a number or a text; None for an array, which is skipped."""
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == STRING:
@@ -161,22 +164,25 @@ class Header:
         return None
 
     def tensor(self) -> Tensor:
+        """The next tensor's description."""
         if (axes := self.number("I")) > MAX_AXES:
             refuse(f"has a tensor of {axes} axes", f"up to {MAX_AXES}")
         shape = tuple(self.number("Q") for _ in range(axes))[::-1]
         return Tensor(self.number("I"), shape, self.number("Q"))
 
     def number(self, layout):
+        """The next number; `layout`: its letter in `struct`."""
         return struct.unpack_from(f"<{layout}", self.data, self.skip(struct.calcsize(layout)))[0]
 
     def text(self, most) -> str:
+        """The next text, of at most so many bytes."""
         if (size := self.number("Q")) > most:
             refuse(f"has a text of {size} bytes", f"up to {most}")
         start = self.skip(size)
         return self.data[start : start + size].decode("utf-8", "backslashreplace")
 
     def skip(self, size) -> int:
-        """The byte behind which it goes on."""
+        """Skips `size` bytes; returns the first of them."""
         start = self.at
         if size > self.end - start:
             refuse(f"is damaged: its header has {size} more bytes at byte {start} of {self.end}", "a sound GGUF file")
@@ -185,7 +191,7 @@ class Header:
 
 
 def stored(data, start, name, tensor) -> np.ndarray:
-    """A view of a tensor: floats, or the bytes of blocks of quantised numbers."""
+    """A view of a tensor: its floats, or uint8 for quantised numbers, which are in blocks of bytes."""
     *rows, row = tensor.shape or (1,)
     if tensor.type in FLOATS:
         dtype = FLOATS[tensor.type]
@@ -201,7 +207,7 @@ def stored(data, start, name, tensor) -> np.ndarray:
 
 
 def block_of(name, type) -> tuple[int, int]:
-    """How many numbers a block of a quantised tensor has, and how many bytes."""
+    """(the numbers, the bytes) of a block of a quantised tensor."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -211,6 +217,7 @@ def block_of(name, type) -> tuple[int, int]:
 
 
 def dequantised(array, type, name) -> np.ndarray:
+    """The float32 array of a quantised tensor."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -222,7 +229,8 @@ def dequantised(array, type, name) -> np.ndarray:
 
 # -- names and shapes -------------------------------------------------------------------------------------------------
 def official(kind, name, array, numbers) -> dict[str, np.ndarray]:
-    """A tensor under its official name, or the several that it holds; what has no such name keeps its own."""
+    """{official name: array} of a tensor, or of the several parameters that it holds. A tensor without an official name
+    keeps its own."""
     if name in WHOLE:
         return {WHOLE[name]: array}
     if not name.startswith("blk.") or name.count(".") != 3:
@@ -236,10 +244,10 @@ def official(kind, name, array, numbers) -> dict[str, np.ndarray]:
     if leaf in LINEAR:
         return {f"{to}.{leaf}.weight": rescaled(array, to, leaf, i, numbers)}
     if leaf == "lerp_fused":
-        mixes = array.reshape(len(LERPS[kind]), 1, 1, -1)
-        return {f"{to}.{ARRAYS[kind].format(mix)}": its for mix, its in zip(LERPS[kind], mixes)}
+        weights = array.reshape(len(MIX_ORDER[kind]), 1, 1, -1)
+        return {f"{to}.{MIXES[kind].format(mix)}": weight for mix, weight in zip(MIX_ORDER[kind], weights)}
     if leaf.startswith("lerp_"):
-        return {f"{to}.{ARRAYS[kind].format(leaf[-1])}": array.reshape(1, 1, -1)}
+        return {f"{to}.{MIXES[kind].format(leaf[-1])}": array.reshape(1, 1, -1)}
     if leaf in LOW_RANK:
         array = array.swapaxes(-1, -2)
     if kind == "rwkv7":
@@ -254,8 +262,9 @@ def official(kind, name, array, numbers) -> dict[str, np.ndarray]:
 
 
 def rescaled(array, to, leaf, i, numbers):
-    added = leaf == "output" or to.endswith(".ffn") and leaf == "value"
-    if not added or not numbers.rescale or not i.isdecimal() or len(i) > MAX_DIGITS:
+    """The matrix `leaf` of layer i as it was before the converter halved it, see `Numbers`."""
+    for_residual = leaf == "output" or to.endswith(".ffn") and leaf == "value"
+    if not for_residual or not numbers.rescale or not i.isdecimal() or len(i) > MAX_DIGITS:
         return array
     if (halvings := int(i) // numbers.rescale) > MAX_HALVINGS:
         refuse(f"has a residual that is halved {halvings} times by layer {i}", f"at most {MAX_HALVINGS}")

@@ -1,4 +1,4 @@
-"""Threads of the host that share an object: one after another."""
+"""Locks by which several threads use an object one after the other."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 class Lock:
-    """A lock that its holder may take again; a copy or a pickle of it is a new one."""
+    """A lock that its holder may take again. A copy of it, or one from a pickle, is a new lock."""
 
     def __init__(self):
         self.lock = RLock()
@@ -41,8 +41,11 @@ def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 
 
 class Turns:
-    """Orders the work that threads enqueue on a device's buffers. A call of it is a context: it holds a lock of the
-    host, and what is enqueued inside runs after all that was enqueued inside before, on any stream."""
+    """Orders the work that threads enqueue on the same buffers of a device.
+
+    Calling the object returns a context, a *turn*. One thread at a time can be in a turn. The work enqueued in it runs
+    after the work of all earlier turns, whatever streams they were on.
+    """
 
     def __init__(self, device):
         self.device, self.lock, self.event = device, RLock(), device.record()
@@ -54,12 +57,12 @@ class Turns:
                 raise NotSupported(
                     "RWKV: a model's calls cannot be captured in a CUDA graph; they make graphs themselves"
                 )
-            self.device.wait(self.event)  # on the same stream, too: one that is gone may have had its address
+            self.device.wait(self.event)  # also on the same address of a stream: the earlier stream may be gone
             try:
                 yield
             finally:
                 self.device.record(self.event)
 
     def wait(self):
-        """Until all that was enqueued in earlier turns is done, so that its memory may be given back."""
+        """Waits until the work of all earlier turns is done, so that its memory may be freed."""
         self.device.finish(self.event)

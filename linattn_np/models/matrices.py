@@ -1,16 +1,14 @@
-"""A model's matrices on the CPU in 32, 16, 8 or 4 bits a number: a token's product reads them as they are stored.
-
-    y = x W^T,    W [M, K]
+"""A model's matrices W [M, K] on the CPU, stored with 32, 16, 8 or 4 bits per number, and the products y = x W^T.
 
     float32
     bfloat16    exact for a checkpoint in bfloat16
-    int8        w = scale_m q,           q in -127..127, a scale for every row, float32
-    int4        w = scale_mb (q - 8),    q in 0..15, a scale for every 32 neighbours of a row, bfloat16: 4.5 bits in all
+    int8        w = scale q,         q in -127..127, a float32 scale for every row
+    int4        w = scale (q - 8),   q in 0..15, a bfloat16 scale for every 32 neighbours of a row: 4.5 bits per number
 
-A token's product takes as long as the matrix takes to be read, so that half of the bits is half of the time. Loops of
-Numba's (`matrix_loops`) widen the numbers in registers. They also read float32, for up to FEW tokens, at up to twice
-the speed of BLAS, which reads several rows at once; BLAS multiplies more tokens. Sums are float32, in an order of their
-own: they differ from NumPy's by its rounding.
+The product with one token takes as long as reading the matrix, so half of the bits takes half of the time. Numba's
+loops (`matrix_loops`) convert the numbers to float32 in registers. For up to FEW tokens they also multiply float32
+matrices, at up to twice the speed of BLAS; for more tokens BLAS is faster. Sums are float32; they are added in another
+order than NumPy's, so results differ by rounding.
 """
 
 from functools import cache
@@ -22,49 +20,50 @@ from ..errors import ContractError, NotSupported
 from .helper_threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-TILE, BLOCK = 64, 32  # rows that lie side by side; numbers of a row that share a scale in int4
-FEW = 8  # tokens up to which the loops multiply float32 faster than BLAS
-A_BYTE = 4  # numbers that are multiplied in the time in which a byte is read
-CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # of int4's scale, as parts of what the largest asks for
-CACHED = 1 << 16  # numbers that are rounded at a time
-NONE = np.zeros(1, np.float32)
+TILE, BLOCK = 64, 32  # rows of a tile (see `Matrix`); numbers of a row that share a scale in int4
+FEW = 8  # the most tokens for which the loops multiply float32 faster than BLAS
+PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
+CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # for int4's scales, in times of that which fits the largest w
+CACHED = 1 << 16  # numbers that are rounded at a time, so that they stay in the cache
+NO_SCALES = np.zeros(1, np.float32)
 
 
 class Matrix:
-    """W [M, K], or several of one shape, [S, M, K], in one of FORMATS.
+    """W [M, K], or S matrices of this shape [S, M, K], in one of FORMATS.
 
-    bits : float32 [S, M, K]. Of fewer bits [S, tiles, K, ...], where of TILE rows an input's numbers lie side by side,
-        input after input: bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in
-        bits 4 (r // 8) of word r % 8
-    scales : int8's [S, tiles, TILE], int4's [S, tiles, blocks, TILE] as bfloat16's bits
+    bits : float32 [S, M, K]. In other formats the rows are in tiles of TILE, and the numbers of a tile's column are
+        neighbours: bfloat16 (as uint16) or int8 [S, tiles, K, TILE]; int4 [S, tiles, K, TILE / 8] words of eight
+        numbers, where row r has bits 4 (r // 8) to 4 (r // 8) + 3 of word r % 8
+    scales : for int8 [S, tiles, TILE]; for int4 [S, tiles, blocks, TILE], bfloat16 as uint16
     """
 
     def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
         self.format, self.shape, self.bits = format, tuple(shape), bits
-        self.scales = NONE if scales is None else scales
+        self.scales = NO_SCALES if scales is None else scales
         self.code, self.nbytes = loops().CODES[format], self.bits.nbytes + self.scales.nbytes
 
     @property
     def where(self) -> tuple[int, int]:
-        """The addresses of its numbers and of their scales, which are others in a copy."""
+        """The addresses of `bits` and `scales`."""
         return self.bits.ctypes.data, self.scales.ctypes.data
 
     def __repr__(self):
         return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"
 
     def __call__(self, x, board: Board):
-        """x W^T for x [T, K], or [S, T, K] for several; float32. Threads that look at `board` help."""
+        """x W^T in float32, for x [T, K], or [S, T, K] for S matrices. The helper threads of `board` compute parts."""
         if self.format == "float32" and x.shape[-2] > FEW:
             return x @ self.bits.reshape(self.shape).swapaxes(-1, -2)
         x = np.ascontiguousarray(x, np.float32)
         stack = x.reshape(-1, *x.shape[-2:])
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
-        with board.helped(max(self.nbytes, y[..., 0].size * self.shape[-2] * self.shape[-1] // A_BYTE)):
+        products = y[..., 0].size * self.shape[-2] * self.shape[-1]
+        with board.helped(max(self.nbytes, products // PRODUCTS_PER_BYTE)):
             loops().multiply_at(loops().multiply.address, board.array, self.code, *self.where, stack, y)
         return y if x.ndim == 3 else y[0]
 
     def widened(self) -> np.ndarray:
-        """float32, of `shape`: the numbers that products are of."""
+        """The float32 numbers of W, in `shape`, by which products multiply."""
         if self.format == "float32":
             return self.bits.reshape(self.shape)
         M, K = self.shape[-2:]
@@ -81,14 +80,14 @@ class Matrix:
 
 
 def pack(w, format: str) -> Matrix:
-    """`w` [M, K] or [S, M, K], floats, in one of FORMATS."""
+    """The matrix of floats `w` [M, K], or [S, M, K], in one of FORMATS."""
     w = np.asarray(w)
     q, scales = quantised(w.reshape(-1, *w.shape[-2:]), format)
     return of_rows(format, q, scales, w.shape)
 
 
 def of_rows(format, q, scales, shape) -> Matrix:
-    """A matrix of what `quantised` returns."""
+    """The matrix of (q, scales), which `quantised` has returned."""
     if format == "float32":
         return Matrix(format, shape, np.ascontiguousarray(q), None)
     if format == "bfloat16":
@@ -103,12 +102,12 @@ def of_rows(format, q, scales, shape) -> Matrix:
 
 
 def quantised(w, format):
-    """(numbers [S, M, K], scales) of floats [S, M, K].
+    """(numbers [S, M, K], scales or None) for floats w [S, M, K]:
 
     float32     float32, no scales
-    bfloat16    its bits, no scales
+    bfloat16    as uint16, no scales
     int8        int8 from -127 to 127, and float32 [S, M]
-    int4        uint8 from 0 to 15, and bfloat16's bits [S, M, blocks]
+    int4        uint8 from 0 to 15, and bfloat16 as uint16 [S, M, blocks]
     """
     if format not in FORMATS:
         raise ContractError(f"pack: format is {format!r}, expected one of {', '.join(map(repr, FORMATS))}")
@@ -126,16 +125,16 @@ def quantised(w, format):
 
 
 def tiled(w, blank=0):
-    """[S, M, K] as [S, tiles, K, TILE], with rows of `blank` after the last."""
+    """w [S, M, K] as [S, tiles, K, TILE]; the last tile is filled up with rows of `blank`."""
     S, M, K = w.shape
     tiles = -(-M // TILE)
-    whole = np.full((S, tiles * TILE, K), blank, w.dtype)
-    whole[:, :M] = w
-    return np.ascontiguousarray(whole.reshape(S, tiles, TILE, K).swapaxes(2, 3))
+    padded = np.full((S, tiles * TILE, K), blank, w.dtype)
+    padded[:, :M] = w
+    return np.ascontiguousarray(padded.reshape(S, tiles, TILE, K).swapaxes(2, 3))
 
 
 def four_bits(w):
-    """(numbers uint8 [S, M, K], scales [S, M, blocks] as bfloat16's bits)."""
+    """`quantised` in int4."""
     S, M, K = w.shape
     rows, blocks = w.reshape(-1, K), -(-K // BLOCK)
     q, scales = np.empty(rows.shape, np.uint8), np.empty((len(rows), blocks), np.uint16)
@@ -146,15 +145,15 @@ def four_bits(w):
 
 
 def rounded(w):
-    """The same for rows [M, K]: of CANDIDATES the scale with the least square error, block by block."""
+    """`quantised` in int4 for rows [M, K]. Each block gets the scale of CANDIDATES with the least square error."""
     M, K = w.shape
     blocks = -(-K // BLOCK)
     parts = np.zeros((M, blocks * BLOCK), np.float32)
     parts[:, :K] = w
     parts = parts.reshape(M, blocks, BLOCK)
-    # The number of the largest size becomes -8, of which there is one, or a part of it.
+    # The number with the largest absolute value becomes -8, times a candidate: only -8 is that far from 0.
     extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
-    extreme, power = np.frexp(extreme)  # squares of very large and very small numbers are no float32
+    extreme, power = np.frexp(extreme)  # without powers of 2, squares are within float32's range
     parts = np.ldexp(parts, -power)
     best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
     found = np.full(parts.shape, 8, np.uint8)
@@ -172,7 +171,7 @@ def rounded(w):
 
 @cache
 def loops():
-    """The module of Numba's loops; NotSupported where Numba cannot be imported."""
+    """The module of Numba's loops; NotSupported if Numba cannot be imported."""
     try:
         from .. import numba_cache  # noqa: F401  its ImportError tells why Numba cannot be used
         from . import matrix_loops

@@ -1,4 +1,4 @@
-"""Numbers from outside, checked in one place: a user's, a command line's or a file's."""
+"""Checks of numbers that come from a user, a command line or a file."""
 
 import math
 
@@ -9,7 +9,8 @@ from ..errors import ContractError
 
 
 def whole(owner: str, name: str, value, least: int, most: int | None = None) -> int:
-    """`value` as an int from `least` up to `most`; ContractError says what `owner`'s `name` is and what was wanted."""
+    """`value` as an int, after checking that it is a whole number from `least` to `most`; `owner` and `name` are for
+    the error, a ContractError."""
     if not is_int(value) or value < least or (most is not None and value > most):
         to = "up" if most is None else f"to {most}"
         raise ContractError(f"{owner}: {name} is {shown(value)}, expected a whole number from {least} {to}")
@@ -17,7 +18,8 @@ def whole(owner: str, name: str, value, least: int, most: int | None = None) -> 
 
 
 def real(owner: str, name: str, value, wanted: str, fits) -> float:
-    """`value` as a float, once it is a real number, not infinite as one, and `fits`; else ContractError."""
+    """`value` as a float, after checking that it is a finite real number and that `fits(value)`; else ContractError,
+    which says that `wanted` was expected."""
     try:
         number = float(value) if is_real(value) else math.nan
     except OverflowError:  # an int beyond float64
@@ -28,7 +30,8 @@ def real(owner: str, name: str, value, wanted: str, fits) -> float:
 
 
 def shown(value) -> str:
-    """A value from outside, short and harmless: the repr of a nested one could run for ever, a number's fill pages."""
+    """A value as short text for an error. Its repr is avoided: that of a nested value may never end, and that of a
+    number may fill pages."""
     if isinstance(value, str):
         return ascii(value[:80])
     if isinstance(value, int) and value.bit_length() > 128:

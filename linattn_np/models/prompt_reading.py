@@ -1,4 +1,4 @@
-"""Prompts of any length, read in pieces: what is in flight stays small, and progress shows."""
+"""Reads prompts of any length in pieces, which bounds the memory that this takes, and reports progress."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def read(
     state: State | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> tuple[list[int], State | None]:
-    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before.
+    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state after the tokens before them.
 
-    None for the state where nothing has been read.
+    state : the state before the prompt; None starts a sequence. The new state is also None then, if `rest` is all
+    progress : called with the number of tokens that are read, after each piece
     """
     prompt = list(prompt)
     model.checked([prompt])

@@ -1,4 +1,4 @@
-"""What the modules around a model know of it: batches, text and training take every model with these faces."""
+"""The methods and attributes that batches, texts and trainings need of a model: protocols of Python's typing."""
 
 from __future__ import annotations
 
@@ -8,78 +8,84 @@ from typing import Any, Protocol, Self, TypeVar
 
 
 class State(Protocol):
-    """What sequences carry from token to token: one row each, of a pool or of as many sequences as there are."""
+    """The recurrent state of several sequences, a row each."""
 
-    def copy(self) -> Self: ...
+    def copy(self) -> Self:
+        """A state with the same numbers in memory of its own."""
 
     def row(self, slot: int) -> Self:
-        """One row, as the state of one sequence; views."""
+        """A view of one row, as the state of one sequence."""
 
     def put(self, slots: int | Sequence[int], state: Self) -> None:
-        """Replaces one row, or each of several, by the state of one sequence."""
+        """Writes the state of one sequence to one row, or to each of several `slots`."""
 
 
 S = TypeVar("S", bound=State)  # a model's own
 
 
 class Model(Protocol[S]):
-    """A language model that reads and writes."""
+    """A language model."""
 
-    sizes: dict[str, int]  # "V" is the vocabulary's
+    sizes: dict[str, int]  # with the vocabulary's size as "V"
 
     def checked(self, tokens) -> Any:
-        """`tokens` [B, T] as host integers of the vocabulary, or ContractError."""
+        """`tokens` as host integers [B, T]; ContractError if they are not, or are outside the vocabulary."""
 
-    def initial_state(self, batch: int = 1) -> S: ...
+    def initial_state(self, batch: int = 1) -> S:
+        """The state before the first token of `batch` sequences."""
 
     def forward(
         self, tokens, state: S | None = None, *, cu_seqlens=None, slots=None, last: bool = False
     ) -> tuple[Any, S]:
-        """``(logits, state)``, as `RWKV6.forward` has them; `state` is updated in place."""
+        """``(logits, state)`` as `RWKV6.forward` returns them; `state` is updated in place."""
 
     def on_device(self, state: S, rows: int | None = None) -> S:
-        """`state` where the model computes, or ContractError where it is not one of this model's."""
+        """`state` on the model's device; ContractError if its sizes, or its number of `rows`, are wrong."""
 
     def turn(self) -> AbstractContextManager:
-        """What several calls that touch a state are put into, where other threads and streams use the model."""
+        """A context for work on arrays of the model's device, which other threads or streams may use, too."""
 
     def to_host(self, array) -> Any:
-        """Logits as NumPy's."""
+        """An array of logits as a NumPy array."""
 
 
 class Layout(Protocol):
     """A model's parameters in one vector, matrices first."""
 
     size: int
-    sizes: dict[str, int]  # "V" is the vocabulary's
-    matrices: int  # where the matrices end
-    parts: list  # (start, stop) of each layer's matrices, one after the other; the whole model's are in the first's
+    sizes: dict[str, int]  # with the vocabulary's size as "V"
+    matrices: int  # the number of elements of all matrices
+    parts: list  # (start, stop) of each layer's matrices; the first part includes the matrices outside the layers
 
     def initial(self, seed: int) -> Any:
-        """A float32 vector to start from."""
+        """The float32 vector of the initial parameters."""
 
     def named(self, vector) -> dict:
-        """Views of `vector` under the names that checkpoints have."""
+        """Views of `vector` by the names that checkpoints have."""
 
     def tree(self, vector, matrices=None) -> Any:
-        """Views of `vector`, and of `matrices` instead where it is given, as the model's `loss` takes them."""
+        """Views of `vector`, as the model's `loss` takes them. Matrices are views of `matrices` if it is given: the
+        vector's matrices in another dtype."""
 
 
 class Trainable(Protocol):
-    """A kind of model that can be trained: a class, or an object of `fine_tuning`.
+    """A model that can be trained: its class, or an object of a class of `fine_tuning`.
 
-    It may have a `title`, what is trained in words: a training's file says it, and `Training.restore` wants the same.
+    It may have a `title`, which says in words what is trained. A training's file has it, and `Training.restore` refuses
+    a file with another one.
     """
 
     @property
     def beside(self) -> bytes:
-        """A digest of what the loss depends on and no training changes; `Training.restore` wants the same."""
+        """A digest of the weights that are not trained; `Training.restore` refuses a checkpoint with another one."""
 
-    def trainable(self, layers: int, width: int, head_size: int) -> Layout: ...
+    def trainable(self, layers: int, width: int, head_size: int) -> Layout:
+        """The layout of the parameters that are trained, of a model of these sizes."""
 
     def loss(self, weights, tokens, products, drop) -> tuple[Any, Callable]:
-        """``(mean cross entropy in nats, its pullback)`` of a `Layout.tree`, as `rwkv6.grad.loss` has them.
+        """``(mean cross entropy in nats, its pullback)`` for the weights of a `Layout.tree`, as `rwkv.grad.loss`
+        returns them.
 
-        On CUDA `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None. The keywords `recompute` and
-        `cut` are given only where a training is told so.
+        On CUDA, `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None. The keywords `recompute` and
+        `cut` are given only by trainings that need them.
         """

@@ -1,4 +1,4 @@
-"""Arrays written as torch.save writes a state dict, for programs that read nothing else; `checkpoint` reads them."""
+"""Writes arrays as torch.save writes a state dict, for programs that read no other format; `checkpoint` reads them."""
 
 import math
 import struct
@@ -14,8 +14,8 @@ ORDERED_DICT = b"ccollections\nOrderedDict\n)R"  # a call without arguments
 
 
 def write(path, arrays: Mapping[str, np.ndarray]):
-    """A `.pth` of float32 arrays in the place of an older one, whole or not at all: a zip of a pickle and each array's
-    bytes."""
+    """Writes a `.pth` of float32 arrays: a zip of a pickle and each array's bytes. If this fails, an older file at
+    `path` is unchanged."""
     with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as out:
         out.writestr(f"{FOLDER}/data.pkl", pickled(arrays))
         out.writestr(f"{FOLDER}/byteorder", "little")
@@ -31,7 +31,7 @@ def pickled(arrays) -> bytes:
 
 
 def tensor(key, shape) -> bytes:
-    """A call of torch's function that makes a tensor of a storage, which is known by its key."""
+    """The opcodes of a tensor: a call of torch's function that makes it from the storage with this key."""
     count, strides = math.prod(shape), [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     storage = [text("storage"), b"ctorch\nFloatStorage\n", text(key), text("cpu"), number(count)]
     sizes = (parts(map(number, axes)) for axes in (shape, strides))
@@ -40,12 +40,15 @@ def tensor(key, shape) -> bytes:
 
 
 def parts(items) -> bytes:
+    """The opcodes of a tuple."""
     return b"(" + b"".join(items) + b"t"
 
 
 def text(value) -> bytes:
+    """The opcode of a string."""
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 def number(value) -> bytes:
+    """The opcode of an integer."""
     return b"\x8a\x08" + struct.pack("<q", value)

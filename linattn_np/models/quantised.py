@@ -1,9 +1,9 @@
-"""Checkpoints with matrices in 8 or 4 bits: safetensors files, in which a matrix comes with its scales.
+"""Checkpoints with matrices in 8 or 4 bits: safetensors files that have two arrays for a matrix.
 
     <name> int8 [M, K],          <name>.scales float32 [M]                  w = scale q
     <name> uint8 [M, K / 2],     <name>.scales bfloat16 [M, blocks]         w = scale (q - 8), a scale for 32 neighbours
 
-Of a byte of two numbers the lower four bits are the even column's.
+A byte of uint8 has two numbers; the lower four bits are those of the even column.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Stored:
-    """A matrix of a file in 8 or 4 bits: what an array of float32 is to those who load it, and its own bits."""
+    """A matrix in 8 or 4 bits from a file. Code that loads weights may use it as a float32 array, or take its bits."""
 
     dtype, ndim = FLOAT32, 2
 
@@ -36,7 +36,7 @@ class Stored:
         return f"Stored({list(self.shape)}, {self.format})"
 
     def reshape(self, shape):
-        """The same: no matrix has axes to lose."""
+        """The object itself: files have no axes of size 1 in these matrices."""
         return self
 
     def __array__(self, dtype=None, copy=None):
@@ -47,7 +47,7 @@ class Stored:
 
     @staticmethod
     def matrix(stack: list[Stored]) -> Matrix:
-        """One matrix, or several side by side, as products take them."""
+        """The `Matrix` of one of these, or of several of the same shape and format."""
         q, scales = (np.stack([getattr(one, name) for one in stack]) for name in ("q", "scales"))
         if stack[0].format == "int4":
             q, scales = np.stack([q & 15, q >> 4], -1).reshape(*q.shape[:-1], -1), scales.view(np.uint16)
@@ -56,7 +56,7 @@ class Stored:
 
 
 def collected(weights: Mapping) -> dict:
-    """`weights` with each matrix and its scales as one; ContractError where they do not fit."""
+    """`weights` with a `Stored` in place of each matrix and its scales; ContractError if these do not fit."""
     found = {name: array for name, array in weights.items() if not name.endswith(SCALES)}
     for name, scales in weights.items():
         if not name.endswith(SCALES):
@@ -79,7 +79,7 @@ def collected(weights: Mapping) -> dict:
 
 
 def of_bits(weights: Mapping, names, format: str) -> dict:
-    """What a file holds of `weights`: those of `names`, matrices (out, in), in `format`, "int8" or "int4"."""
+    """The arrays of a file for `weights`, with the matrices `names` [out, in] in `format`, "int8" or "int4"."""
     found = {}
     for name, array in weights.items():
         if name not in names:

@@ -15,13 +15,13 @@ from ..errors import ContractError
 from .helper_threads import count
 from .number_checks import real, shown, whole
 
-AT_ONCE = 1 << 16  # logits of several sequences that one call of NumPy looks at: more would leave a core's cache
-ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, as float32
-PENALTY = "a finite number from -1e30 to 1e30"  # so that a penalty, times its count, stays a float32
+AT_ONCE = 1 << 16  # the most logits of several sequences in one call of NumPy; more do not fit in a core's cache
+ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, a float32 read as an integer
+PENALTY = "a finite number from -1e30 to 1e30"  # a larger one, times a token's count, could be beyond float32's range
 
 
 def checked_bias(bias) -> dict[int, float]:
-    """`bias` by id in rising order; ContractError where it is no mapping of ids to numbers below inf."""
+    """`bias` sorted by id; ContractError if it is no mapping of ids to numbers below inf."""
     if not isinstance(bias, Mapping):
         raise ContractError(f"Sampling: bias is a {type(bias).__name__}, expected a mapping from ids to numbers")
     found = {}
@@ -33,45 +33,47 @@ def checked_bias(bias) -> dict[int, float]:
 
 
 def moderate(x):
+    """Whether x is a PENALTY."""
     return abs(x) <= 1e30
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What decides the next token.
+    """How the next token is drawn from logits.
 
     Parameters
     ----------
     temperature : float
-        0 takes the likeliest token, of several the first; 1 the model's distribution, more flattens it. The temperature
-        comes before `top_k`, `top_p` and `min_p`, which see the distribution that it has made, as in Hugging Face's
-        transformers. One so small that a probability is below float32's range draws among the likeliest.
+        0 takes the likeliest token, and the first one if several are. Otherwise the logits are divided by it: 1 leaves
+        the model's distribution as it is, more flattens it. It is applied before `top_k`, `top_p` and `min_p`, as in
+        Hugging Face's transformers. If it is so small that probabilities are below float32's range, the likeliest
+        tokens remain.
     temperature_last : bool
-        The temperature comes after them, and reshapes what they have kept, as in RWKV's PIPELINE and llama.cpp: a high
-        temperature then draws from no more tokens than a low one.
+        Whether the temperature is applied to the tokens that `top_k`, `top_p` and `min_p` have chosen, as in RWKV's
+        PIPELINE and llama.cpp. A high temperature then draws from no more tokens than a low one.
     top_k : int
         Draw from so many of the likeliest tokens; 0 is all.
     top_p : float
-        Draw from the likeliest tokens that together hold this much probability, after the temperature and `top_k`.
+        Draw from the fewest of the likeliest tokens whose probabilities sum to at least so much, after `top_k`.
     min_p : float
         Draw from tokens that have at least this part of the likeliest one's probability; 0 is all.
     presence, frequency : float
-        Subtracted from the logit of a token that was drawn before: once, and times its count (OpenAI's presence and
-        frequency penalties).
+        Subtracted from the logit of a token that was drawn before: `presence` once, `frequency` times its count
+        (OpenAI's penalties of these names).
     fading : float
-        The factor by which the counts fade with every token.
+        The factor by which each token multiplies the counts of the tokens before it.
     repetition : float
-        Divides the logit of a token that was drawn before if it is positive, else multiplies it (Keskar et al., "CTRL",
-        2019); 1 does nothing. Hugging Face counts the prompt's tokens as drawn, which nothing here does.
+        Divides the logit of a token that was drawn before if the logit is positive, else multiplies it (Keskar et al.,
+        "CTRL", 2019); 1 does nothing. Tokens of the prompt do not count as drawn, as they do in Hugging Face's.
     bias : mapping from ids to numbers
         Added to the logits; -inf bans a token.
     logprobs : bool
-        Whether `Sampler.logprobs` gets the natural log of each drawn token's probability, the model's own: before the
-        temperature and all that follows it.
-    seed : int, or what else `numpy.random.default_rng` takes
-        Equal seeds draw equal tokens; None is another draw every time.
+        Whether `Sampler.logprobs` gets the natural log of each drawn token's probability in the model's own
+        distribution: without temperature, penalties and biases.
+    seed : int, or anything else that `numpy.random.default_rng` takes
+        Equal seeds draw equal tokens; with None every sampler draws others.
     vocabulary : int, optional
-        Draw from ids below it; a model may have logits for more than its tokenizer knows.
+        Draw from ids below it; a model may have logits for more ids than its tokenizer knows.
 
     Example
     -------
@@ -125,21 +127,26 @@ class Sampling:
 
     @cached_property
     def kind(self) -> tuple:
-        """Sequences of one kind share the calls that draw their tokens."""
-        kept = self.top_k, self.top_p, self.min_p, self.temperature_last
-        return self.vocabulary, self.temperature, kept, self.penalizes or bool(self.bias)
+        """(vocabulary, temperature, (top_k, top_p, min_p, temperature_last), whether logits are adjusted). Tokens of
+        sequences with the same kind are drawn by the same calls of NumPy."""
+        choice = self.top_k, self.top_p, self.min_p, self.temperature_last
+        return self.vocabulary, self.temperature, choice, self.penalizes or bool(self.bias)
 
     @cached_property
     def penalizes(self) -> bool:
+        """Whether logits depend on the tokens that were drawn before."""
         return bool(self.presence or self.frequency) or self.repetition != 1
 
     def sampler(self) -> Sampler:
-        """One sequence's drawing: it has the random numbers and remembers what was drawn."""
+        """The sampler of one sequence."""
         return Sampler(self)
 
 
 class Sampler:
-    """Called with host logits [V], draws a token. ContractError, and nothing is drawn, where `complaint` finds one."""
+    """Draws the tokens of one sequence: it has the random numbers, and counts the tokens that were drawn.
+
+    Called with host logits [V], it returns a token; ContractError, before anything is drawn, if there is a `complaint`.
+    """
 
     def __init__(self, how: Sampling):
         self.how, self.rng = how, np.random.default_rng(how.seed)
@@ -167,7 +174,7 @@ class Sampler:
         return draw_each([self], [np.asarray(logits)])[0]
 
     def count(self, token: int):
-        """A token that was drawn counts from now on."""
+        """Counts a token that was drawn."""
         if self.how.fading != 1:
             self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
@@ -190,7 +197,7 @@ class Sampler:
 
 # -- many sequences ----------------------------------------------------------------------------------------------------
 def complaints(samplers, logits) -> dict[int, str]:
-    """{number: its `complaint`} of the samplers that cannot draw from their row of `logits`."""
+    """{number of a sampler: its `complaint`}, for the samplers that cannot draw from their row of `logits`."""
     found = {}
     for (_, biased), numbers, rows in alike(logits, [(one.how.vocabulary, bool(one.biased)) for one in samplers]):
         finite = np.zeros(len(rows), bool) if biased else np.isfinite(rows.max(axis=1))
@@ -201,24 +208,24 @@ def complaints(samplers, logits) -> dict[int, str]:
 
 
 def draw_each(samplers, logits) -> list[int]:
-    """The token of each sampler from its row of `logits`, an array [N, V] or N rows; none of them has a complaint.
+    """The token that each sampler draws from its row of `logits`, an array [N, V] or N rows, without complaints.
 
-    What one draws does not depend on who is beside it: they only share the calls of NumPy, or the host's cores.
+    Tokens do not depend on the other samplers: samplers only share calls of NumPy and the host's cores.
     """
     kinds = [sampler.how.kind for sampler in samplers]
     chances = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
 
     def draw(part):
-        (_, temperature, kept, adjusts), numbers, rows = part
+        (_, temperature, choice, adjusts), numbers, rows = part
         rows = rows.astype(np.float32, copy=adjusts)
         if adjusts:
             for place, number in enumerate(numbers):
                 rows[place] = samplers[number].adjusted(rows[place])
         if temperature == 0:
             return rows.argmax(axis=1)
-        *cut, last = kept
-        first, then = (1.0, temperature) if last else (temperature, 1.0)
-        return picked(probabilities(rows, first), *cut, [chances[number] for number in numbers], then)
+        *limits, last = choice
+        before, after = (1.0, temperature) if last else (temperature, 1.0)  # temperatures before and after the limits
+        return drawn_ids(probabilities(rows, before), *limits, [chances[number] for number in numbers], after)
 
     parts = list(alike(logits, kinds))
     tokens: dict[int, int] = {}
@@ -233,7 +240,8 @@ def draw_each(samplers, logits) -> list[int]:
 
 
 def alike(logits, kinds) -> Iterator[tuple]:
-    """(kind, numbers, their rows of `logits`, to be read) of one kind, (vocabulary, ...), each; few at a time."""
+    """Yields (kind, numbers of sequences of this kind, their rows of `logits`, not to be written), few rows at a time.
+    `kinds`: the kind of each sequence, whose first element is `Sampling.vocabulary`."""
     if len(set(kinds)) == 1 and isinstance(logits, np.ndarray):
         count = max(1, AT_ONCE // logits.shape[1])
         for start in range(0, len(kinds), count):
@@ -251,8 +259,7 @@ def alike(logits, kinds) -> Iterator[tuple]:
 
 
 def in_threads(work, parts) -> list:
-    """The results of `work`, in order. NumPy leaves Python's lock to other threads; where there are none, this one
-    does what they would."""
+    """[work(part) for part in parts], by several threads if the system gives them: NumPy releases Python's lock."""
     if len(parts) == 1:
         return [work(parts[0])]
     with ThreadPoolExecutor(min(count(), len(parts))) as pool:
@@ -264,8 +271,8 @@ def in_threads(work, parts) -> list:
 
 
 def probabilities(logits, temperature):
-    """The probabilities of tokens [N, V] from float32 logits, a row for each text."""
-    with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
+    """The probabilities [N, V] of tokens from float32 logits."""
+    with np.errstate(over="ignore"):  # with a small temperature quotients become -inf, and probabilities 0
         p = np.exp(
             np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64).astype(np.float32)
         )
@@ -274,18 +281,19 @@ def probabilities(logits, temperature):
 
 
 def logprob(logits, token) -> float:
+    """The natural log of a token's probability."""
     logits = logits.astype(np.float64)
     logits -= logits.max()
     return float(logits[token] - np.log(np.exp(logits).sum()))
 
 
-def picked(p, top_k, top_p, min_p, chances, temperature=1.0):
-    """An id for each row of probabilities [N, V]: where its chance, from 0 up and below 1, falls among those that are
-    kept, once `temperature` has reshaped these."""
+def drawn_ids(p, top_k, top_p, min_p, chances, temperature=1.0):
+    """The id drawn from each row of probabilities p [N, V]: among the tokens that `top_k`, `top_p` and `min_p` leave,
+    with `temperature` applied to these. `chances`: a random number for each row, at least 0 and below 1."""
     ids, p, counts = likeliest(p, top_k, top_p, min_p)
     rows, cumulated = np.arange(len(p)), np.cumsum(p, axis=1, dtype=np.float64)
     bound = top_p * (cumulated[:, -1:] if top_k else 1)
-    last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the one that crosses the bound is still in
+    last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the first token at which the sum is the bound
     if temperature != 1:
         shares = p / p.max(axis=1, keepdims=True)
         cumulated = np.cumsum(shares.astype(np.float64) ** (1 / temperature), axis=1)
@@ -294,25 +302,26 @@ def picked(p, top_k, top_p, min_p, chances, temperature=1.0):
 
 
 def likeliest(p, top_k, top_p, min_p=0.0):
-    """(ids, their probabilities, how many) of each row of float32 p [N, V], from the likeliest on, zeros behind them.
+    """(ids, their probabilities, how many) for each row of float32 p [N, V], sorted from the likeliest id on, with
+    zeros behind the last one.
 
-    `top_k` of them, or at least as many as hold `top_p`, each with `min_p` of the first one's probability: few are
-    sorted, of many. None for ids is all in their order.
+    They are `top_k` ids, or at least as many as have the probability `top_p` together, each with at least `min_p`
+    times the largest probability. Only these are sorted. None for ids stands for all V in their order.
     """
     V = p.shape[1]
     if top_k == 0 and top_p == 1 and min_p == 0:
-        return None, p, V  # any order will do
-    top_k = min(top_k, V)  # however many are asked for
+        return None, p, V  # drawing from all needs no order
+    top_k = min(top_k, V)
     if top_k:
         least = -np.partition(-p, top_k - 1, axis=1)[:, top_k - 1, None]
     else:
-        least = (1 - top_p) / V  # all that are less hold less than 1 - top_p together
+        least = (1 - top_p) / V  # the probabilities below it sum to less than 1 - top_p
     if min_p:
         least = np.maximum(least, np.float32(min_p) * p.max(axis=1, keepdims=True))
     row, id = np.divmod(np.flatnonzero(p >= least), V)
     counts = np.bincount(row, minlength=len(p))
     place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    # One number that sorts by probability downwards, then by id: from 0 up, float32 is ordered as its bits are.
+    # One integer that sorts by falling probability, then by id. Numbers from 0 up have the order of their bits.
     keys = np.full((len(p), counts.max()), ORDERED_BITS << 32)
     keys[row, place] = ORDERED_BITS - p[row, id].view(np.int32) << 32 | id
     keys.sort(axis=1)

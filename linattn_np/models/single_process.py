@@ -11,7 +11,7 @@ begin(numbers)              starts to replace numbers by their mean over all ran
 finish()                    waits for all means that were started
 launched()                  must be called after the launch of a CUDA graph that contains such exchanges
 clock(step, seconds)        the first rank's `seconds`, once all ranks have reached this step
-from_first(read)            what read() returns on the first rank ({name: array}), on all ranks
+from_first(read)            on all ranks, what read() ({name: array}) returns on the first one; others do not call it
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ..autodiff import vjp
 
 
 class OneProcess:
+    """The one rank of such a training; see the module for its methods."""
+
     rank, size, cut = 0, 1, None
 
     def agree(self, meaning):

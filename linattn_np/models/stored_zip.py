@@ -1,4 +1,4 @@
-"""Zips whose entries are stored as they are: what torch and `numpy.savez` write, read as places in a memory map."""
+"""Zips without compression, as torch and `numpy.savez` write them: the places of their entries in a memory map."""
 
 import math
 import re
@@ -10,18 +10,18 @@ import numpy as np
 from .files import refuse
 from .number_checks import shown
 
-MAX_INDEX = 1 << 21  # bytes of what is not numbers: a zip's directory, a pickle, a JSON header
-WIDE = 0xFFFFFFFF  # a zip field that stands in its 64-bit form elsewhere
+MAX_INDEX = 1 << 21  # the most bytes of a zip's directory, of a pickle, or of a JSON header
+WIDE = 0xFFFFFFFF  # a 32-bit field with this value has its number in a 64-bit field elsewhere
 MAX_AXES = 8
 MAX_HEADER = 1 << 10  # bytes of an .npy's header
 HEADER = re.compile(rb"\{'descr': '([^']{1,20})', 'fortran_order': (False|True), 'shape': \(([\d, ]{0,200})\), \} *\n")
 
 
 def directory(data) -> dict[str, tuple[int, int]]:
-    """(first byte, size) of every entry by name: the central directory's word, where the local header agrees.
+    """{name: (first byte, size)} of all entries, as the zip's directory says and the local headers confirm.
 
-    Stricter than a general reader, so that no two readers see two files in one: the directory and its end
-    record close the file, names are unique, entries are STORED, and all have the bytes that were summed up.
+    It refuses what other readers might read differently: the directory and its end record must be the end of the file,
+    names must be unique, entries must not be compressed, and checksums must be right.
     """
     at = len(data) - 22
     *_, count, size, start, _ = fields(data, "<4s4H2IH", at, b"PK\5\6", "an end record in the last 22 bytes")
@@ -59,12 +59,14 @@ def directory(data) -> dict[str, tuple[int, int]]:
 
 
 def check_sums(data, entries, checksums):
-    if (claimed := sum(size for _, size in entries.values())) > len(data):  # else each byte could be summed again
+    """Refuses a zip with an entry of another checksum than its directory says."""
+    # entries that overlap would let a small file take long
+    if (claimed := sum(size for _, size in entries.values())) > len(data):
         refuse(f"the entries claim {claimed} bytes of a file of {len(data)}", "entries that do not overlap")
     for name, (start, size) in entries.items():
         with memoryview(data) as view, view[start : start + size] as content:
             found = zlib.crc32(content)
-        if checksums[name] not in (found, 0):  # 0: the writer was told to leave it out, as torch can be
+        if checksums[name] not in (found, 0):  # 0: torch can be told to write no checksums
             refuse(f"entry {shown(name)} is damaged, with the checksum {found:#010x}", f"{checksums[name]:#010x}")
 
 
@@ -87,13 +89,15 @@ def body(data, header, name, size, end):
 
 
 def fields(data, layout, at, signature, wanted):
+    """The fields of a record at byte `at`, by its `layout` as in `struct`; its first four bytes must be `signature`."""
     if not 0 <= at <= len(data) - struct.calcsize(layout) or data[at : at + 4] != signature:
         refuse(f"the zip is cut short or damaged at byte {at}", wanted)
     return struct.unpack_from(layout, data, at)
 
 
 def widened(values, extra):
-    """32-bit `values` of a directory entry; those that did not fit are in its zip64 field, in this order."""
+    """The `values` of a directory entry, with those that are WIDE replaced by the numbers of its zip64 field, which has
+    them in this order."""
     here = 0
     while here + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, here)
@@ -106,7 +110,7 @@ def widened(values, extra):
 
 
 def floats(data, place, name) -> np.ndarray:
-    """A copy of the float32 array in the .npy at `place`; what its header says is held to its bytes before."""
+    """A copy of the float32 array of the .npy at `place` (first byte, size), after checking its header."""
     start, size = place
     head = data[start : start + min(size, MAX_HEADER)]
     length = int.from_bytes(head[8:10], "little")
@@ -124,6 +128,7 @@ def floats(data, place, name) -> np.ndarray:
 
 
 def named(descr: bytes) -> str:
+    """The name of a dtype in an .npy's header, for an error."""
     try:
         return str(np.dtype(descr.decode()))
     except (TypeError, ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Text that models write: as it comes, up to a stop string, and many texts side by side."""
+"""Texts that models write: decoded token by token, ended by stop strings, and many texts in one batch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .protocols import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
 
-LONGEST = (1 << 31) - 1  # tokens of a text
+LONGEST = (1 << 31) - 1  # the most tokens of a text
 
 
 class Text:
-    """The text of tokens that come one by one, up to a stop string, the id that ends a text, or a length.
+    """The text of tokens that arrive one by one. It ends at a stop string, at the id that ends a text, or at a length.
 
-    All that `feed` returns is, put together, the text. It holds back what may be the beginning of a stop string, and
-    the bytes of a character until it is whole, so that nothing has to be taken back.
+    The results of `feed`, joined, are the text. `feed` holds back what may be the beginning of a stop string, and the
+    bytes of a character until all of them are there, so that no text that it has returned is ever wrong.
 
-    length : so many tokens at most, up to 2^31 - 1; None is no limit.
-    stop : strings that end the text and are no part of it; of several, the one that is complete first.
-    finish : None while the text goes on, then "stop", "end" or "length"; or what `close` was told.
-    error : what was wrong, of a text whose `finish` is "error".
-    count : the tokens so far, those of a stop string and the ending id among them.
-    logprobs : the log of each one's probability, where `Sampling` asks for them and `complete` wrote the text
+    length : the most tokens, up to 2^31 - 1; None is no limit
+    stop : strings that end the text and are no part of it; if there are several, the one that is complete first
+    finish : None while the text goes on, then "stop", "end" or "length"; or the argument of `close`
+    error : the error of a text whose `finish` is "error"
+    count : the number of tokens so far, with those of a stop string and the id that ends the text
+    logprobs : the log of each token's probability, if `Sampling` asks for them and `complete` wrote the text
 
     Example
     -------
@@ -46,11 +46,11 @@ class Text:
         self.stream, self.held = tokenizer.stream(), ""
         self.finish: str | None = None
         self.count = 0
-        self.pieces: list[str] = []  # of a text that is taken, what has been decoded
-        self.tokens: list[int] = []  # and what has not
+        self.pieces: list[str] = []  # what `take` has decoded
+        self.tokens: list[int] = []  # the tokens that `take` has not decoded
 
     def take(self, token: int):
-        """`feed`, of a text that nobody reads before its `whole`."""
+        """`feed` for a caller that reads the text by `whole` once it has ended: most tokens are decoded then."""
         if self.stop:
             self.pieces.append(self.feed(token))
             return
@@ -63,11 +63,11 @@ class Text:
             self.finish = "length"
 
     def whole(self) -> str:
-        """All that was taken, and what `close` was told."""
+        """The text of all tokens that `take` has got."""
         return "".join(self.pieces) + self.tokenizer.decode(self.tokens)
 
     def feed(self, token: int) -> str:
-        """The text that is certain with this token."""
+        """Adds a token; returns the further text that is certain now."""
         self.count += 1
         if self.end is not None and token == self.end:
             return self.close("end")
@@ -79,7 +79,7 @@ class Text:
         if self.count == self.length:
             self.finish = "length"
             return text + self.stream.flush()
-        certain = len(text) - self.beginning(text)
+        certain = len(text) - self.length_of_beginning(text)
         self.held = text[certain:]
         return text[:certain]
 
@@ -88,8 +88,8 @@ class Text:
         self.finish, self.error = finish, error
         return self.held + self.stream.flush()
 
-    def beginning(self, text):
-        """The length of the longest end of `text` that a stop string begins with."""
+    def length_of_beginning(self, text):
+        """The length of the longest end of `text` with which a stop string begins."""
         longest = max(map(len, self.stop), default=1) - 1
         return next(
             (
@@ -102,6 +102,7 @@ class Text:
 
 
 def stops(given) -> tuple[str, ...]:
+    """The stop strings, after checking them."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ContractError(f"Text: stop is {shown(given)}, expected a sequence of strings, none of them empty")
     strings = tuple(given)
@@ -113,7 +114,8 @@ def stops(given) -> tuple[str, ...]:
 
 @dataclass
 class Request:
-    """A prompt (ids, at least one), how to go on from it, and the state it goes on from (None: the beginning)."""
+    """A text to be written: its prompt (at least one id), how it continues, and the state before the prompt; None
+    starts a sequence."""
 
     prompt: Sequence[int]
     how: Sampling
@@ -129,12 +131,13 @@ def complete(
     slots: int,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple]:
-    """``(number of the request, its text, its `Text`)`` of every request, in the order in which they are done.
+    """Yields ``(number of the request, its text, its `Text`)`` for every request, in the order in which they end.
 
-    Up to `slots` are written side by side; the next one joins as soon as another is done. A request that cannot be
-    read, or whose logits are no numbers, ends alone: its `Text` has the finish "error", and `error` says why.
+    At most `slots` texts are written at a time; the next request joins as soon as a text has ended. A request that
+    cannot be read, or whose logits are not finite, ends without the others: its `Text` has the finish "error", and
+    `error` says why.
 
-    interrupted : asked before every token; once it says so nothing more is written, and texts under way are dropped.
+    interrupted : called before every token; if it returns True, this ends, and unfinished texts are dropped
 
     Example
     -------
@@ -150,7 +153,7 @@ def complete(
         asked, joining = list(islice(waiting, batch.free)), []
         for number, request in asked:
             try:
-                joining.append((number, *begun(model, tokenizer, request)))
+                joining.append((number, *checked(model, tokenizer, request)))
             except ContractError as error:
                 text = Text(tokenizer)
                 yield number, text.close("error", str(error)), text
@@ -165,7 +168,7 @@ def complete(
             batch.leave(slot)
             text.pieces.append(text.close("error", complaint))
             yield number, text.whole(), text
-        for slot, token in batch.advance().items():  # the device computes what follows meanwhile
+        for slot, token in batch.advance().items():  # meanwhile the device computes the following logits
             number, text = running[slot]
             text.take(token)
             if text.finish:
@@ -175,8 +178,8 @@ def complete(
                 yield number, text.whole(), text
 
 
-def begun(model, tokenizer, request):
-    """The request's `Text`, `Sampling`, prompt and state before that, once all of it is checked."""
+def checked(model, tokenizer, request):
+    """(the request's `Text`, its `Sampling`, its prompt, the state before the prompt), after checking all of it."""
     text = Text(tokenizer, request.length, request.stop)
     if not isinstance(request.how, Sampling):
         raise ContractTypeError(f"Request: how is a {type(request.how).__name__}, expected a Sampling")

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the models of this package: single bytes, and the RWKV World vocabulary.
+"""Tokenizers of this package's models: single bytes, and the vocabulary of the RWKV World models.
 
 tokenizer = World.installed()
 stream = tokenizer.stream()
@@ -25,15 +25,15 @@ VOCABULARY = "rwkv_vocab_v20230424.txt"
 TOKENS = 65_529
 PACKAGES = ("pyrwkv_tokenizer", "rwkv")  # on PyPI, each with the vocabulary beside its modules
 MAX_LINE = 1 << 16  # bytes, far more than any token takes
-START = 4  # bytes that tell which longer tokens may follow
-SHORT = (3, 2, 1)  # lengths below it, to try in any case
+START = 4  # the first bytes of a token that longer ones are looked up by
+SHORT = (3, 2, 1)  # the lengths below START, which are always tried
 LINE = re.compile(rb"""(\d{1,9}) (b?(['"]).*\3) (\d{1,9})""")
 
 
 class Tokenizer:
-    """What tokens mean: `tokens[id]` is the bytes of an id, `size` the least number above every id."""
+    """The base of tokenizers. tokens : {id: its bytes}; size : the largest id plus 1."""
 
-    end: int | None = None  # the id that ends a text, where the vocabulary has one
+    end: int | None = None  # the id that ends a text; None if the vocabulary has none
 
     def __init__(self, tokens: dict[int, bytes]):
         self.tokens = tokens
@@ -44,7 +44,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; U+FFFD stands where their bytes are not UTF-8."""
+        """The text of `ids`, with U+FFFD in place of bytes that are not UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -52,7 +52,8 @@ class Tokenizer:
         return b"".join([self.token(id) for id in ids])
 
     def token(self, id: int) -> bytes:
-        if (type(id) is not int and not is_int(id)) or id not in self.tokens:  # most are int, which is quickly told
+        """The bytes of an id; ContractError if it is not in the vocabulary."""
+        if (type(id) is not int and not is_int(id)) or id not in self.tokens:  # the quick check first: most are int
             self.refuse("decode", f"ids holds {id!r}, expected whole numbers from 0 to {self.size - 1}")
         return self.tokens[id]
 
@@ -61,6 +62,7 @@ class Tokenizer:
         return Stream(self)
 
     def utf8(self, text: str | bytes) -> bytes:
+        """The bytes of a text."""
         if isinstance(text, bytes):
             return text
         if not isinstance(text, str):
@@ -79,9 +81,9 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes ids one by one and holds back the bytes of a character until its last byte is there.
+    """Decodes ids one by one. It holds back the bytes of a character until its last byte is there.
 
-    All that `feed` and `flush` return is, put together, the tokenizer's `decode` of all the ids.
+    The results of `feed` and `flush`, joined, are what the tokenizer's `decode` returns for all ids.
 
     Example
     -------
@@ -95,11 +97,11 @@ class Stream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        """The text that is complete with this id, often one character or more, at times none."""
+        """Adds an id; returns the further characters that are complete now, maybe none."""
         return self.decoder.decode(self.tokenizer.token(id))
 
     def flush(self) -> str:
-        """U+FFFD where the ids stopped within a character, else nothing; then the stream is as new."""
+        """Ends the text: returns U+FFFD if the last character is not complete, else "". Another text may follow."""
         return self.decoder.decode(b"", final=True)
 
 
@@ -121,14 +123,15 @@ class Bytes(Tokenizer):
 
 
 class World(Tokenizer):
-    """The RWKV World models' vocabulary; each id is the longest token that the rest of the text begins with.
+    """The vocabulary of the RWKV World models. A text is encoded from left to right; each id is that of the longest
+    token with which the rest of the text begins.
 
-    Matching is on bytes, from left to right, so every text can be encoded and comes back from `decode_bytes`.
-    Id 0 ends a text; no text encodes to it, and it decodes to nothing.
+    Tokens are bytes, and every single byte is one, so that every text can be encoded, and `decode_bytes` returns it.
+    Id 0 ends a text; no text is encoded to it, and it decodes to nothing.
 
     Parameters
     ----------
-    tokens : distinct bytes in the order of their ids, from id 1; every single byte is among them
+    tokens : the bytes of all tokens in the order of their ids, from id 1; no two are equal
 
     Example
     -------
@@ -148,19 +151,20 @@ class World(Tokenizer):
         for token in tokens:
             if len(token) >= START:
                 lengths[token[:START]].add(len(token))
+        # {the first START bytes of tokens: the lengths of those tokens and SHORT, falling}
         self.lengths = {start: (*sorted(found, reverse=True), *SHORT) for start, found in lengths.items()}
 
     @classmethod
     def from_file(cls, path: str | Path) -> World:
-        """Reads the text form, `id 'literal' length` a line; `ContractError` names a line that is damaged.
+        """The vocabulary in a text file with lines `id 'literal' length`.
 
-        A FIFO or a device is refused; OSError where the file cannot be read.
+        ContractError for a damaged line, which it names, and for a FIFO or a device; OSError if it cannot be read.
         """
         return cls(read_vocabulary(path))
 
     @classmethod
     def installed(cls) -> World:
-        """Reads what an installed `pyrwkv-tokenizer` or `rwkv` bundles, without importing the package."""
+        """The vocabulary that an installed package `pyrwkv-tokenizer` or `rwkv` contains; it is not imported."""
         for package in PACKAGES:
             spec = importlib.util.find_spec(package)
             for folder in (spec and spec.submodule_search_locations) or ():
@@ -173,7 +177,7 @@ class World(Tokenizer):
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of `text`, a str in UTF-8."""
-        # The next few bytes leave few lengths to try, so slices and a dict do what a trie does byte by byte.
+        # The next START bytes leave few lengths to try. Looking these up in a dict is faster than a trie in Python.
         data, ids, lengths = self.utf8(text), self.ids, self.lengths
         found, start = [], 0
         while start < len(data):
@@ -181,12 +185,13 @@ class World(Tokenizer):
                 id = ids.get(data[start : start + length])
                 if id is not None:
                     found.append(id)
-                    start += length  # beyond the end where less than `length` was left: that was the last token
+                    start += length  # beyond the end if fewer bytes were left, which were then the last token
                     break
         return found
 
 
 def read_vocabulary(path) -> list[bytes]:
+    """The tokens in a vocabulary's file, in the order of their ids."""
     found: dict[bytes, int] = {}  # the line of each token so far
     try:
         with files.opened(path) as file:
@@ -206,7 +211,7 @@ def read_vocabulary(path) -> list[bytes]:
 
 
 def parse(line: bytes, number: int) -> bytes:
-    """The token of a line; the ids of a file count its lines, so a lost one shows."""
+    """The token of a line. Ids must be the lines' numbers, so that a missing line is noticed."""
     match = LINE.fullmatch(line)
     if not match:
         refuse_line(number, f"is {shortened(line)}, expected: id 'literal' length")

@@ -31,8 +31,8 @@ from .training_steps import CudaSteps, HostSteps
 
 HELD_OUT = 0.05  # share of the text, at its end, that is not learned
 HELD_OUT_STEPS = 32  # ... but no more of it than so many steps read, whose loss takes as long as about 11 steps
-MAX_BYTES = 1 << 24  # tokens of a step at most: more than fit in any machine's memory
-MAX_LAYERS = 1 << 10  # as many as a checkpoint is read with; a table of 10^9 would take all memory
+MAX_TOKENS = 1 << 24  # the most tokens of a step: more than any machine's memory holds
+MAX_LAYERS = 1 << 10  # the most layers: a table of the parameters of 10^9 layers would take all memory
 WARM_UP = 0.02  # share of the training in which the learning rate rises
 VECTORS = ("weights", "first", "second")  # the state of a training: the model's weights and AdamW's two moments
 
@@ -69,8 +69,8 @@ class Settings:
         self.check(real, "lr", "a number above 0", lambda x: x > 0)
         self.check(real, "weight_decay", "a number from 0 up", lambda x: x >= 0)
         self.check(real, "dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)
-        if self.batch * self.context > MAX_BYTES:
-            refuse(f"batch x context is {self.batch} x {self.context}, expected at most {MAX_BYTES} bytes in a step")
+        if self.batch * self.context > MAX_TOKENS:
+            refuse(f"batch x context is {self.batch} x {self.context}, expected at most {MAX_TOKENS} bytes in a step")
         if (self.steps is None) == (self.minutes is None):
             refuse("expected either steps or minutes")
         if self.minutes is None:
@@ -78,9 +78,9 @@ class Settings:
         else:
             self.check(real, "minutes", "a number above 0", lambda x: x > 0)
 
-    def check(self, gate, name, *wanted):
-        """Checks a field by `gate`, and replaces it by the plain int or float that `gate` returns."""
-        object.__setattr__(self, name, gate("Training", name, getattr(self, name), *wanted))
+    def check(self, checked_number, name, *wanted):
+        """Replaces a field by the plain int or float that `whole` or `real` (`checked_number`) returns for it."""
+        object.__setattr__(self, name, checked_number("Training", name, getattr(self, name), *wanted))
 
 
 class Training:
@@ -89,13 +89,12 @@ class Training:
     Parameters
     ----------
     text : bytes, or token ids [T]
-        The last 5 % are held out, or as many tokens as 32 steps read where these are fewer: only `held_out_loss` reads
-        them.
+        Its last 5 % are held out, but at most as many tokens as 32 steps read: only `held_out_loss` reads them.
     settings : Settings
     device : "cpu" or "cuda"
     dtype : of the matrices in products and of activations, on CUDA; sums, the weights and the optimiser are float32
-    kind : a class with the face of `Trainable`
-        The model class to train.
+    kind : a `protocols.Trainable`
+        What is trained: a model class, or an object of `fine_tuning`.
     recompute : bool
         On CUDA, whether a layer's activations are computed again for its gradients, instead of being stored: training
         takes two fifths of the memory and is a quarter slower.
@@ -163,7 +162,8 @@ class Training:
         return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
 
     def change(self, **how):
-        """Replaces settings (`steps`, `minutes` or `lr`) for the next steps; steps and minutes replace each other."""
+        """Changes settings (`steps`, `minutes` or `lr`) for the next steps. A new `steps` removes `minutes`, and vice
+        versa."""
         if how.keys() & {"steps", "minutes"}:
             how = {"steps": None, "minutes": None, **how}
         self.settings = replace(self.settings, **how)
@@ -183,7 +183,7 @@ class Training:
     @one_at_a_time
     @np.errstate(all="ignore")  # callers see an overflow in the loss
     def step(self):
-        """A step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); returns the loss before it, on the device."""
+        """Makes a step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); returns the loss before it."""
         self.count_time()
         tokens, rate = self.ranks.part(self.text.batch(self.step_number)), self.learning_rate()
         value = self.steps(tokens, self.step_number, rate, 1 - rate * self.settings.weight_decay)
@@ -226,9 +226,9 @@ class Training:
     # -- files -------------------------------------------------------------------------------------------------------
     @one_at_a_time
     def save(self, path):
-        """Writes all that `restore` needs to one file, atomically.
+        """Writes all that `restore` needs to one file.
 
-        ContractError if a number is not finite; an existing file is then left as it was.
+        ContractError if a number is not finite. After this and any other error an older file at `path` is unchanged.
         """
         options = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
         vectors = {name: self.steps.on_host(name) for name in VECTORS}
@@ -340,6 +340,7 @@ class Text:
         return shift + order[row] * self.settings.context
 
     def cut(self, text, starts):
+        """The rows of `text` from these tokens on, int64."""
         return np.stack([text[start : start + self.settings.context + 1] for start in starts]).astype(np.int64)
 
     def held_out(self):
@@ -353,7 +354,7 @@ class Text:
 
 
 def as_tokens(text) -> np.ndarray:
-    """The tokens [T] in memory that nobody else writes to: a copy, unless they are `bytes`."""
+    """The tokens [T] in memory that no other code can change: a copy, unless they are `bytes`."""
     tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else array_on_host("text", text, refuse)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size and tokens.min() < 0:
         refuse(f"text is {tokens.dtype} {tokens.shape}, expected bytes, or token ids [T] from 0 up")

@@ -20,8 +20,8 @@ from .training_products import CudaProducts, HostProducts
 CLIP = 1.0  # the gradient's largest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
 STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second allocates all memory that a step takes
-CAPTURING = Lock()  # lets one training at a time capture a graph and append to `in_graphs`
-AHEAD = 2  # steps by which the host may be ahead of the device
+CAPTURING = Lock()  # held by the training that captures a graph and appends to `in_graphs`
+AHEAD = 2  # the most steps by which the host is ahead of the device
 BLOCKS = 4  # blocks per multiprocessor, in the kernels that read all parameters
 
 
@@ -41,26 +41,28 @@ class HostSteps:
 
     @property
     def gradient(self):
-        return self.sums[:-1]  # a property, so that copies of this object have a view of their own `sums`
+        """A view of `sums`. It is no attribute, so that a copy of this object has a view of its own `sums`."""
+        return self.sums[:-1]
 
     def on_host(self, name):
         """The vector `name` ("weights", "first" or "second") on the host."""
         return getattr(self, name)
 
     def load(self, **vectors):
+        """Replaces vectors by copies of these."""
         for name, vector in vectors.items():
             setattr(self, name, np.array(vector))
 
-    def __call__(self, tokens, number, rate, kept):
+    def __call__(self, tokens, number, rate, decay):
         """Makes step `number`, counted from 0; returns the loss before it.
 
         rate : the learning rate
-        kept : the factor by which weight decay multiplies the matrices
+        decay : the factor by which weight decay multiplies the matrices
         """
         gradient_and_loss(self, self.layout.tree(self.weights), tokens, self.drop(number))
         norm = np.sqrt((self.gradient * self.gradient).sum())
         matrices = self.weights[: self.layout.matrices]
-        matrices *= kept
+        matrices *= decay
         self.weights, self.first, self.second = adam(
             self.weights,
             self.gradient,
@@ -77,15 +79,17 @@ class HostSteps:
         return self.loss(self.layout.tree(self.weights), tokens, self.products, keep)[0]
 
     def drop(self, number):
+        """The function that applies dropout in a step. Ranks draw different numbers."""
         if not self.rate:
             return keep
-        rank = [self.ranks.rank] if self.ranks.rank else []
+        rank = [self.ranks.rank] if self.ranks.rank else []  # the first rank draws those of a training by one process
         bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *rank]))
         return partial(dropout, np.random.Generator(bits), self.rate)
 
 
 def gradient_and_loss(steps, weights, tokens, drop):
-    """Fills `steps.sums` with the means over all ranks; a layer's are exchanged while the next layer's are computed."""
+    """Writes the means of gradient and loss over all ranks to `steps.sums`. A layer's gradient is exchanged with the
+    ranks while the next layer's is computed."""
     layout, ranks, sums = steps.layout, steps.ranks, steps.sums
     options = {} if ranks.cut is None else {"cut": ranks.cut}
     value, pull = steps.loss(weights, tokens, steps.products, drop, **options)
@@ -110,10 +114,11 @@ def corrections(number):
 
 
 class StepInputs:
-    """A step's inputs on the current CUDA device: tokens [batch, length], two seeds, four numbers of the schedule.
+    """The inputs of a step on the current CUDA device: tokens [batch, length], two seeds, and the `schedule`, which is
+    (learning rate, factor of weight decay, the two `corrections`).
 
-    A call writes new ones by one asynchronous copy from pinned memory, so that the host does not wait for the previous
-    step. The schedule is (learning rate, weight decay's factor, the two `corrections`).
+    A call of the object writes new inputs by one asynchronous copy from pinned memory, so that the host does not wait
+    for the previous step.
     """
 
     def __init__(self, batch, length):
@@ -140,7 +145,8 @@ class StepInputs:
 
 
 class CudaSteps(NotCopied):
-    """Training steps on the current CUDA device, from step STEPS_BEFORE_GRAPH on as a CUDA graph (with communication).
+    """Training steps on the current CUDA device, from step STEPS_BEFORE_GRAPH on as one CUDA graph, which also contains
+    the communication of ranks.
 
     layout, loss, rate, seed, ranks : as in `HostSteps`
     batch, length : the shape of a step's tokens; each sequence has one token more than it predicts
@@ -160,11 +166,12 @@ class CudaSteps(NotCopied):
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
         self.inputs = StepInputs(batch, length)
         self.drop = Dropout(self.inputs.seeds, rate) if rate else None
-        # Arrays of the captured launches are in a memory pool of their own, so that no other code reuses their memory.
+        # The arrays of captured launches are in a memory pool of their own, so that no other code reuses their memory.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self.graph, self.scratch, self.steps = None, [], 0
 
     def load(self, **vectors):
+        """Replaces vectors by copies of these."""
         with self.queue():
             for name, vector in vectors.items():
                 getattr(self, name)[...] = self.cupy.asarray(vector)
@@ -176,10 +183,10 @@ class CudaSteps(NotCopied):
         with self.queue():
             return getattr(self, name).get()
 
-    def __call__(self, tokens, number, rate, kept):
+    def __call__(self, tokens, number, rate, decay):
         """As in `HostSteps`; the host may be at most AHEAD steps ahead of the device."""
         with self.queue():
-            self.inputs(tokens, [self.seed, number], [rate, kept, *corrections(number)])
+            self.inputs(tokens, [self.seed, number], [rate, decay, *corrections(number)])
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
                 self.capture()
             if self.graph is None:
@@ -191,6 +198,7 @@ class CudaSteps(NotCopied):
             return self.sums[-1].copy()
 
     def value(self, tokens):
+        """As in `HostSteps`."""
         with self.queue():
             return self.loss(self.tree(), self.cupy.asarray(tokens), self.products, None)[0]
 
@@ -204,6 +212,7 @@ class CudaSteps(NotCopied):
         current.wait_event(self.stream.record())
 
     def tree(self):
+        """The weights as the loss takes them."""
         return self.layout.tree(self.weights, self.rounded)
 
     def capture(self):
@@ -219,6 +228,7 @@ class CudaSteps(NotCopied):
             del in_graphs[earlier:]
 
     def run(self):
+        """Enqueues a step on the inputs."""
         with self.cupy.cuda.using_allocator(self.pool.malloc):
             gradient_and_loss(self, self.tree(), self.inputs.tokens, self.drop)
             self.optimise()

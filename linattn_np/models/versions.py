@@ -1,4 +1,4 @@
-"""Which version of RWKV a checkpoint is, and the model in it."""
+"""Finds the version of RWKV that a checkpoint has, and loads its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSIONS: dict[int, type[Model]] = {6: RWKV6, 7: RWKV7}
 
 
 def kind_of(weights: Mapping) -> type[Model]:
-    """The class for weights under these names; what neither reads is for `RWKV6` to refuse by its name."""
+    """The class of the model with these names of weights. `RWKV6` refuses those of other versions, and names them."""
     return RWKV7 if any(name.endswith(".r_k") for name in weights) else RWKV6
 
 
@@ -32,9 +32,9 @@ def load(
 ) -> Model:
     """The model in a checkpoint, an `RWKV6` or an `RWKV7` as its parameters' names tell.
 
-    Parameters and errors are those of the classes' ``from_file``, besides
+    Parameters and errors are those of the classes' ``from_file``. One more:
 
-    adapter : a file of a low-rank adapter, which is merged into the weights: `rwkv.adapters.merged`
+    adapter : the file of a low-rank adapter, which `rwkv.adapters.merged` merges into the weights
 
     Example
     -------

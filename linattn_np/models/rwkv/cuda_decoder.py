@@ -116,9 +116,9 @@ class CudaDecoder(NotCopied):
         few = batch <= model_products.Matvec.COLUMNS
         widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
         on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
-        self.split = few and not self.kernel and on_tensors
-        self.by_rows = few and not self.split
-        terms = model_products.FLOAT_TERMS if self.split else 1
+        in_terms = few and not self.kernel and on_tensors  # a product's float32 vectors become sums of `terms` others
+        self.by_rows = few and not in_terms  # whether `Matvec` computes the products
+        terms = model_products.FLOAT_TERMS if in_terms else 1
         X = FLOAT32 if self.by_rows else self.dtype  # the dtype of vectors in products
         B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
         self.buffers = SimpleNamespace(
@@ -145,6 +145,7 @@ class CudaDecoder(NotCopied):
         )
 
     def buffer(self, *shape, dtype=FLOAT32):
+        """A new array on the device."""
         return self.device.empty(shape, dtype)
 
     def version_buffers(self, terms, X) -> dict:
@@ -165,10 +166,8 @@ class CudaDecoder(NotCopied):
     def weight_bytes(self) -> int:
         """The bytes of weights that a step reads: B rows of the embedding, and all other weights."""
         arrays = [*vars(self.model_weights).values(), *vars(self.all_layers).values()]
-        return (
-            sum(array.nbytes for array in arrays)
-            - (self.sizes["V"] - self.batch) * self.model_weights.embedding[0, 0].nbytes
-        )
+        unread_rows = self.sizes["V"] - self.batch
+        return sum(array.nbytes for array in arrays) - unread_rows * self.model_weights.embedding[0, 0].nbytes
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token, with `rows` rows for a pool; by default one row per sequence."""
@@ -277,12 +276,7 @@ class DecodingStep:
     def __init__(self, decoder, arrays):
         self.decoder, self.device = decoder, decoder.device
         self.draft = Draft(**decoder.sizes, B=decoder.batch, tokens=decoder.batch)
-        self.model, self.layers, self.buffers, self.state = (
-            arrays.model,
-            arrays.layers,
-            arrays.buffers,
-            arrays.state,
-        )
+        self.model, self.layers, self.buffers, self.state = arrays.model, arrays.layers, arrays.buffers, arrays.state
         self.tokens, self.slots = arrays.call.tokens, arrays.call.slots
         self.gate = getattr(self.buffers, "gate", None)  # the channel mix's gate, in versions that have one
 

@@ -95,7 +95,7 @@ class Change:
 
 @dataclass(frozen=True)
 class InputGradients:
-    """The gradients that a mix's pullback has computed, from which the pullback of the norm before it goes on.
+    """The gradients that a mix's pullback has computed; the pullback of the norm before it takes them.
 
     The normed input is xx, d = (previous token's xx) - xx, and the mixes are xx + d maa. The norm's pullback computes
     the terms of xx and maa that come through the mixes.
@@ -104,7 +104,7 @@ class InputGradients:
     dxx: Any = None  # of xx, without the terms through d and the mixes; None for 0
     dd: Any = None  # of d, without the terms through the mixes; None for 0
     dmixed: Any = None  # of the mixes
-    maa: Any = None
+    maa: Any = None  # the weights of the mixes, in the order of `dmixed`
     to: Any = None  # the array to which the gradient of maa is written
     before: Any = None  # xx of the token before each sequence's first, if another rank has computed it
 
@@ -184,16 +184,17 @@ class TrainingStep:
         self.shared: Any = None  # arrays that all layers of a version share
         self.threads = kernels.width(self.D)
         most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
-        self.each = ceil_div(self.tokens, most_blocks)  # tokens per block, in kernels that sum over tokens
-        self.blocks = ceil_div(self.tokens, self.each)
+        self.tokens_per_block = ceil_div(self.tokens, most_blocks)  # in kernels that sum over tokens
+        self.blocks = ceil_div(self.tokens, self.tokens_per_block)
 
     # -- products --
     def product(self, x, w, out=None):
+        """x w, in `out` if it is given."""
         out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
         return self.products.matmul(x, w, out)
 
     def gradient(self, x, dy, to):
-        """Writes the gradient of w in the product x w, which is x^T dy."""
+        """Writes x^T dy, the gradient of w in the product x w, to `to`."""
         self.products.matmul(transposed(x), dy, to)
 
     # -- forwards --
@@ -223,14 +224,7 @@ class TrainingStep:
         """xx + d (maa + m) [n, tokens, D] for maa [n, D]; `before`: xx of the tokens before each sequence's first."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.T, maa.size // self.D)
-        self.run_kernel(
-            kernel,
-            self.elementwise(kernel),
-            xx=xx,
-            maa=maa,
-            m=m,
-            mixed=mixed,
-        )
+        self.run_kernel(kernel, self.elementwise(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
         if before is not None:
             x, share = self.first(xx), maa[..., None, :] + (0 if m is None else self.first(m))
             self.tokens_at(0, mixed)[...] = x + (before - x) * share
@@ -429,6 +423,6 @@ class TrainingStep:
 
     def run_kernel(self, kernel, blocks, **args):
         """Launches a kernel; `args` are the members of its argument struct, except for the step's sizes."""
-        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.each}
+        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.tokens_per_block}
         step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
         kernels.launch(self.device, kernel, blocks, **(step_sizes | args))

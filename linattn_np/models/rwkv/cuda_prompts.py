@@ -88,9 +88,8 @@ class Prompts:
             self.launches[address][0](None)
             return
         all_launches, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
-        for i, layer in enumerate(
-            self.decoder.layers
-        ):  # the device computes a layer while the next one's launches are made
+        # The launches of a layer are enqueued at once, so that the device computes it while those of the next are made.
+        for i, layer in enumerate(self.decoder.layers):
             arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
             layer_launches = self.layer.commands(arrays)
             for launch in layer_launches:
@@ -110,9 +109,11 @@ class Prompts:
 
     # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
     def add_embedding(self, draft: Draft, arrays):
+        """Adds x = the normed embeddings of the tokens."""
         kernels.ChosenNorm.launch(draft, arrays.tokens, arrays.embedding, arrays.ln0, arrays.x, self.decoder.layer_eps)
 
     def add_layer(self, draft: Draft, arrays):
+        """Adds the two mixes of a layer, which update x and write the state after the call."""
         operations = self.decoder.operations(self.decoder, draft, self.bounds, arrays)
         att_shift, wkv, ffn_shift = (
             StateArrays(getattr(arrays, f"{name}_before"), getattr(arrays, f"{name}_after")) for name in STATE
@@ -125,18 +126,18 @@ class Prompts:
         self.add_norm(draft, arrays, normed)
         head = arrays.head
         if head.dtype == INT8:
-            head = widened(
-                draft, head, arrays.head_scales, draft.empty(head.shape, self.decoder.dtype), self.decoder.dtype
-            )
+            dtype = self.decoder.dtype
+            head = widened(draft, head, arrays.head_scales, draft.empty(head.shape, dtype), dtype)
         draft.product(head, normed[None], arrays.result[None])
 
     def add_last_norm(self, draft: Draft, arrays):
+        """Adds the last norm alone, for the tokens of the result."""
         self.add_norm(draft, arrays, arrays.result)
 
     def add_norm(self, draft, arrays, result):
-        kernels.ChosenNorm.launch(
-            draft, draft.table(self.result_tokens), arrays.x, arrays.ln_out, result, self.decoder.layer_eps
-        )
+        """Adds result = the last norm of the result's tokens."""
+        chosen, eps = draft.table(self.result_tokens), self.decoder.layer_eps
+        kernels.ChosenNorm.launch(draft, chosen, arrays.x, arrays.ln_out, result, eps)
 
 
 def buffer(shape, dtype=FLOAT32) -> Buffer:

@@ -52,10 +52,10 @@ def loss(kind, weights, tokens, products, drop, cut=WHOLE):
 
 # -- the operations of a mix -------------------------------------------------------------------------------------------
 class Recorded:
-    """The operations of mixes that all versions have in common (see `rwkv6.math.MixOperations`). Each stores what its
-    pullback needs; those of products are in `pulls`, by the matrix.
+    """The operations of mixes that all versions have in common (see `rwkv6.math.MixOperations`), with their pullbacks.
 
-    Each mix of each layer has an object of its own, which multiplies by each matrix once.
+    Each mix of each layer has an object of its own. An operation stores its pullback in the object, that of a product
+    in `pulls`, by the name of its matrix; a mix multiplies by each matrix once.
     """
 
     def __init__(self, products, drop, cut):

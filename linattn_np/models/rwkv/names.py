@@ -12,6 +12,7 @@ from .version import NORM_EPS_NAME, VERSION_NAME, Version, number_in
 BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # prefixes of a block: Hugging Face's, fla's, the official one
 TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # prefixes: DeepSpeed, DDP, Lightning, torch.compile
 ADAPTERS = ("lora_A", "lora_B")  # parts of names in adapters of PEFT and RWKV-PEFT
+# {official name, or a part of one: flash-linear-attention's, or Hugging Face's}
 FLA = {
     "emb.weight": "model.embeddings.weight",
     "ln_out.weight": "model.norm.weight",
@@ -46,7 +47,8 @@ def hugging_face(name):
 
 
 def fla(in_block: Callable) -> Callable:
-    """fla's naming; ``in_block(parameter)`` is a version's naming of a block's parameters other than norms."""
+    """flash-linear-attention's naming. ``in_block(parameter)`` is a version's naming of the parameters of a block that
+    belong to no norm."""
 
     def origin(name):
         if name in FLA:
@@ -114,7 +116,7 @@ def official(version: Version, weights: Mapping) -> dict:
             ),
             f"the parameters of {version.title} with {layers} blocks",
         )
-    return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
+    return {name: converted(weights, file_name, convert, name) for name, (file_name, convert) in origins.items()}
 
 
 def unwrapped(weights: Mapping) -> Mapping:
@@ -154,12 +156,12 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
     return weights, sizes
 
 
-def made(weights, its_name, make, name):
-    """The official array `name`, converted by `make` from the file's array `its_name`."""
+def converted(weights, file_name, convert, name):
+    """The official array `name`, converted by `convert` from the file's array `file_name`."""
     try:
-        return make(weights[its_name])
+        return convert(weights[file_name])
     except (ValueError, IndexError):
-        refuse_file(f"{shown(its_name)} is {weights[its_name].shape}", f"what {name} can be made of")
+        refuse_file(f"{shown(file_name)} is {weights[file_name].shape}", f"what {name} can be made of")
 
 
 def refuse_adapters(weights):
@@ -176,6 +178,7 @@ def refuse_other_versions(version, weights):
     for name in weights:
         for part in name.split("."):
             if part in others:
-                older = others[part] == "RWKV-5" and not any("ln_x" in other for other in weights)
-                found = "RWKV-4" if older else others[part]
+                found = others[part]
+                if found == "RWKV-5" and not any("ln_x" in other for other in weights):
+                    found = "RWKV-4"  # it has the same names, but no group norm
                 refuse_file(f"{shown(name)} belongs to {found}", f"the parameters of {version.title}")

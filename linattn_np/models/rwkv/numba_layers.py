@@ -30,7 +30,7 @@ class NumbaLayers(NumpyLayers):
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
-        super().load(weights, sizes, loaded, partial(kept, dtype))
+        super().load(weights, sizes, loaded, partial(packed, dtype))
         self.gather()
         everything = [*vars(self.model_weights).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
@@ -46,9 +46,7 @@ class NumbaLayers(NumpyLayers):
         board = Board()
         x = self.model_weights.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
-        state_arrays = [
-            *map(np.ascontiguousarray, state.arrays)
-        ]  # Numba would compile the loop again for strided arrays
+        state_arrays = [*map(np.ascontiguousarray, state.arrays)]  # for strided ones Numba would compile the loop again
         with board.helped(self.step_bytes):
             eps = self.layer_eps, self.group_eps
             logits = self.loops.step(multiply.address, board.array, *self.gathered, eps, x, *state_arrays, slots)
@@ -94,7 +92,7 @@ def described(matrix):
     return matrix.code, *matrix.where, matrix.shape[-2]
 
 
-def kept(format, field, weight, arrays):
+def packed(format, field, weight, arrays):
     """A weight in the form that products or mixes read: a packed matrix, a `Stored` one of this format, or an array."""
     if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
         return Stored.matrix(arrays)

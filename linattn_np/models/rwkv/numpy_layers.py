@@ -33,13 +33,14 @@ class NumpyLayers:
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
-        self.load(weights, sizes, loaded, kept)
+        self.load(weights, sizes, loaded, in_float32)
 
-    def load(self, weights, sizes, loaded, kept):
-        """Loads all weights; ``kept(field, weight, parameters)`` makes the array of each."""
+    def load(self, weights, sizes, loaded, convert):
+        """Loads all weights. ``convert(field, weight, arrays)`` makes the array of each from its parameters; `loaded`
+        is called with each parameter."""
         version = self.version
         self.layer_eps, self.group_eps = version.norm_eps(weights)
-        array_of = partial(loaded_array, version, weights, loaded, kept)
+        array_of = partial(loaded_array, version, weights, loaded, convert)
         self.model_weights = version.model_arrays(array_of)
         self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
         self.tuned = [array.astype(FLOAT32) for array in initial_states(weights)]
@@ -63,24 +64,24 @@ class NumpyLayers:
 
     def run(self, ops, tokens, state, rows, last):
         """Runs all layers with the operations `ops`; returns the head's input."""
-        whole = self.model_weights
-        x = array_math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
+        weights = self.model_weights
+        x = array_math.layer_norm(weights.embedding[tokens].astype(FLOAT32, copy=False), weights.ln0, self.layer_eps)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = self.mixes.time_mix(ops, layer, x, att_shift, wkv)
             x = self.mixes.channel_mix(ops, layer, x, ffn_shift)
-        return array_math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps)
+        return array_math.layer_norm(x[rows.last] if last else x, weights.ln_out, self.layer_eps)
 
 
-def loaded_array(version, weights, loaded, kept, field, weight, names):
-    """The array of one weight; calls `loaded` with each of its parameters."""
-    ones = version.block.get(name_in_block(names[0]), "").split().count("1")  # axes that files have before all others
-    array = kept(field, weight, [weights[name].reshape(weights[name].shape[ones:]) for name in names])
+def loaded_array(version, weights, loaded, convert, field, weight, names):
+    """The array of one weight, as `NumpyLayers.load` describes it; `names`: the full names of its parameters."""
+    ones = version.block.get(name_in_block(names[0]), "").split().count("1")  # axes of size 1 that files have first
+    array = convert(field, weight, [weights[name].reshape(weights[name].shape[ones:]) for name in names])
     for name in names:
         loaded(weights[name])
     return array
 
 
-def kept(field, weight, arrays):
+def in_float32(field, weight, arrays):
     """A weight in float32; matrices other than the embedding are [..., K, M], for products x W."""
     array = stacked(arrays).astype(FLOAT32, copy=False)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
@@ -133,14 +134,15 @@ class MixOperations:
 
 
 def token_shift(x, shift, rows):
-    """x_{t-1} - x_t in every sequence of x [T, D]; `shift` [P, D] holds x before its first token, then its last x."""
+    """x_{t-1} - x_t in every sequence of x [T, D]. `shift` [P, D] has x of the token before each sequence's first one;
+    it gets x of the sequence's last one."""
     if rows.single:
-        before = shift[rows.states] - x
+        d = shift[rows.states] - x
         shift[rows.states] = x
-        return before
-    before = np.empty_like(x)
-    before[1:] = x[:-1]
-    before[rows.first] = shift[rows.states]
+        return d
+    d = np.empty_like(x)
+    d[1:] = x[:-1]
+    d[rows.first] = shift[rows.states]
     shift[rows.states] = x[rows.last]
-    before -= x
-    return before
+    d -= x
+    return d

@@ -48,17 +48,15 @@ class Layout:
         ends = np.cumsum([prod(shape) for shape in self.shapes.values()]).tolist()
         self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
-        self.matrices = max(
-            end for name, (_, end) in self.spans.items() if is_matrix(name)
-        )  # the vector's elements before this one are matrices
+        # The vector's elements before this one are matrices.
+        self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))
         layer_ends = (
             [end for name, (_, end) in self.spans.items() if is_matrix(name) and name.startswith(f"blocks.{i}.")]
             for i in range(sizes["L"])
         )
         ends = [max(found) for found in layer_ends]
-        self.parts = list(
-            zip([0, *ends], ends)
-        )  # (start, end) of each layer's matrices; the first part includes the matrices outside the layers
+        # (start, end) of each layer's matrices; the first part includes the matrices outside the layers
+        self.parts = list(zip([0, *ends], ends))
 
     def named(self, vector) -> dict:
         """Views of `vector` by official name, in the official shapes and order."""

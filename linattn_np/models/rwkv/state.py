@@ -36,7 +36,7 @@ class State:
     """
 
     att_shift: np.ndarray  # [L, B, D], the last token's input of each time mix
-    wkv: np.ndarray  # [L, B, H, N, N], the recurrent state, key by value, in the model's `state_dtype`
+    wkv: np.ndarray  # [L, B, H, N (keys), N (values)], the recurrent state, in the model's `state_dtype`
     ffn_shift: np.ndarray  # [L, B, D], the last token's input of each channel mix
     version: int | None = field(default=None, kw_only=True)  # of RWKV; None where nobody has said it
 
@@ -62,12 +62,12 @@ class State:
         return State(*(array[:, slot : slot + 1] for array in self.arrays), version=self.version)
 
     def put(self, slots: int | Sequence[int], state: State):
-        """Replaces one row, or each of several, by the state of one sequence."""
+        """Writes the state of one sequence to one row, or to each of several `slots`."""
         for array, new in zip(self.arrays, state.arrays):
             array[:, slots] = new if np.ndim(slots) else new[:, 0]
 
     def save(self, path):
-        """Writes a `.npz` file atomically, in float32, of which `load` returns the same numbers."""
+        """Writes a `.npz` file in float32, whose numbers `load` returns unchanged. If it fails, no file is changed."""
         check_state(self, {}, wkv=None)
         arrays = {name: on_host(getattr(self, name)).astype(FLOAT32, copy=False) for name in STATE}
         if self.version is not None:
@@ -103,7 +103,7 @@ class State:
 
     @classmethod
     def tuned(cls, weights) -> State:
-        """The state from `weights`, trained initial states [H, N, N] by name, value by key as in files."""
+        """The state of one sequence from `weights`, trained initial states [H, N (values), N (keys)] by name."""
         number = number_in(weights)
         weights = {name: array for name, array in weights.items() if name != VERSION_NAME}
         names = [f"blocks.{i}.{name}" for name in INITIAL_STATE_PARAMETER for i in range(len(weights) or 1)]

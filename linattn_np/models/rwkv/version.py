@@ -21,7 +21,8 @@ LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
 NORM_EPS_NAME = "norm_eps"  # entry [2] of a model's weights: eps of layer norms and of the group norm, if not these two
 VERSION_NAME = "rwkv_version"  # array [1] in files of what goes with a model: states and adapters; older ones lack it
-INITIAL_STATE_PARAMETER = {"att.time_state": "H N N"}  # trained initial state, value by key; in every block or in none
+# The trained initial state, in every block or in none; of its last two axes the first is that of values.
+INITIAL_STATE_PARAMETER = {"att.time_state": "H N N"}
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,22 @@ class Weight:
 
 
 def vector(*names) -> Weight:
+    """A vector, or a stack of vectors."""
     return Weight(names)
 
 
 def norm(name) -> Weight:
+    """The weight and the bias of a norm."""
     return Weight((f"{name}.weight", f"{name}.bias"))
 
 
 def linear(part, *names) -> Weight:
+    """A matrix, or a stack of matrices, of the mix `part`, "att" or "ffn"."""
     return Weight(tuple(f"{part}.{name}.weight" for name in names), matrix=True)
 
 
 def low_rank(name) -> Weight:
+    """A matrix of low rank."""
     return Weight((name,), matrix=True, inputs_first=True)
 
 
@@ -203,18 +208,21 @@ def stacked(arrays):
 
 
 def initial_states(weights) -> list:
-    """The trained initial state [H, N, N], key by value, of each layer, or an empty list; files have value by key."""
+    """The trained initial state [H, N, N] of each layer, or an empty list. Here the axis of keys is before that of
+    values; in files it is behind it."""
     return [array.swapaxes(1, 2) for name, array in weights.items() if name.endswith("time_state")]
 
 
 def output_scale(dtype) -> float:
-    """The factor of the recurrence's result if this is stored in `dtype`: float16 ends at 65504.
+    """The factor that the recurrence's result has if it is stored in `dtype`, since float16 has no numbers above 65504.
 
-    A power of two, so exact. The group norm that follows removes it; its eps is multiplied by the factor's square.
+    It is a power of two, so products with it are exact. The group norm that follows removes it; the norm's eps is
+    multiplied by the factor's square.
     """
     return 2.0**-6 if dtype == np.float16 else 1.0
 
 
 def unit_of_squares(dtype) -> int:
-    """The unit in which kernels keep the channel mix's squares in `dtype`: float16 has none from 256 on."""
+    """The number by which kernels divide the channel mix's squares in `dtype`: float16 cannot hold those of numbers
+    from 256 on."""
     return 2048 if dtype == np.float16 else 1
