@@ -336,7 +336,7 @@ def test_devices_are_counted_and_opened_without_cupy(monkeypatch):
 
 
 def test_a_process_of_its_own_counts_the_devices(monkeypatch):
-    monkeypatch.setattr(cards, "beginning", lambda: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(cards, "start_method", lambda: multiprocessing.get_context("fork"))
     monkeypatch.setattr(cards, "cuda_devices", lambda: 3)
     for several, found in ((True, 3), (False, 1)):
         monkeypatch.setattr(cards, "may_be_several", lambda: several)
@@ -369,7 +369,7 @@ def test_processes_are_forked_where_nothing_is_lost(monkeypatch):
         monkeypatch.setattr(cards.sys, "platform", system)
         monkeypatch.setattr(cards.threading, "active_count", lambda: active)
         monkeypatch.setattr(cards, "uses_cuda", lambda: driver)
-        assert cards.beginning().get_start_method() == method
+        assert cards.start_method().get_start_method() == method
 
 
 @pytest.mark.parametrize("process, count, given", [(0, 1, None), (0, 1, 1), (0, 2, 2), (1, 2, 2), (1, 2, None)])

@@ -1,7 +1,7 @@
-"""The command `linattn-np`, which is `python -m linattn_np` too: a module a subcommand.
+"""The command `linattn-np`, which is also `python -m linattn_np`: a module for each subcommand.
 
-Each has ``declare(parser)``, its options, and ``run(options)``; its docstring is the head of its ``--help``. What it
-refuses it raises as ValueError, ImportError or OSError, of which the user sees one line.
+A module has ``declare(parser)``, which adds its options, and ``run(options)``. Its docstring is printed by ``--help``.
+If it refuses something, it raises ValueError, ImportError or OSError, of which the user sees one line.
 """
 
 # Every subcommand is a module of this package with the same name.

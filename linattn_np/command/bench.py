@@ -1,11 +1,11 @@
-"""Times every operator on this machine, forwards and backwards, beside the floor that its memory sets.
+"""Times every operator on this machine, forwards and backwards, and compares with the time of moving its arrays once.
 
     linattn-np bench
     linattn-np bench --device cpu --tokens 4096 --heads 16 gla rwkv6
 
-A time is the median of a few calls. The floor is every array read once and every result written once, at the bandwidth
-of a copy; of a gradient that is the arrays, the result's gradient and theirs. Arrays are bfloat16 on a GPU, float32 on
-the CPU. For many shapes, exactness and other libraries there is benchmarks/run.py in a checkout.
+A time is the median of a few calls. The floor is the time of reading every array and writing every result once, at the
+bandwidth of a copy; for gradients, of reading the arrays and the result's gradient and writing theirs. Arrays are
+bfloat16 on a GPU, float32 on the CPU. benchmarks/run.py in a checkout measures many shapes, errors and other libraries.
 """
 
 from functools import partial
@@ -50,7 +50,7 @@ def run(options):
 
 
 def timed(device, op, function, sizes, floor) -> list[str]:
-    """The columns of an operator's row: a pass that no backend has, or the memory has no room for, says so."""
+    """The columns of an operator's row: times, or words if no backend computes a pass or if memory does not suffice."""
     arrays = drawn(device, op, **sizes)
     read = sum(x.nbytes for x in arrays)
     try:
@@ -68,6 +68,7 @@ def timed(device, op, function, sizes, floor) -> list[str]:
 
 
 def compared(ms, floor) -> list[str]:
+    """The two columns of a time."""
     return [f"{ms:.4g}", f"{ms / floor:.1f}x"]
 
 
@@ -76,4 +77,5 @@ def word_for(why) -> str:
 
 
 def row(name, *columns):
+    """Prints a row of the table."""
     put(f"{name:<18}" + "".join(f"{column:>13}" for column in columns))

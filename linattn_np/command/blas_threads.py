@@ -1,8 +1,8 @@
-"""How many threads BLAS takes. Small matrices are faster with one: more of them wait for each other at every product,
-and where another program is busy they wait for it too.
+"""Chooses the number of BLAS's threads. Small matrices are faster with one: several threads wait for each other at
+every product, and for other programs that use their cores.
 
-The number follows from the size of the matrices alone, not from how busy the machine is, so that the same command
-gives the same bits.
+The number depends on the size of the matrices alone, and not on the machine's load, so that the same command gives the
+same bits.
 """
 
 import os
@@ -11,20 +11,21 @@ from contextlib import contextmanager
 from ..models.helper_threads import count
 from .terminal import say
 
-SHARE = 4 << 20  # bytes of a matrix for which another thread pays
+SHARE = 4 << 20  # bytes of a matrix per thread
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def blas_for(device: str, sizes: dict):
-    """Inside, BLAS has the threads that a model of these sizes is worth, if it is the CPU that computes."""
+    """A context in which BLAS has the best number of threads for a model of these sizes, if `device` is the CPU."""
     return blas_threads(device, 4 * sizes["D"] * sizes["F"], "this model is faster with fewer threads of BLAS")
 
 
 @contextmanager
 def blas_threads(device: str, size: int, why: str):
-    """Inside, BLAS has the threads for matrices of so many bytes.
+    """A context in which BLAS has the best number of threads for matrices of `size` bytes, if `device` is "cpu".
 
-    A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is, and is told `why`.
+    Nothing changes if the user has set one of VARIABLES. Without threadpoolctl nothing can be changed; then a message
+    with the reason `why` says how the user can.
     """
     if device != "cpu" or any(map(os.environ.get, VARIABLES)):
         yield
@@ -46,7 +47,7 @@ def blas_threads(device: str, size: int, why: str):
 
 
 def where(device: str, library: str) -> str:
-    """What computes, in the first line of a subcommand's messages."""
+    """The device and library that compute, for the first line of a subcommand's messages."""
     if device == "cpu":
         threads = count()
         return f"on the CPU ({threads} thread{'s' * (threads > 1)}, {library})"
@@ -56,5 +57,5 @@ def where(device: str, library: str) -> str:
 
 
 def wanted(size: int, most: int) -> int:
-    """Threads for float32 matrices of so many bytes, the largest of a layer."""
+    """The number of threads for matrices of so many bytes, at most `most`."""
     return max(1, min(most, size // SHARE))

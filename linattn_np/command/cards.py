@@ -1,4 +1,6 @@
-"""The texts of a batch on several cards: a process for each takes the next text when one of its slots is free."""
+"""Writes the texts of a batch on several cards. Each card has a process, which takes the next text when one of its
+slots is free.
+"""
 
 import ctypes
 import multiprocessing
@@ -15,20 +17,21 @@ from .signals import NUMBERS, Ended, deferred, noted
 from .terminal import told
 
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
-PATIENCE = 0.2  # seconds between two looks for a signal
-RAISED = ValueError, ImportError, OSError, MemoryError, RuntimeError  # by the first process for another; last, the rest
+PATIENCE = 0.2  # seconds between two tests for a signal
+# The classes of a process's errors that the first process raises again; the last one stands for all others, too.
+RAISED = ValueError, ImportError, OSError, MemoryError, RuntimeError
 
 
 def devices(wanted) -> int:
-    """CUDA devices that `--device` may use, 0 for the CPU; 1 where there may be one at most."""
+    """The number of CUDA devices for the option --device: 0 for the CPU; 1 if there is at most one, or if unknown."""
     if wanted == "cpu":
         return 0
     if not may_be_several():
         return 1
     pipe, theirs = multiprocessing.Pipe(duplex=False)
-    process = beginning().Process(target=tell_devices, args=(theirs, os.getpid()), daemon=True)
+    process = start_method().Process(target=tell_devices, args=(theirs, os.getpid()), daemon=True)
     with no_signals():
-        process.start()  # as processes that are forked from one that has asked the driver cannot use it
+        process.start()  # another process, since those forked from one that has loaded the driver cannot use it
     theirs.close()
     try:
         return pipe.recv()
@@ -39,24 +42,25 @@ def devices(wanted) -> int:
 
 
 def tell_devices(pipe, parent):
+    """What that process does."""
     begin_for(parent)
     pipe.send(cuda_devices())
 
 
-def beginning():
-    """How processes begin: with all that this one has imported, or from nothing where it has what does not outlive a
-    fork: threads, CUDA's driver, or on macOS the system's libraries."""
+def start_method():
+    """The context of multiprocessing that starts processes: by a fork, which keeps what this process has imported; or
+    anew, if this process has threads or CUDA's driver, or runs on macOS, whose libraries do not work after a fork."""
     plain = sys.platform == "linux" and threading.active_count() == 1 and not uses_cuda()
     return multiprocessing.get_context("fork" if plain else "spawn")
 
 
 def use(number, options):
-    """Makes a CUDA device the current one, where CUDA can be used; ValueError where `--cards` wants more of them."""
+    """Makes a CUDA device the current one, if CUDA can be used; ValueError if --cards is more than there are."""
     if options.device == "cpu":
         return
     try:
         check_device("generate", "cuda")
-    except NotSupported:  # whoever loads a model says so, or takes the CPU
+    except NotSupported:  # loading the model will raise it again, or take the CPU
         return
     import cupy
 
@@ -67,16 +71,15 @@ def use(number, options):
 
 
 def processes(options, texts, slots) -> int:
-    """How many share the work: --cards, else every card of this host for which there are texts enough."""
+    """The number of processes: --cards, or else all cards of this host, but no more than there are texts to fill."""
     full = -(-texts // slots)
     return max(1, min(options.cards or full > 1 and devices(options.device), full))
 
 
 class Cards:
-    """Processes that share the texts of a batch, one for each card; they end with the block.
+    """A context with the processes that share the texts of a batch, one for each card. They end with the context.
 
-    ahead : a function of a process's number, which can be pickled
-        What it does while it waits for its texts.
+    ahead : a function of a process's number, which can be pickled; a process calls it before it gets its texts
     """
 
     def __init__(self, ahead):
@@ -94,28 +97,28 @@ class Cards:
     def begin(self, count):
         """Starts processes until there are so many."""
         if self.context is None:
-            self.context = beginning()
-            self.taken = self.context.Value("q", 0)
+            self.context = start_method()
+            self.taken = self.context.Value("q", 0)  # how many texts processes have taken
         with no_signals():
             for card in range(len(self.started), count):
                 pipe, theirs = self.context.Pipe()
                 what = card, self.ahead, self.taken, theirs, os.getpid()
                 process = self.context.Process(target=work, args=what, daemon=True)
                 process.start()
-                theirs.close()  # so that the end of the process is the end of its messages
+                theirs.close()  # so that the pipe ends when the process ends
                 self.started[pipe] = card, process
 
     def spread(self, prepare, count, texts):
-        """(number, line) of every text, in the order in which they are done; `count` processes share them.
+        """Yields (number, line) of every text, in the order in which they are done; `count` processes share them.
 
-        prepare : a function of the number of the process and of how many there are, which can be pickled
-            Loads what is needed, checks its part of the texts, and returns a function that takes an iterator of their
-            numbers and yields (number, line). No process begins before all have come so far.
+        prepare : a function of (the number of a process, the number of processes), which can be pickled. It loads the
+            model and checks a part of the texts. It returns a function of an iterator of texts' numbers, which yields
+            (number, line). Processes begin to write when `prepare` has returned in all of them.
         """
         self.begin(count)
         at_work, idle = list(self.started)[:count], list(self.started)[count:]
         for pipe in at_work:
-            hand_over(pipe, (prepare, count, texts))  # of which a pipe holds few: all have been started meanwhile
+            hand_over(pipe, (prepare, count, texts))
         for pipe in idle:
             hand_over(pipe, None)
         for pipe in at_work:
@@ -125,18 +128,18 @@ class Cards:
         with deferred() as ended:
             while at_work and not ended():
                 for pipe in wait(at_work, PATIENCE):
-                    found = receive(pipe, *self.started[pipe])
-                    if found is None:
+                    text = receive(pipe, *self.started[pipe])
+                    if text is None:
                         at_work.remove(pipe)
                     else:
-                        yield found
+                        yield text
             if number := ended():
                 raise Ended(number)
 
 
 @contextmanager
 def no_signals():
-    """Signals come later; processes that begin inside get none until `begin_for`."""
+    """A context that delays signals until its end. Processes that are started in it get none before `begin_for`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -145,36 +148,36 @@ def no_signals():
 
 
 def begin_for(parent):
-    """This process works for another one, whose terminal's signals are not for it, and ends with that, however it
-    ends: where there is no prctl, at its next message."""
+    """Prepares this process to work for the process `parent`: it ignores the terminal's signals, and ends when `parent`
+    ends; without prctl, that is at its next message."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # which was gone before
+    if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
 def hand_over(pipe, what):
-    """Sends it to a process that may have ended, of which `receive` tells."""
+    """Sends a message to a process. If this has ended, `receive` will raise the error."""
     with suppress(BrokenPipeError):
         pipe.send(what)
 
 
 def receive(pipe, card, process):
-    """The next message; raises what the process raised, or that it is gone."""
+    """The next message of a process. Raises its error if it has failed, and OSError if it has ended."""
     try:
-        kind, *found = pipe.recv()
+        kind, *content = pipe.recv()
     except EOFError:
         process.join()
         if noted.number:  # which went to all processes
             raise Ended(noted.number) from None
         raise OSError(f"the process of card {card} has ended with exit code {process.exitcode}") from None
     if kind == "failed":
-        number, words = found
+        number, words = content
         raise RAISED[number](words)
-    return found[0]
+    return content[0]
 
 
 def work(card, ahead, taken, pipe, parent):
@@ -189,8 +192,8 @@ def work(card, ahead, taken, pipe, parent):
         write = prepare(card, count)
         pipe.send(("ready", None))
         pipe.recv()
-        for found in write(numbers(taken, texts)):
-            pipe.send(("text", found))
+        for text in write(numbers(taken, texts)):
+            pipe.send(("text", text))
         pipe.send(("done", None))
     except (EOFError, BrokenPipeError):  # the first process has ended
         return
@@ -202,7 +205,7 @@ def work(card, ahead, taken, pipe, parent):
 
 
 def numbers(taken, texts):
-    """The numbers of texts that no other process has taken."""
+    """Takes texts that no other process has taken; yields their numbers."""
     while True:
         with taken.get_lock():
             number = taken.value

@@ -3,10 +3,10 @@
     linattn-np compare                                      # on the GPU where there is one
     linattn-np compare --device cpu --longest 8192 --out cpu.png
 
-One sequence, the same heads and widths for all; bfloat16 on a GPU, float32 on the CPU. Time is a call's, the median of
-a few; memory is what a call takes beside its arrays. The floor is q, k, v, a gate and o once, at the bandwidth of a
-copy. On the CPU torch's softmax attention is measured, too, where torch is installed. Where a line ends before the
-others, the picture says why.
+All operators have one sequence and the same heads and widths, in bfloat16 on a GPU and in float32 on the CPU. Time is
+the median of a few calls; memory is what a call takes besides its arrays. The floor is the time of moving q, k, v, a
+gate and o once, at the bandwidth of a copy. On the CPU torch's softmax attention is measured, too, if torch is
+installed. If a line ends before the others, the picture says why.
 """
 
 import os
@@ -27,7 +27,8 @@ from .measuring import Cpu, chosen, drawn, median_ms, ms_of_a_byte
 from .palette import GLA, INK, RETENTION, RWKV6, SOFTMAX, STYLE, TORCH, label_ends
 from .terminal import add_device, bar, put, status, whole
 
-# Name, colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
+# {operator: (name, colour, width of the line, size of its markers)}. Lines that others cover are wider, so that they
+# are visible beside them.
 LINES = {
     "softmax_attention": ("softmax attention", SOFTMAX, 6.5, 11),
     "gla": ("GLA", GLA, 4.8, 9),
@@ -42,12 +43,12 @@ SHORTEST = 512
 
 @dataclass
 class Curve:
-    """What was measured of one operator, length by length, and why there is no longer one."""
+    """The measurements of one operator by length, and why there are none of greater lengths."""
 
     T: list = field(default_factory=list)
     ms: list = field(default_factory=list)
     bytes: list = field(default_factory=list)
-    end: str = ""
+    end: str = ""  # the reason, once there is one
 
 
 def declare(parser):
@@ -71,7 +72,7 @@ def run(options):
         raise ValueError(f"argument --seconds: is {options.seconds}, expected a number above 0")
     check_plots(options.out)  # before minutes of measuring
     device = chosen(options.device)
-    # The operators share their work out to the cores themselves.
+    # The operators divide their work among the cores themselves.
     with blas_threads("cpu" if isinstance(device, Cpu) else "cuda", 0, "operators are faster with one thread of BLAS"):
         curves = measured(device, options)
     draw(curves, ms_of_a_byte(device), device, options)
@@ -79,6 +80,7 @@ def run(options):
 
 
 def check_plots(out):
+    """An error if matplotlib is missing, or does not write files with the ending of `out`."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -91,6 +93,7 @@ def check_plots(out):
 
 
 def measured(device, options) -> dict:
+    """{operator: its `Curve`}."""
     longest = options.longest or device.longest
     lengths = [SHORTEST << n for n in range((longest // SHORTEST).bit_length())]
     calls: dict[str, Callable] = {op: partial(our_call, op) for op in LINES}
@@ -107,15 +110,18 @@ def measured(device, options) -> dict:
 
 
 def line(op):
+    """The entry of LINES for an operator, or that of the peer."""
     return PEERS_LINE if op == PEER else LINES[op]
 
 
 def our_call(op, device, sizes):
+    """A function that computes an operator on random arrays."""
     declared, function = COMPARED[op]
     return partial(function, *drawn(device, declared, **sizes))
 
 
 def call_of_torch(device, sizes):
+    """A function that computes torch's softmax attention on random arrays."""
     import torch
 
     arrays = drawn(device, COMPARED["softmax_attention"][0], **sizes)
@@ -124,7 +130,7 @@ def call_of_torch(device, sizes):
 
 
 def go_on(curve, device, make, T, options):
-    """One more point of a line that has not ended, by the call that `make()` returns."""
+    """Adds the measurement of T tokens to a curve that has not ended, or ends the curve. `make()` returns the call."""
     if curve.end:
         return
     expected = expected_ms(curve) / 1e3
@@ -146,15 +152,16 @@ def expected_ms(curve) -> float:
 
 
 def add_point(curve, device, call, T):
+    """Measures a call."""
     call()  # compiles, and warms up
-    (_, taken), ms = device.with_peak(call), median_ms(device, call)
-    curve.bytes.append(taken)
+    (_, nbytes), ms = device.with_peak(call), median_ms(device, call)
+    curve.bytes.append(nbytes)
     curve.ms.append(ms)
     curve.T.append(T)
 
 
 def draw(curves, floor, device, options):
-    """`floor` is the milliseconds of a byte."""
+    """Draws the picture. `floor`: the milliseconds to move a byte."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,6 +187,12 @@ def draw(curves, floor, device, options):
 
 
 def panel(axis, what, curves, measured, unit, floor):
+    """Draws one of the two panels.
+
+    what : the label of its y axis
+    measured, unit : the field of `Curve` that is drawn, and by what it is divided
+    floor : (tokens, values, name) of the floor's line
+    """
     axis.set_ylabel(what)
     from matplotlib.ticker import LogFormatter
 

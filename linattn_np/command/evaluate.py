@@ -1,9 +1,9 @@
-"""Tells how well a model foresees a text: its loss and its perplexity. No torch.
+"""Prints the loss and the perplexity of a model on a text.
 
     linattn-np evaluate model.pth novel.txt
     linattn-np evaluate model.pth novel.txt --adapter mine/adapter.safetensors --dtype int8
 
-The loss is in nats a token, the first not counted, and in bits a byte; the text is read from its beginning to its end.
+The loss is in nats per token, without the first token, and in bits per byte. The text is one sequence.
 """
 
 from math import exp, inf, isfinite, log
@@ -46,9 +46,9 @@ def run(options):
     put(f"loss {nats:.4f} nats a token, perplexity {perplexity:.4f}{bits}, on {len(tokens):,} tokens")
 
 
-@np.errstate(all="ignore")  # a loss that is not finite is what tells
+@np.errstate(all="ignore")  # errors show as a loss that is not finite
 def loss(model, tokens, what) -> float:
-    """Nats a token, the first not counted; ValueError where a number is not finite."""
+    """The loss in nats per token, without the first token; ValueError if it is not finite."""
     state, total = None, 0.0
     with status(f"reading {what} ...") as show:
         for start in range(0, len(tokens) - 1, PIECE):

@@ -1,4 +1,6 @@
-"""Numba's loops that are not on the disk yet: compiled before a subcommand goes on, or beside NumPy's first text."""
+"""Compiles Numba's loops that are not on the disk yet: before a subcommand goes on, or by another process while NumPy
+computes the first text.
+"""
 
 import multiprocessing
 import os
@@ -7,20 +9,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from .. import NotSupported
-from .cards import begin_for, beginning, no_signals
+from .cards import begin_for, no_signals, start_method
 from .signals import Ended
 from .terminal import TICK, bar, say, status, ticking
 
-LOOPS = 38  # about as many as a model's first tokens need
+LOOPS = 38  # about the number of loops that a model's first tokens need
 
 
 class LoopsMissing(ImportError):
-    """A loop is not on the disk. As an ImportError it has float32 weights get NumPy's layers."""
+    """A loop is not on the disk. It is an ImportError so that float32 weights get NumPy's layers, as without Numba."""
 
 
 @contextmanager
 def before_compiling(tell):
-    """Inside, Numba calls `tell` before it compiles a loop."""
+    """A context in which `tell` is called before Numba compiles a loop."""
     try:
         from ..numba_cache import COMPILING
     except ImportError:
@@ -34,7 +36,7 @@ def before_compiling(tell):
 
 
 class Bar:
-    """Shows how many loops have begun, and the seconds since."""
+    """Shows the number of loops whose compilation has begun (`done`), and the seconds since the start."""
 
     def __init__(self, show, what, then=""):
         self.show, self.what, self.then, self.done, self.start = show, what, then, 0, time.monotonic()
@@ -45,7 +47,7 @@ class Bar:
 
 @contextmanager
 def compiling(show):
-    """Inside, a line says that Numba compiles, before it does, and `show` how far it is."""
+    """A context in which a line says that Numba compiles, before the first loop, and `show` gets the progress."""
     shown = Bar(show, "compiling")
 
     def tell():
@@ -66,22 +68,22 @@ def refuse():
 
 
 class LoopsBeside:
-    """Another process compiles the loops that a model needs, while its layers are NumPy's.
+    """Makes another process compile the loops of a model, whose layers are NumPy's meanwhile.
 
-    new_model : a function that can be pickled
-        Makes the model again, with layers of Numba's loops, and runs them once.
+    new_model : a function that can be pickled; it makes the model again with layers of Numba's loops, and runs them
+        once
     """
 
     def __init__(self, new_model):
         self.new_model = new_model
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
-        self.process = beginning().Process(target=compile_beside, args=(new_model, theirs, os.getpid()), daemon=True)
+        self.process = start_method().Process(target=compile_beside, args=(new_model, theirs, os.getpid()), daemon=True)
         with no_signals():
             self.process.start()
         theirs.close()
 
     def hasten(self, model):
-        """Gives the model layers of loops once the process has ended."""
+        """Gives the model layers of Numba's loops, if the process has ended."""
         if not self.process or self.process.is_alive():
             return
         self.process = None
@@ -89,7 +91,7 @@ class LoopsBeside:
             model.layers = self.new_model().layers
 
     def wait(self):
-        """Until the loops are on the disk; a signal leaves them for later."""
+        """Waits until the loops are on the disk, or until a signal comes."""
         if not self.process:
             return
         with suppress(Ended, EOFError), status("") as show:
@@ -109,13 +111,13 @@ def compile_beside(new_model, pipe, parent):
 
 
 def with_loops(new_model, progress, show):
-    """(a new model with all its loops, compiled if need be, None)."""
+    """(a new model whose loops are compiled, None)."""
     with compiling(show):
         return new_model(progress), None
 
 
 def begun_on_numpy(new_model, progress, show):
-    """(a new model, LoopsBeside or None): where loops are missing, float32 weights begin with NumPy's layers."""
+    """(a new model, None); or, if loops are missing, (a model with NumPy's layers, a `LoopsBeside`)."""
     missing = []
 
     def tell():

@@ -1,11 +1,11 @@
-"""Writes text with an RWKV model, version 6 or 7: reads the prompt, then goes on token by token. No torch.
+"""Writes text with an RWKV model, version 6 or 7, that continues a prompt.
 
     linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
     linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
     linattn-np generate --load-state novel.npz --prompt " And then"
     linattn-np generate --batch-file prompts.jsonl --output written.jsonl --slots 8
 
-Ctrl-C, SIGTERM and SIGHUP keep what is finished: texts, lines and states.
+After Ctrl-C, SIGTERM or SIGHUP, finished texts, lines and states are kept.
 """
 
 import json
@@ -40,7 +40,7 @@ from .terminal import add_device, add_tokenizer, bar, details, put, say, some_te
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
 ESCAPE = re.compile(r"\\(?:[\\abfnrtv'\"]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")
-TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # how the World models were taught to converse
+TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # the form of the conversations with which World models were trained
 SAMPLING = {
     "temperature": (int, float),
     "top_p": (int, float),
@@ -54,10 +54,10 @@ SAMPLING = {
 }
 LINE = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
 SLOTS = 8
-LONGEST_LINE = 1 << 24  # bytes, of --batch-file
-SMALL = 1 << 26  # bytes of a checkpoint
-LONGEST_PROMPT = 1 << 28  # bytes of stdin: a device may have no end
-PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
+LONGEST_LINE = 1 << 24  # the most bytes of a line of --batch-file
+SMALL = 1 << 26  # the most bytes of a checkpoint that is loaded twice, see `begins_on_numpy`
+LONGEST_PROMPT = 1 << 28  # the most bytes of stdin: a device may have no end
+PROMPTS = 1024  # tokens of the prompt that warms up a batch: about as many as the first prompts have together
 
 
 def run(options):
@@ -209,7 +209,7 @@ def declare(parser):
 
 
 def check_combination(options):
-    """What can be refused before a model is loaded."""
+    """ValueError for options that do not go together, or files that cannot be written, before a model is loaded."""
 
     def conflict(which, why):
         raise ValueError(f"argument {which}: {why}")
@@ -247,19 +247,21 @@ def check_combination(options):
 
 
 def inputs(options):
-    """The files that are read, by the name of their option."""
+    """Yields (name of an option, the file of it that is read)."""
     for name in ("model", "adapter", "vocab", "batch_file", "load_state"):
         if path := getattr(options, name):
             yield name, located(path) if name == "model" else path
 
 
 def sampling(options, **line):
+    """The `Sampling` of the options; `line`: values that replace theirs."""
     given = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
     given["bias"] = dict(map(bias_of, options.bias or []))
     return Sampling(**{**given, **line})
 
 
 def bias_of(word) -> tuple[int, float]:
+    """(id, number) from a word ID=NUMBER."""
     id, _, number = word.partition("=")
     try:
         return int(id), float(number)
@@ -268,7 +270,7 @@ def bias_of(word) -> tuple[int, float]:
 
 
 def unescaped(text: str) -> str:
-    r"""What `text` means with its \n, \t, \\, \xNN and \uNNNN read as Python reads them."""
+    r"""`text` with its \n, \t, \\, \xNN and \uNNNN replaced by the characters that they stand for in Python."""
     found = ESCAPE.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
     try:
         os.fsencode(found)
@@ -279,7 +281,8 @@ def unescaped(text: str) -> str:
 
 
 def load(options, say=say, status=status, begun=with_loops) -> tuple:
-    """(the model, what compiles its loops beside or None); `begun` is a function of `first_loops`."""
+    """(the model, a `first_loops.LoopsBeside` or None). `begun`: the function of `first_loops` that makes the model on
+    the CPU; `say`, `status`: those of `terminal`, or others that print nothing."""
     path, device = options.model, options.device
     if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
         device = "cpu"
@@ -305,19 +308,20 @@ def load(options, say=say, status=status, begun=with_loops) -> tuple:
 
 
 def on_the_cpu(path, dtype, adapter, progress=None) -> Model:
-    """Warm: what is compiled is no part of the rates that are told."""
+    """The model on the CPU, after a first run, so that the speeds that are printed do not include compiling."""
     model = models.load(path, "cpu", dtype, progress, adapter=adapter)
     model.warm_up((1,), 2)
     return model
 
 
 def begins_on_numpy(options) -> bool:
-    """Whether a text may begin before its loops are compiled: from a small checkpoint, which is read again for them,
-    and where no equal text is wanted."""
+    """Whether a text may begin with NumPy before loops are compiled: if the checkpoint is small, since it is loaded
+    again then, and if no --seed asks for equal texts."""
     return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < SMALL
 
 
 def tokenizer_of(options, model):
+    """The tokenizer of --tokenizer and --vocab for this model; ValueError if it does not fit the model."""
     size, kind = model.sizes["V"], options.tokenizer
     if kind == "auto":
         kind = "world" if options.vocab else {256: "bytes", 65536: "world"}.get(size)
@@ -338,6 +342,7 @@ def tokenizer_of(options, model):
 
 
 def load_state(options, model) -> State | None:
+    """The state of --load-state on the model's device, or None."""
     if not options.load_state:
         return None
     state = State.load(options.load_state)
@@ -351,7 +356,7 @@ def load_state(options, model) -> State | None:
 
 # -- one text, and a conversation -------------------------------------------------------------------------------------
 class Writer:
-    """One sequence: reads a text, writes what follows as it comes, and goes on from there the next time."""
+    """Reads prompts and writes answers, one after the other, of a single sequence, whose state it carries on."""
 
     def __init__(self, options, model, state, loops):
         self.options, self.model, self.state, self.loops = options, model, state, loops
@@ -360,6 +365,7 @@ class Writer:
         self.read = self.written = self.reading = self.writing = 0
 
     def answer(self, prompt: bytes, stop) -> Text:
+        """Reads a prompt, and prints the text that follows token by token; `stop`: the strings that end it."""
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
         with deferred() as ended:
             with status("reading ...") as show, compiling(show):
@@ -380,7 +386,7 @@ class Writer:
                         self.loops.hasten(self.model)
                     put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
                 put()
-            except OSError as error:  # of stdout; the state is kept all the same
+            except OSError as error:  # stdout cannot be written; the state is saved nevertheless
                 unread = error
         self.state = batch.state(slot)
         self.read, self.reading = self.read + len(tokens), self.reading + first - start
@@ -390,18 +396,19 @@ class Writer:
         return text
 
     def save(self):
-        """What has been read and written up to the last whole token."""
+        """Writes the state of --save-state, if anything has been read."""
         if self.options.save_state and self.read:
             self.state.save(self.options.save_state)
 
     def tell(self):
+        """Prints the speeds."""
         for what, tokens, seconds in (("prefill", self.read, self.reading), ("decode", self.written, self.writing)):
             if tokens:
                 say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
 
 
 def write(options, model, state, loops):
-    """The prompt and what follows, on stdout as it comes, never half a character; speeds on stderr."""
+    """Prints the prompt and the text that follows on stdout, and the speeds on stderr."""
     prompt = prompt_of(options)
     put(prompt.decode("utf-8", "replace"), end="")
     writer = Writer(options, model, state, loops)
@@ -417,6 +424,7 @@ def write(options, model, state, loops):
 
 
 def prompt_of(options) -> bytes:
+    """The prompt of the options or of stdin, or the default one."""
     if options.prompt and options.prompt != "-":
         return os.fsencode(options.prompt)
     if options.prompt == "-" or piped():
@@ -436,14 +444,14 @@ def prompt_of(options) -> bytes:
 
 
 def piped() -> bool:
-    """Whether stdin is a file, or a pipe with something in it within a second: one that nobody writes to must not
-    keep a text waiting that has a prompt of its own. `--prompt -` waits."""
+    """Whether stdin is a file, or a pipe in which something arrives within a second. Without this limit, a pipe to
+    which nothing is written would block a text with the default prompt. `--prompt -` waits longer."""
     kind = os.fstat(sys.stdin.fileno()).st_mode
     return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) and bool(select.select([sys.stdin], [], [], 1)[0])
 
 
 def converse(options, model, state, loops):
-    """Answers line by line, the state carried on; ends with stdin."""
+    """Answers the lines of stdin, until its end."""
     say(about(options, model))
     writer = Writer(options, model, state, loops)
     before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
@@ -454,12 +462,12 @@ def converse(options, model, state, loops):
             turn = before + TURN.format(line.strip())
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-            except Ended:  # while it read, or pressed twice: the state is the one before the turn
+            except Ended:  # Ctrl-C while it reads, or twice: the state is that before the turn
                 put()
                 continue
             finally:
                 forget_ctrl_c()
-            # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
+            # The stop string, which the state has read, ends the turn; other answers still need the end of a turn.
             before = "" if text.finish == "stop" else TURN_ENDS
     finally:
         writer.save()
@@ -467,7 +475,7 @@ def converse(options, model, state, loops):
 
 
 def about(options, model) -> str:
-    """What a chat is with."""
+    """The first line of a chat: the model, and how it answers."""
     size = "{L} layers, {D} channels, {V:,} tokens".format(**model.sizes)
     if options.model == austen():
         kind = "which has read Jane Austen's novels alone. It carries on like one of them, and answers nothing"
@@ -477,13 +485,14 @@ def about(options, model) -> str:
 
 
 def ask() -> str:
+    """The next line of stdin, "" at its end."""
     if sys.stdin.isatty():
         say("> ", end="")
     return from_stdin(lambda stdin: stdin.readline(LONGEST_PROMPT)).decode("utf-8", "surrogateescape")
 
 
 def from_stdin(read) -> bytes:
-    """What `read` gives of stdin's bytes; OSError names stdin where it cannot be read."""
+    """read(stdin's bytes); an OSError names stdin."""
     try:
         return read(sys.stdin.buffer)
     except OSError as error:
@@ -492,13 +501,14 @@ def from_stdin(read) -> bytes:
 
 # -- many texts -------------------------------------------------------------------------------------------------------
 class Texts:
-    """Writes the texts of a batch. Given the number of a process, it is one of several: see `cards.Cards`."""
+    """The argument `prepare` of `cards.Cards.spread`; it can also be called without processes."""
 
     def __init__(self, options, asked):
         self.options, self.asked = options, asked
 
     def __call__(self, process=0, count=1):
-        """A function that writes the texts of the numbers that it is given; the first process tells how it begins."""
+        """Loads the model, and checks the texts of process number `process` of `count`; returns `write` for the model.
+        Only the first process prints messages."""
         options = self.options
         if count == 1:
             ahead(options.device, 0)
@@ -517,16 +527,17 @@ class Texts:
         return partial(self.write, model)
 
     def warm_up(self, model, process, slots):
-        """By another thread, which has a current device of its own."""
+        """Warms up the model, in another thread, which has a current device of its own."""
         if process or self.options.cards:
             use(process, self.options)
         model.warm_up((slots,), PROMPTS)
 
     def request(self, number):
+        """The checked `Request` of text number `number`."""
         return request(self.options, self.asked[number][1], self.asked[number][0], self.state)
 
     def write(self, model, numbers):
-        """(number, line of --output) in the order in which they are done."""
+        """Yields (number, line of --output) of the texts `numbers`, in the order in which they are done."""
         begun = []
 
         def taken():
@@ -553,21 +564,22 @@ class Texts:
 
 
 def quiet(line):
-    pass
+    """`say`, without printing."""
 
 
 @contextmanager
 def no_status(first):
+    """`status`, without printing."""
     yield quiet
 
 
 def ahead(device, process):
-    """What a process does first of all: its device opens while this thread loads the code that computes there."""
+    """Begins a process: another thread opens its device, while this one imports the modules that compute there."""
     if device == "cpu":
         return
     folder_for_cupy()
     open_beside(process)
-    with suppress(ImportError, RuntimeError):  # of which tells who loads a model
+    with suppress(ImportError, RuntimeError):  # loading the model will raise it again
         from cupy.cuda import cublas, nvrtc  # noqa: F401
 
         from ..models.rwkv import cuda_layers  # noqa: F401
@@ -576,10 +588,11 @@ def ahead(device, process):
 
 
 def write_batch(options):
-    """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
+    """Writes a line of --output for every line of --batch-file, in their order. If the work ends early, the texts that
+    are done are written."""
     with Cards(partial(ahead, options.device)) as cards:
         if (options.cards or 1) > 1:
-            cards.begin(min(options.cards, os.cpu_count()))  # there may be fewer texts, or cards
+            cards.begin(min(options.cards, os.cpu_count()))  # if there are fewer texts or cards, some will have no work
         asked = list(read_lines(options))
         count = processes(options, len(asked), options.slots or SLOTS)
         prepare = Texts(options, asked)
@@ -588,7 +601,7 @@ def write_batch(options):
 
 
 def write_texts(options, asked, texts):
-    """The lines of --output, out of (number, line) as they come; tells how far they are, and what is wrong."""
+    """Writes the lines of --output from `texts`, an iterator of (number, line); prints progress and errors."""
     output, errors, count, start = Output(options.output), {}, 0, time.perf_counter()
 
     def draw():
@@ -617,10 +630,9 @@ def write_texts(options, asked, texts):
 
 
 class Output:
-    """The file of --output. It has every text from the moment at which it is done, in the order in which they are; in
-    the end they are put in the order of the numbers that `add` was given.
+    """The file of --output. A text is written as soon as it is done; at the end the texts are sorted by their numbers.
 
-    What the file held before is lost with the first text. What is no regular file gets all in the end.
+    The first text replaces an older file. If --output is no regular file, all texts are written at the end.
     """
 
     def __init__(self, path):
@@ -631,13 +643,14 @@ class Output:
                 lock(file.fileno(), path)  # where another process writes its texts
 
     def add(self, number, line):
+        """Adds the line of text number `number`."""
         encoded = f"{json.dumps(line, ensure_ascii=False)}\n".encode()
         if self.regular:
             self.append(encoded)
         self.lines[number] = encoded
 
     def append(self, encoded):
-        """A whole line, or where there is no room for it nothing."""
+        """Appends a line to the file; OSError, without a part of the line, if it cannot be written."""
         if self.file is None:
             with replaced(self.path):
                 pass
@@ -653,27 +666,27 @@ class Output:
             raise OSError(error.errno, error.strerror, self.path) from None
 
     def finish(self, asked) -> int:
-        """How many texts there are, now in order; one for nothing that was asked makes an empty file, and one that
-        was removed is written anew."""
-        there = False
+        """Sorts the texts; returns their number. `asked`: how many texts were asked for; if 0, the file will be empty.
+        A file that somebody has removed is written again."""
+        exists = False
         if self.file:
             os.fsync(self.file.fileno())
             with suppress(FileNotFoundError):
-                there = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+                exists = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
             self.file.close()
-        if (self.lines or not asked) and not (there and list(self.lines) == sorted(self.lines)):
+        if (self.lines or not asked) and not (exists and list(self.lines) == sorted(self.lines)):
             try:
                 with replaced(self.path) as file:
                     file.writelines(self.lines[number] for number in sorted(self.lines))
             except OSError as error:
-                if not there:
+                if not exists:
                     raise
                 say(f"{told(error)}: the texts stay in the order in which they were done")
         return len(self.lines)
 
 
 def read_lines(options):
-    """``(line number, its object)`` of every line that is not blank, each checked before anything runs."""
+    """Yields ``(number, object)`` of all lines of --batch-file that are not blank, after checking them."""
     try:
         with open(options.batch_file, "rb") as file:
             for number, raw in lines(file, LONGEST_LINE):
@@ -684,6 +697,7 @@ def read_lines(options):
 
 
 def line_of(raw, number):
+    """The checked object of a line; a ValueError has the number of the line."""
     try:
         line = json_object(raw)
         check_line(line)
@@ -693,6 +707,7 @@ def line_of(raw, number):
 
 
 def check_line(line):
+    """ValueError if the object of a line is wrong."""
     if not line.get("prompt"):
         raise ValueError('expected an object {"prompt": "some text", ...}')
     for name, value in line.items():
@@ -706,10 +721,12 @@ def check_line(line):
 
 
 def name_of(types):
+    """The name of a type, or of a tuple of them."""
     return " or ".join(one.__name__ for one in (types if isinstance(types, tuple) else (types,)))
 
 
 def request(options, line, number, state) -> Request:
+    """The request of a line of --batch-file, after checking it."""
     tokenizer, stop = options.vocabulary, line.get("stop", options.stop or [])
     stop = [stop] if isinstance(stop, str) else stop
     try:

@@ -1,8 +1,8 @@
-"""Tells what a bug report needs: versions, devices, backends and why not, caches, BLAS and its threads.
+"""Prints what a bug report needs: versions, devices, which backends run and why others do not, caches, BLAS.
 
     linattn-np info
 
-A line is a fact; nothing is sent anywhere.
+Nothing is sent anywhere.
 """
 
 import os
@@ -40,7 +40,7 @@ PACKAGES = (
     "torch",
     "jax",
 )
-SET_BY_USER = (
+SET_BY_USER = (  # environment variables
     *VARIABLES,
     "CUDA_VISIBLE_DEVICES",
     "CUDA_PATH",
@@ -69,13 +69,14 @@ def run(options):
 
 
 def told(fact) -> str:
-    """A fact, or the function that finds it: where that fails, what is broken is what the report is about."""
+    """A fact as text; it may be a function that finds it. If that fails, the text is the error."""
     try:
         return str(fact() if callable(fact) else fact)
     except Exception as error:
         return f"cannot be told: {type(error).__name__}: {error}"
 
 
+# Each of these yields (name, fact) for the lines of a section.
 def versions():
     yield "linattn_np", f"{__version__} in {PACKAGE}"
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
@@ -106,6 +107,7 @@ def devices():
 
 
 def card(runtime, i) -> str:
+    """The name and properties of a card."""
     about = runtime.getDeviceProperties(i)
     return (
         f"{about['name'].decode()}, compute capability {about['major']}.{about['minor']}, "
@@ -114,12 +116,12 @@ def card(runtime, i) -> str:
 
 
 def version(number) -> str:
-    """12040 is 12.4, as CUDA counts."""
+    """A version of CUDA as text: 12.4 for its number 12040."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def backends():
-    """Which of them run operators, by `gla`, on arrays of the device if there is one; and where models run."""
+    """Which backends run operators, on the GPU if there is one, and on which devices models run."""
     try:
         check_device("models", "cuda")
         xp, missing = sys.modules["cupy"], None
@@ -132,13 +134,14 @@ def backends():
 
 
 def route(xp, name, missing) -> str:
+    """Whether backend `name` runs gla on arrays of the library `xp`, or why not."""
     x = xp.zeros((1, 1, 16, 16), np.float32)
     found = explain(gla, x, x, x, x, backend=name)
     return "run" if found.backend else f"do not run: {missing or found.reasons[name]}"
 
 
 def caches():
-    home = Path(os.path.expanduser("~"))  # which may be nowhere
+    home = Path(os.path.expanduser("~"))  # it may not exist
     for name, variable, folder in (
         ("CuPy's kernels", "CUPY_CACHE_DIR", home / ".cupy" / "kernel_cache"),
         ("CUDA's kernels", "CUDA_CACHE_PATH", home / ".nv" / "ComputeCache"),

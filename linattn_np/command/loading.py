@@ -1,5 +1,6 @@
-"""One line where a traceback would be, if the command ends while NumPy and this package are imported: before it takes
-signals. OpenBLAS, for one, sends itself a Ctrl-C where it may start no threads, and tells why."""
+"""Prints one line in place of a traceback if the command ends while NumPy and this package are imported. OpenBLAS, for
+example, sends its process a Ctrl-C if the system gives it no threads, and prints why.
+"""
 
 import os
 import signal
@@ -24,8 +25,8 @@ def say(why):
 
 
 def is_command(argv, original) -> bool:
-    """Whether a process is the command: its script, or `python -m linattn_np`. While a package is imported for -m,
-    `argv` [-m, arguments] does not name it; the words of the whole line, `original`, have its name in that place."""
+    """Whether a process is the command: its script, or `python -m linattn_np`. While Python imports a package for -m,
+    `argv` is [-m, arguments] without its name; the whole command line, `original`, has the name in place of -m."""
     if argv[:1] == ["-m"]:
         return original[-len(argv)] == "linattn_np"
     return os.path.basename("".join(argv[:1])) == "linattn-np"

@@ -1,7 +1,4 @@
-"""The device that is measured: its arrays, its clock, and what a call takes of its memory.
-
-The benchmarks of a checkout measure with these classes, too (benchmarks/devices.py).
-"""
+"""Measures the time and the memory of calls on a device. benchmarks/devices.py uses these classes, too."""
 
 import statistics
 import time
@@ -14,20 +11,23 @@ from .. import NotSupported
 from ..array_kinds import BFLOAT16
 from ..models.devices import check_device
 
-CALLS = 5
-COPIED = 1 << 28  # bytes of the copy that gives the floor
+CALLS = 5  # of which `median_ms` is the median
+COPIED = 1 << 28  # bytes of the copy that `ms_of_a_byte` times
 
 
 class Cpu:
+    """The CPU. longest, tokens : default numbers of tokens, for `compare` and for `bench`."""
+
     xp, name, dtype, longest, tokens = np, "the CPU", np.dtype(np.float32), 16384, 1024
 
     def ms(self, call):
-        begun = time.perf_counter()
+        """The milliseconds of a call."""
+        start = time.perf_counter()
         call()
-        return (time.perf_counter() - begun) * 1e3
+        return (time.perf_counter() - start) * 1e3
 
     def with_peak(self, call):
-        """(what a call returns, the bytes that it holds at most, its result among them)."""
+        """(the result of a call, the most bytes that it holds at a time, with its result)."""
         tracemalloc.start()
         try:
             return call(), tracemalloc.get_traced_memory()[1]
@@ -36,6 +36,8 @@ class Cpu:
 
 
 class Cuda:
+    """The current CUDA device; see `Cpu`."""
+
     dtype, longest, tokens = BFLOAT16, 131072, 4096
 
     def __init__(self):
@@ -49,7 +51,7 @@ class Cuda:
         return self.xp.cuda.get_elapsed_time(start, stop)
 
     def enqueued(self, call):
-        """Two events, between which the device does what the call enqueues."""
+        """Two events on the stream, before and after the work that the call enqueues."""
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
         start.record()
         call()
@@ -63,7 +65,7 @@ class Cuda:
 
 
 def chosen(name):
-    """The device that was asked for; NotSupported where it is not there, or what drives it."""
+    """The device of the option --device; NotSupported if "cuda" cannot be used."""
     if name == "cpu":
         return Cpu()
     try:
@@ -76,7 +78,7 @@ def chosen(name):
 
 
 def drawn(device, op, **sizes) -> list:
-    """Arrays for a call of a declared operator: gates as logsigmoid makes them, a bonus in float32."""
+    """Random arrays for a call of a declared operator. Gates are logsigmoid of normal numbers; the bonus is float32."""
     rng = device.xp.random.default_rng(0)
     normal, arrays = partial(rng.standard_normal, dtype=np.float32), {}
     for name, axes in op.arrays.items():
@@ -87,29 +89,30 @@ def drawn(device, op, **sizes) -> list:
 
 
 def contracting(arrays, xp):
-    """The arrays of a call by name: those of a delta rule so that no token enlarges its state, as models have them.
-    Keys have length 1, and strengths lie between 0 and 1."""
+    """The arrays of a call by name. Those of a delta rule are changed so that no token enlarges the state, as in
+    models: keys have length 1, and strengths are between 0 and 1."""
 
     def unit(x):
         return x / xp.linalg.norm(x, axis=-1, keepdims=True)
 
-    def share(x):
+    def sigmoid(x):
         return 1 / (1 + xp.exp(-x))
 
     if "beta" in arrays:
-        return arrays | {"k": unit(arrays["k"]), "beta": share(arrays["beta"])}
+        return arrays | {"k": unit(arrays["k"]), "beta": sigmoid(arrays["beta"])}
     if "b" in arrays:
         removed = unit(arrays["a"])
-        return arrays | {"a": -removed, "b": removed * share(arrays["b"])}
+        return arrays | {"a": -removed, "b": removed * sigmoid(arrays["b"])}
     return arrays
 
 
 def median_ms(device, call, calls=CALLS) -> float:
+    """The median time of so many calls."""
     return statistics.median(device.ms(call) for _ in range(calls))
 
 
 def ms_of_a_byte(device) -> float:
-    """That moves once, at the bandwidth of a copy, which reads and writes each."""
+    """The milliseconds to read or write a byte, at the bandwidth of a copy."""
     source = device.xp.ones(COPIED, np.uint8)
     target = device.xp.empty_like(source)
     return median_ms(device, lambda: device.xp.copyto(target, source)) / (2 * COPIED)

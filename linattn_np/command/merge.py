@@ -1,9 +1,9 @@
-"""Writes a checkpoint of a model with a low-rank adapter merged into it. No torch.
+"""Writes a checkpoint of a model with a low-rank adapter merged into it.
 
     linattn-np merge --model model.pth --adapter mine/adapter.safetensors \\
         --out mine.safetensors
 
-Every matrix W becomes W + (alpha / rank) B A, in its own dtype, under the official names.
+Every matrix W with an adapter becomes W + (alpha / rank) B A, in its own dtype. Names are the official ones.
 """
 
 from ..models import checkpoint

@@ -1,8 +1,8 @@
-"""The colours of all pictures, which are seen on white and on black: one for each library, and one for each operator
-where all lines are ours.
+"""The colours of all pictures, which are visible on white and on black: one for each library; and one for each
+operator, in pictures of this package's operators alone.
 """
 
-INK, GRID = "#6e7781", "#6e778155"  # of words and axes, and of what lies behind
+INK, GRID = "#6e7781", "#6e778155"  # of text and axes; of the grid
 OURS, FLA, TORCH, OTHER = "#0f86a5", "#d9822b", "#9a5fb4", "#5f9a4e"
 SOFTMAX, GLA, RWKV6, RETENTION = "#c2483d", OURS, "#74bfd3", "#3d6fb6"
 STYLE = {  # matplotlib's rcParams
@@ -26,17 +26,17 @@ STYLE = {  # matplotlib's rcParams
 
 
 def label_ends(axis, ends, gap=13):
-    """Names lines of a picture at their ends, of which no two names lie on each other.
+    """Writes the names of a picture's lines beside their ends, without overlaps.
 
-    ends : (name, colour, x, y) of each
-    gap : points between the middles of two names
+    ends : [(name, colour, x, y)] of the lines
+    gap : the least distance of two names, in points
     """
-    axis.figure.draw_without_rendering()  # which says where the axes are
+    axis.figure.draw_without_rendering()  # computes the positions of the axes
     scale = axis.figure.dpi / 72
     heights = [axis.transData.transform((x, y))[1] / scale for *_, x, y in ends]
     ordered = sorted(zip(heights, ends), key=lambda one: one[0])
     places, place = [], -float("inf")
-    for height, _ in ordered:  # upwards from each line's end, then back down where the axes end
+    for height, _ in ordered:  # names are moved upwards, then downwards again if they are above the axes
         places.append(place := max(height, place + gap))
     highest = axis.bbox.ymax / scale
     for n in reversed(range(len(places))):

@@ -1,11 +1,11 @@
-"""Writes an RWKV checkpoint with its matrices in fewer bits, and tells what that costs on a text. No torch.
+"""Writes an RWKV checkpoint with its matrices in fewer bits, and measures the loss on a text before and after.
 
     linattn-np quantise --dtype int4 --out small.safetensors
     linattn-np quantise --dtype int4 --out small.safetensors --text novel.txt
     linattn-np generate --model small.safetensors --prompt "Emma was"
 
-The loss is in nats a token, before and after, over the first --tokens of --text; linattn-np generate and models.load
-read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
+The loss is in nats per token, over the first --tokens of --text. linattn-np generate and models.load read the file. On
+the CPU they compute with its bits. On CUDA they convert its matrices, unless these are int8 and --dtype int8 is given.
 """
 
 import os
@@ -47,7 +47,7 @@ def run(options):
     options.model = Path(options.model) if options.model else austen()
     check_out(options, "model", *["text"] if options.text else [])
     if options.dtype != "bfloat16":
-        loops()  # what reads the file again, before anything is written
+        loops()  # an error without Numba, which reading the file needs, before anything is written
     with status("loading ...") as show, compiling(show):
         weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
         model = kind_of(weights)(weights, config=config)
@@ -65,7 +65,7 @@ def run(options):
 
 
 def tokens_of(options, model) -> list:
-    """What the loss is measured on; nothing without --text."""
+    """The tokens on which the loss is measured; none without --text."""
     if not options.text:
         return []
     tokens = tokenizer_of(options, model).encode(contents(options.text))[: options.tokens]

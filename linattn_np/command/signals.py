@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP, which end a subcommand: at once, or where it has work to finish after its next step.
+"""Ctrl-C, SIGTERM and SIGHUP end a subcommand: at once, or after its next step if it has work to finish.
 
-`handled` takes them for as long as a subcommand runs. An exception that comes at any moment may be lost, as a callback
-of Numba's drops it while a loop is loaded; so the signal is noted too, and work in steps asks for it (`deferred`).
+Within `handled` a signal raises an exception. Code that is running may lose an exception: a callback of Numba's, for
+example, drops it while a loop is loaded. So the signal is noted, too, and work in steps asks for it (`deferred`).
 """
 
 import os
@@ -22,22 +22,22 @@ class Ended(KeyboardInterrupt):
 
     @property
     def code(self) -> int:
-        """The process's exit code, as shells count it."""
+        """The exit code that shells have for a process ended by this signal."""
         return 128 + self.args[0]
 
 
 class Noted:
-    """The signal that came, whether the work under way will ask for it, and how often one was raised. Ctrl-C gives way
-    to the others, as work may go on after it.
+    """The handler of signals: the signal that it has noted, and how many it has raised. Another signal replaces a noted
+    Ctrl-C, after which work may go on.
 
     The first one counts. A key bounces, and a launcher passes on what its terminal has sent, too: what follows within
     BURST is the same. Later a second Ctrl-C ends the work at once, a third one the process; other signals wait.
     """
 
-    number: int | None = None
-    asked_for = False
-    raised = 0
-    latest = -BURST
+    number: int | None = None  # the noted signal
+    asked_for = False  # whether the present work asks for it, so that the first signal raises nothing
+    raised = 0  # how many signals have raised Ended
+    latest = -BURST  # the time of the latest signal
     over = False  # the work is done, and so is its end
 
     def __call__(self, number, frame=None):
@@ -60,7 +60,7 @@ noted = Noted()
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Inside, a signal raises Ended. One that is ignored, as under nohup, stays so; only the main thread gets any.
+    """A context in which a signal raises Ended in the main thread. Signals that are ignored, as under nohup, stay so.
 
     Behind it one ends the command's process, or is ignored where one has ended the work: Python's own end would show a
     traceback.
@@ -93,7 +93,7 @@ def deferred() -> Iterator[Callable[[], int | None]]:
 
 
 def forget_ctrl_c():
-    """The work goes on after a Ctrl-C that has stopped a part of it; another signal raises Ended."""
+    """Removes a noted Ctrl-C, after which the work goes on; raises Ended if another signal is noted."""
     number, noted.number, noted.raised = noted.number, None, 0
     if number not in (None, signal.SIGINT):
         raise Ended(number)

@@ -1,4 +1,4 @@
-"""How a subcommand talks with whoever started it: options, one line an error, progress, and a quiet end."""
+"""What subcommands have in common: options, messages, one line for an error, progress, and exit codes."""
 
 import argparse
 import errno
@@ -20,10 +20,10 @@ from ..models.number_checks import shown
 from .signals import Ended, handled
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-TICK = 0.5  # seconds between two states of a line that shows how far things are
-FAULT, REFUSED = 1, 2  # exit codes, beside 0 and those of signals
+TICK = 0.5  # seconds between two states of a progress line
+FAULT, REFUSED = 1, 2  # exit codes besides 0 and those of signals
 NO_ROOM = "free some room, or name another place"
-WAYS_OUT = {
+WAYS_OUT = {  # {error of the system: what the user may do}
     errno.ENOENT: "name a file, or a folder, that is there",
     errno.ENOSPC: NO_ROOM,
     errno.EDQUOT: NO_ROOM,
@@ -42,6 +42,8 @@ WAYS_OUT = {
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the option that was probably meant."""
+
     def __init__(self, **how):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
         self.given = []
@@ -51,15 +53,16 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        """One line, where argparse would print its usage too, with what was probably meant."""
+        """Prints the error, where argparse would print its usage, too."""
         self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}{self.near(message)}\n")
 
     def near(self, message) -> str:
+        """The end of an error `message` of argparse: what was probably meant, or ""."""
         if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", message):
             word, known = unknown[1], list(self._option_string_actions)
         elif unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             word, known = unknown[1], re.findall(r"[\w-]+", unknown[2])
-        elif message.startswith("the following arguments are required"):  # one of them may be there, misspelt
+        elif message.startswith("the following arguments are required"):  # one of them may be misspelt
             options, known = self._option_string_actions, re.findall(r"--[\w-]+", message)
             words = [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in options]
             return next(filter(None, (meant(word, known) for word in words)), "")
@@ -68,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         return meant(word, known)
 
     def _print_message(self, message, file=None):
-        """argparse's own leaves what a full disk refuses to the interpreter's end, which complains."""
+        """Prints at once; argparse does not flush, so that Python would report a full disk when it ends."""
         (put if file is sys.stdout else say)(message, end="")
 
 
@@ -76,14 +79,16 @@ SYNONYMS = {"gpu": "cuda"}
 
 
 def meant(word, known, before="") -> str:
-    """What may end an error about an unknown word, which stood behind `before`."""
+    """The end of an error about an unknown `word`: "; did you mean ...?", or "". `before` is printed before a
+    suggestion.
+    """
     near = [name for name in known if name == SYNONYMS.get(word) or name.startswith(word)]
     near = near or get_close_matches(word, known, 1)
     return f"; did you mean {before}{near[0]}?" if near else ""
 
 
 def run(command, name, arguments=None) -> int:
-    """The exit code of a subcommand, called `name` in its messages; by default on the process's arguments."""
+    """Runs a subcommand, which messages call `name`, by default with the process's arguments; returns its exit code."""
 
     def work():
         module, parser = declared(command, name)
@@ -108,14 +113,12 @@ def declared(command, name) -> tuple:
 
 
 def guarded(name, work) -> int:
-    """What `work()` returns, or the exit code that its end has.
-
-    1: a fault of this program. 2: something was refused, or is missing. 128 + n: signal n ended it.
-    """
+    """The result of `work()`, an exit code; or, if it raises an error, the exit code for it: 1 for a fault of this
+    program, 2 if something was refused or is missing, 128 + n if signal n has ended it."""
     usable_streams()
     details.told = False
     before = threading.excepthook, sys.unraisablehook, warnings.showwarning
-    threading.excepthook = sys.unraisablehook = not_raised
+    threading.excepthook = sys.unraisablehook = report_fault
     warnings.showwarning = lambda message, *_, **__: say(f"{name}: {str(message).strip().partition(chr(10))[0]}")
     try:
         with handled():
@@ -124,7 +127,7 @@ def guarded(name, work) -> int:
         return end.code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read has left: leave too
+    except BrokenPipeError:  # the reader of stdout has ended, so this ends, too
         silence(sys.stdout)
         return 0
     except Exception as error:
@@ -140,19 +143,21 @@ def guarded(name, work) -> int:
 
 
 def end_in(error) -> Ended | None:
-    """The signal that an error was made of: Python makes a RuntimeError of what is raised while a class is built."""
+    """The signal that has caused an error: Python replaces an exception that is raised while a class is built by a
+    RuntimeError."""
     while error is not None and not isinstance(error, Ended):
         error = error.__cause__
     return error
 
 
 def complain(name, message, code) -> int:
+    """Prints an error; returns its exit code."""
     say(f"{name}: {' '.join(message.split())}")
     return code
 
 
 def told(error) -> str:
-    """An error in a line; of the system's the file, what is wrong, and a way out."""
+    """An error as one line. For an error of the system it has the file, what is wrong, and what the user may do."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
     words = [error.strerror]
@@ -166,7 +171,7 @@ def told(error) -> str:
 
 
 def neighbour(file) -> str:
-    """Which file may have been meant by one that is not there."""
+    """The end of an error about a file that does not exist: the file that was probably meant, or ""."""
     folder, name = os.path.split(file)
     with suppress(OSError):
         return meant(name, os.listdir(folder or "."), os.path.join(folder, ""))
@@ -174,7 +179,7 @@ def neighbour(file) -> str:
 
 
 def fault(error) -> str:
-    """What nobody foresaw, and where in this package; with --verbose by which calls."""
+    """The line for an unexpected error: its text and its place in this package; with --verbose all calls on its way."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
     shown = reversed(frames) if details.told else own[-1:]
@@ -182,17 +187,18 @@ def fault(error) -> str:
     return f"a fault of linattn-np: {type(error).__name__}{where}: {error}".removesuffix(": ")
 
 
-def not_raised(what):
-    """In the place of the traceback of a thread, or of a callback of a library. A signal is noted elsewhere; of one
-    that comes while its handler is replaced Python says that it is ignored."""
+def report_fault(what):
+    """Prints a line in place of the traceback of a thread, or of a library's callback; nothing for a signal, which is
+    noted elsewhere. Of one that comes while its handler is replaced Python says that it is ignored."""
     if isinstance(what.exc_value, Exception) and "due to race condition" not in str(what.exc_value):
         say(fault(what.exc_value))
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 def usable_streams():
-    """A stream that was closed when the process began becomes an empty file to read, or one that cannot be written
-    (stdout) or that nobody reads (stderr). Otherwise another file would get its number, to which libraries write."""
+    """Replaces standard streams that were closed when the process began: stdin by an empty file, stdout by a file that
+    cannot be written, stderr by one that discards. Otherwise another file would get a stream's number, to which
+    libraries write."""
     for number, name, mode, flags in (
         (0, "stdin", "r", os.O_RDONLY),
         (1, "stdout", "w", os.O_RDONLY),
@@ -203,7 +209,7 @@ def usable_streams():
         opened = os.open(os.devnull, flags)
         with suppress(OSError):
             os.fstat(number)
-            number = opened  # as another file has that number by now
+            number = opened  # another file has the stream's number already
         if opened != number:
             os.dup2(opened, number)
             os.close(opened)
@@ -211,13 +217,13 @@ def usable_streams():
 
 
 def utf8_written():
-    """stdout takes any character, whatever the locale; what a test or a notebook has put there is left alone."""
+    """Makes stdout accept any character, whatever the locale is. Streams of tests or notebooks are not changed."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 
 
 def put(text="", end="\n"):
-    """Text on stdout, at once; the OSError of one that cannot be written names it."""
+    """Prints text on stdout, at once. An OSError names stdout."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -228,7 +234,7 @@ def put(text="", end="\n"):
 
 
 class Details:
-    """Whether --verbose asks for what only some want to know."""
+    """Prints messages that only --verbose asks for. `told`: whether it does."""
 
     told = False
 
@@ -241,7 +247,7 @@ details = Details()
 
 
 def say(line, end="\n"):
-    """A message on stderr; where that is full or nobody reads it, the work goes on without."""
+    """Prints a message on stderr. If this fails, the work goes on without messages."""
     try:
         print(line, end=end, file=sys.stderr, flush=True)
     except OSError:
@@ -249,7 +255,7 @@ def say(line, end="\n"):
 
 
 def silence(stream):
-    """What is written there from now on is lost, and what its buffer holds."""
+    """Discards what a stream's buffer holds and what is written to it from now on."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -258,12 +264,15 @@ def silence(stream):
 
 # -- options ----------------------------------------------------------------------------------------------------------
 def some_text(text):
+    """The type of an option whose text must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("is empty, expected some text")
     return text
 
 
 def whole(least, most=10**18):
+    """The type of an option that is a whole number from `least` to `most`."""
+
     def number(text):
         value = whole_of(text)
         if value is None or not least <= value <= most:
@@ -275,7 +284,7 @@ def whole(least, most=10**18):
 
 
 def check_out(options, *inputs):
-    """ValueError or OSError where --out cannot be written, is no .safetensors, or is the file of one of `inputs`."""
+    """ValueError or OSError if --out cannot be written, is no .safetensors, or is the file of an option of `inputs`."""
     if not options.out.endswith(".safetensors"):
         raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
     for name in inputs:
@@ -285,12 +294,12 @@ def check_out(options, *inputs):
 
 
 def to_write(*options) -> str:
-    """The command that writes with a result, to be typed."""
+    """The message with the command that writes text with a result."""
     return "To write with it: " + shlex.join(["linattn-np", "generate", *map(str, options), "The "])
 
 
 def add_device(add):
-    """--device, of what computes."""
+    """Adds the option --device."""
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -300,7 +309,7 @@ def add_device(add):
 
 
 def add_tokenizer(add):
-    """--tokenizer and --vocab, which `generate.tokenizer_of` reads."""
+    """Adds the options --tokenizer and --vocab, which `generate.tokenizer_of` reads."""
     add(
         "--tokenizer",
         choices=("auto", "bytes", "world"),
@@ -317,7 +326,8 @@ def add_tokenizer(add):
 # -- progress ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def status(first):
-    """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
+    """A context with a function that shows text on a terminal's last line, which is blank again after the context.
+    `first` is the first text."""
     shown = ""
 
     def show(line):
@@ -335,7 +345,7 @@ def status(first):
 
 @contextmanager
 def ticking(draw):
-    """Inside, another thread calls `draw` every TICK seconds, if the system gives one more."""
+    """A context in which another thread, if the system gives one, calls `draw` every TICK seconds."""
     over = threading.Event()
 
     def tick():
@@ -354,4 +364,5 @@ def ticking(draw):
 
 
 def bar(share, width=30):
+    """A progress bar as text; `share` is the fraction that is done."""
     return f"[{'#' * round(min(1, share) * width):<{width}}]"

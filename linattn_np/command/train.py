@@ -1,4 +1,4 @@
-"""Trains an RWKV model on a text, new or from a published one, with the package's own gradients. No torch, no JAX.
+"""Trains an RWKV model on a text: a new one, or a published one. It needs neither torch nor JAX.
 
     linattn-np train --text novel.txt --out novel
     linattn-np train --text novel.txt --out novel --resume
@@ -7,10 +7,9 @@
     linattn-np train --from model.pth --state --text texts.jsonl --out begun
     mpiexec -n 4 linattn-np train --text novel.txt --out shared    # four processes
 
-The last 5 % of the text are held out, or as much as 32 steps read where that is less: the loss on it is what is
-printed, in nats a byte, or a token with --from.
-Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second Ctrl-C ends
-at once.
+The last 5 % of the text are held out, but at most as much as 32 steps read. The loss on this part is printed, in nats
+per byte, or per token with --from. Ctrl-C, SIGTERM and SIGHUP end the training after the step: it writes both files,
+and prints the command that continues it. A second Ctrl-C ends it at once.
 """
 
 import errno
@@ -42,34 +41,34 @@ from .generate import tokenizer_of
 from .signals import Ended, deferred
 from .terminal import add_device, add_tokenizer, bar, details, say, status, to_write, told, whole
 
-# What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
+# The default settings: those of a small model on the CPU, and of one with 4 million parameters on the GPU.
 DEFAULTS = {
     "cpu": dict(layers=2, width=128, head_size=32, batch=8, context=128, minutes=2, lr=3e-3, dropout=0.0),
     "cuda": dict(layers=4, width=256, head_size=64, batch=64, context=512, minutes=2, lr=2e-3, dropout=0.2),
 }
-# And where a model is given: a learning rate for what of it is trained, which may be all of it.
+# Those that differ with --from, and the learning rate, which depends on what is trained.
 FROM = dict(batch=2, dropout=0.0)
 FROM_LR = {"model": 1e-4, "adapter": 1e-3, "state": 1e-2}
 SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT = "training.safetensors"
 CHANGES = ("steps", "minutes", "lr")  # settings that --resume may change
-# The defaults of what no file holds.
+# The defaults of options that are no settings: `command` repeats others.
 HOW = {
     **{"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60, "version": None},
     **{"from": None, "lora": None, "alpha": None, "matrices": None, "tokenizer": "auto", "vocab": None},
 }
-SAMPLE, SAMPLED = 72, 1.0  # tokens of text with a report, and the seconds after which there are fewer
+SAMPLE, SAMPLE_S = 72, 1.0  # the most tokens of text in a report, and the most seconds that these take
 SHOWN = 0.2  # seconds between two states of the progress bar
 
 
 @dataclass
 class Trained:
-    """What is trained, and what comes of it.
+    """What is trained, and the files of the results.
 
-    kind : as `Training` takes it, with `model_weights`
+    kind : the argument of `Training`
     model : the class of the model
-    tokenizer : of the text
-    name : "model", "adapter" or "state", of the file in --out
+    tokenizer : that of the text
+    name : "model", "adapter" or "state", for the name of the file in --out
     """
 
     kind: Any
@@ -79,14 +78,15 @@ class Trained:
 
     @property
     def file(self) -> str:
+        """The name of the file in --out."""
         return "state.pth" if self.name == "state" else f"{self.name}.safetensors"
 
     def weights(self, training) -> dict:
-        """Of the whole model by now."""
+        """The present weights of the whole model, by official name."""
         return self.kind.model_weights(training.layout, on_host(training.steps.weights))
 
     def options_to_write(self, base, file) -> list:
-        """Options of linattn-np generate that write with it."""
+        """The options of linattn-np generate that write text with the result."""
         return {
             "model": ["--model", file],
             "adapter": ["--model", base, "--adapter", file],
@@ -95,6 +95,7 @@ class Trained:
 
 
 def trained_of(options) -> Trained:
+    """What the options train, after checking their combination."""
     if not options.base:
         for name in ("lora", "state", "vocab"):
             if getattr(options, name):
@@ -137,7 +138,7 @@ def run(options):
         comm.abandon()
         raise OSError(f"rank {ranks.rank}: {lost}; --resume goes on with what {options.out} holds") from lost
     except BaseException:
-        comm.abandon()  # the other ranks would wait
+        comm.abandon()  # otherwise the other ranks would wait
         raise
 
 
@@ -288,7 +289,7 @@ def hold(folder, held):
 
 
 def defaults(options, trained, device, given) -> dict:
-    """The settings of what nobody has given."""
+    """The default settings. `given`: the settings that options give."""
     found = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
     if options.base:
         sizes = trained.kind.base.sizes
@@ -297,7 +298,7 @@ def defaults(options, trained, device, given) -> dict:
 
 
 def check_free(folder, file):
-    """Nothing in the folder is lost; a training without a step is nothing."""
+    """ValueError if the folder holds a training that has made a step, or a file that a new training would replace."""
     if (folder / CHECKPOINT).exists():
         if read(folder / CHECKPOINT).get("step", [1])[0]:
             raise ValueError(f"argument --out: {folder} holds a training; --resume goes on with it")
@@ -306,7 +307,7 @@ def check_free(folder, file):
 
 
 def resume(training, given, folder):
-    """The settings that were given take effect, if --resume may change them."""
+    """Changes the training's settings to those `given`; ValueError for one that --resume may not change."""
     for name, value in given.items():
         if (own := getattr(training.settings, name)) != value and name not in CHANGES:
             flag = f"--{name.replace('_', '-')}"
@@ -315,7 +316,7 @@ def resume(training, given, folder):
 
 
 def command(options) -> str:
-    """What goes on with this training, to be typed."""
+    """The command that continues this training."""
     words = ["linattn-np", "train", "--text", options.text, "--out", options.out]
     for name, usual in HOW.items():
         if (value := getattr(options, {"from": "base"}.get(name, name))) != usual:
@@ -325,6 +326,7 @@ def command(options) -> str:
 
 
 def device_of(wanted) -> str:
+    """The device for the option --device; NotSupported if "cuda" cannot be used."""
     if wanted == "cpu":
         return "cpu"
     try:
@@ -338,11 +340,11 @@ def device_of(wanted) -> str:
 
 
 def train(training, trained, options):
-    """Until it is done, or a signal comes: then it says the command that goes on.
+    """Trains until the training is done, or until a signal comes; then it prints the command that continues it.
 
-    Of several ranks the first one reports, and the others wait for it at their next step. A rank that is lost costs
-    the step that it was in: on the CPU the first saves what all had before it. A card may have begun to use numbers
-    that never came.
+    If there are several ranks, the first one reports, and the others wait for it at their next step. If a rank is lost,
+    the present step is lost. On the CPU the first rank then saves the training before this step; on a GPU it does not,
+    since kernels may already have used numbers that did not arrive.
     """
     if training.device == "cpu" and training.done < 1:
         try:
@@ -372,6 +374,7 @@ def train(training, trained, options):
 
 
 def tell_how_to_go_on(training, options):
+    """Prints the command that continues the training, on the first rank."""
     if training.ranks.rank == 0:
         say(f"stopped at step {training.step_number}. To go on: {command(options)}")
 
@@ -401,8 +404,8 @@ def steps(training, trained, options, ended):
 
 
 def left(training, begun) -> str:
-    """The end of a line: how long it still takes, as `begun`, (the part that was done, when), tells. It is empty where
-    nothing is done since: a training by minutes counts its steps when the next one begins.
+    """The end of a line: the time that the training still takes, estimated from `begun`: (the fraction that was done,
+    the time then). It is "" if nothing has been done since: a training by minutes counts a step when the next begins.
     """
     done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
     if not done:
@@ -412,8 +415,8 @@ def left(training, begun) -> str:
 
 
 def sample(training, trained) -> str:
-    """What the model writes by now, on a line: as much of SAMPLE tokens as takes no longer than a report may."""
-    until, written, tokenizer = time.perf_counter() + SAMPLED, [], trained.tokenizer
+    """A line of text that the model writes now: at most SAMPLE tokens, which take at most SAMPLE_S seconds."""
+    until, written, tokenizer = time.perf_counter() + SAMPLE_S, [], trained.tokenizer
     model = trained.model.by_numpy(trained.weights(training))
     how = dict(temperature=0.8, top_p=0.9, seed=0, vocabulary=tokenizer.size)
     for token in islice(model.generate(tokenizer.encode("\n"), **how), SAMPLE):
@@ -427,7 +430,8 @@ def sample(training, trained) -> str:
 
 
 def save(training, folder, file):
-    folder.mkdir(parents=True, exist_ok=True)  # also where somebody has removed it
+    """Writes the training and its result to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
     training.save(folder / CHECKPOINT)
     training.save_model(folder / file)
 
@@ -440,29 +444,35 @@ class Interval:
         self.start = self.shown = time.perf_counter()
 
     def step(self):
+        """Makes a step."""
         self.losses.append(self.training.step())
 
     @property
     def seconds(self):
+        """Seconds since the interval began."""
         return time.perf_counter() - self.start
 
     @property
     def since_shown(self):
+        """Seconds since `latest` was called."""
         return time.perf_counter() - self.shown
 
     def latest(self) -> str:
+        """The latest loss and the speed, for the progress bar."""
         loss = float(self.losses[-1])  # waits for the device, so it comes before the speed
         self.shown = time.perf_counter()
         return f"loss {loss:.3f}, {self.speed()}"
 
     def speed(self):
+        """The speed in this interval."""
         rate = (self.training.tokens_read - self.first) / self.seconds
         return f"{rate:,.0f} {self.training.text.unit}/s"
 
     def report(self, folder, show, left, last):
-        """The mean loss, the held-out loss and the files; nothing is written once the weights are lost.
+        """Prints the mean loss and the held-out loss, and writes the files, unless a loss is not finite.
 
-        Where there is no room for the files the training goes on with the older ones, unless it is the `last` report.
+        If the files cannot be written, the training goes on, and the older files stay; but an error ends the `last`
+        report. show : a function that shows the progress; left : the end of the line
         """
         training, line = self.training, f"step {self.training.step_number}"
         if self.losses:
@@ -479,11 +489,12 @@ class Interval:
             say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
         show("")
         say(f"{line}, held out {held_out:.4f}" + ("" if last else left))
-        if last or self.seconds > SAMPLED:
+        if last or self.seconds > SAMPLE_S:
             say(f"  it writes: {sample(training, self.trained)}")
 
 
 def finite(loss, what, training, folder):
+    """`loss`; ContractError if it is not finite."""
     if not math.isfinite(loss):
         raise ContractError(
             f"{what} is {loss} by step {training.step_number}; {folder} keeps the files of the report before, from "
