@@ -1,4 +1,4 @@
-"""One model that several ranks train, each on its part of every batch, or of every context."""
+"""Training of one model by several ranks, each of which computes a part of every batch, or of every context."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from . import operators
 from .call_comparison import agree
 from .engine import RankLost, begin
 
-BUCKET = 1 << 22  # numbers in one message, if the ranks themselves add up the numbers of all ranks
-BUCKETS = 8  # the most such messages at a time, which limits the memory
+BUCKET = 1 << 22  # the most numbers of a message, for engines without `all_mean`
+BUCKETS = 8  # the most such messages at a time, which bounds the memory
 
 
 class DataParallel:
@@ -22,8 +22,8 @@ class DataParallel:
     methods; messages are sent by an engine.
 
     Every rank computes the gradient of its rows; before each step all ranks compute the mean of these gradients. Parts
-    of a gradient are sent while the backward pass computes other parts. All ranks get the same bits, because all add in
-    the order of the ranks; so their weights stay equal without being sent.
+    of a gradient are sent while the backward pass computes other parts. All ranks add the gradients in the order of the
+    ranks, and so get the same bits. Hence their weights stay equal without being sent.
 
     Example
     -------

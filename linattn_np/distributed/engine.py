@@ -21,7 +21,7 @@ FRAME = 256  # bytes of a message's first part: its head, then the message itsel
 ROOM = FRAME - HEAD.itemsize
 GATHERED, SENT, SENT_REST, GATHERED_REST = 0, 1, 2, 3  # tags; all-gather n has the tag GATHERED_REST + n % TAGS
 TAGS = 4096
-BACKGROUND = 1 << 16  # bytes from which on a thread runs an all-gather while its rank computes
+BACKGROUND = 1 << 16  # an all-gather of at least so many bytes is run by a thread while its rank computes
 
 
 class RankLost(RuntimeError):
@@ -74,15 +74,15 @@ class Alone:
 
 
 class HostEngine:
-    """Base of engines for NumPy arrays, as `Mpi`, on a library that sends bytes from one rank to another.
+    """The base of engines for NumPy arrays, such as `Mpi`, on a library that sends bytes from one rank to another.
 
     A message begins with a part of fixed size. Its head has the message's length and its sender's current operation.
     Ranks compare the heads before they send the rest: libraries hang, or end the process, if sizes differ.
 
     A derived class has
 
-    post(message, to, tag)          begins to send bytes, returns a request
-    fetch(into, source, tag)        begins to receive as many bytes, returns a request
+    post(message, to, tag)          begins to send bytes; returns a request
+    fetch(into, source, tag)        begins to receive as many bytes as `into` has; returns a request
     finish(request, peer)           waits for the request, RankLost after `limit_s` seconds
     threaded                        whether threads of one rank may call these at the same time
     """
@@ -123,7 +123,7 @@ class HostEngine:
 
         self.last = Completion(work, self.last)
         if self.threaded and message.nbytes >= BACKGROUND:
-            with suppress(RuntimeError):  # the system gives no thread: whoever waits does it
+            with suppress(RuntimeError):  # the system gives no thread: the rank itself does it when it waits
                 threading.Thread(target=self.last.settle, daemon=True).start()
         return self.last
 
@@ -201,14 +201,15 @@ class Completion:
 
     def settle(self):
         """Runs the earlier all-gathers, then this one."""
-        chain, each = [], self
-        while each is not None:
-            chain.append(each)
-            each = each.before
-        for each in reversed(chain):
-            each.run()
+        chain, gather = [], self
+        while gather is not None:
+            chain.append(gather)
+            gather = gather.before
+        for gather in reversed(chain):
+            gather.run()
 
     def run(self):
+        """Runs this one, unless another thread has."""
         with self.lock:
             if self.work is None:
                 return
@@ -231,25 +232,27 @@ def read_heads(frames):
 
 
 def operation_in_words(head):
-    """Where in which operation a rank was when it sent a message with this head."""
+    """In words for an error, the operation in which a rank was when it sent a message with this head."""
     _, begins, number, operation = head
     return f"{'at the beginning of' if begins else 'in or after'} {operation.decode(errors='ignore')} (call {number})"
 
 
 def ranks_in_words(ranks):
+    """For example, "ranks 1, 2 and 5"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def check_limit(where, limit_s):
+    """ContractError if a time limit is none of LIMITS_S."""
     least, most = LIMITS_S
     if not (is_real(limit_s) and least <= limit_s <= most):
         raise ContractError(f"{where}: limit_s is {shown(limit_s)}, expected seconds, from {least:g} to {most:g}")
 
 
 def as_bytes(x) -> np.ndarray:
-    """The bytes of a contiguous host array: not every library knows every dtype."""
+    """A view of the bytes of a contiguous host array, as libraries do not know every dtype."""
     if not isinstance(x, np.ndarray) or not x.flags.c_contiguous:
         raise TypeError(f"this engine takes contiguous NumPy arrays, got a {type(x).__module__}.{type(x).__qualname__}")
     return x.reshape(-1).view(np.uint8)

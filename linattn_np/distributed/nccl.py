@@ -1,4 +1,4 @@
-"""Cards: CuPy arrays over NCCL, on a stream of its own."""
+"""The engine of CuPy arrays, over NCCL, and a watch that ends messages which do not arrive."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import numpy as np
 from ..errors import NotSupported
 from .engine import LIMIT_S, RankLost, begin, check_limit
 
-PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
-CLOSING_S = 2.0  # how long the end of a communicator is waited for
-GRACE_S = 5.0  # how long a message is waited for before ranks that have ended are looked for
+PRIORITY = -5  # the highest: the few blocks of a message must not wait for all blocks of earlier kernels
+CLOSING_S = 2.0  # the longest wait for a communicator's end
+GRACE_S = 5.0  # after so long a wait for a message, the engine asks whether other ranks have ended
 GREETING = 128  # bytes of NCCL's unique id, by which its ranks find each other
-FLAGS = 1 << 12  # the most messages under way: CUDA blocks the host before there are more
+FLAGS = 1 << 12  # the most messages under way; CUDA blocks the host before there are more
 
 
 class Nccl:
-    """An `Engine` of CuPy arrays through `cupy.cuda.nccl`, for the current device, beside an engine of host arrays.
+    """An `Engine` of CuPy arrays on the current device, by `cupy.cuda.nccl`.
 
-    `host`, such as an `Mpi` or a `ProcessGroup`, carries what the ranks agree by, and NCCL's first greeting. Messages
-    are enqueued on the engine's own stream, which waits for the current one and for which the current one waits when
-    the result is used: the host never does.
+    `host`, an engine of host arrays such as `Mpi` or `ProcessGroup`, sends the messages in which ranks compare their
+    calls, and NCCL's unique id. Messages are enqueued on the engine's own stream. This stream waits for the current
+    one, and the current one waits for it before a result is used; the host does not wait.
 
-    NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds, or soon after `host` has seen
-    another rank end, the communicator is aborted, and stderr says so: what has been computed from it is worthless, and
-    the engine's next use raises `RankLost`.
+    NCCL itself has no time limit. If a message has not arrived after `limit_s` seconds, or if `host` reports that
+    another rank has ended, the communicator is aborted, and a line on stderr says so. Results that depend on the
+    message are then wrong, and the engine's next use raises `RankLost`.
 
-    NCCL destroys a communicator only when no CUDA graph holds messages of it. The engine waits for that `CLOSING_S`
-    seconds at most, and a process may end before.
+    NCCL destroys a communicator only when no CUDA graph contains its messages. The engine waits for that for at most
+    `CLOSING_S` seconds; a process may end earlier.
     """
 
     homes: tuple[str, ...] = ("host", "cuda")
@@ -49,14 +49,14 @@ class Nccl:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
         flags = cupy.cuda.alloc_pinned_memory(FLAGS)
-        last_for_ever(communicator)  # its own end would wait for graphs, perhaps as long
-        last_for_ever(flags)  # the card may write there after the engine's end
+        never_free(communicator)  # freeing it would wait for graphs, maybe without end
+        never_free(flags)  # the card may write there after the engine's end
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
         self.float32, self.average = nccl.NCCL_FLOAT32, nccl.NCCL_AVG
         self.host, self.communicator = host, communicator
         self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
-        self.before = self.event()  # what a message waits for
+        self.before = self.event()  # recorded on the current stream for a message to wait for
         ended = getattr(host, "ended", lambda: None)
         name, self.flags = f"NCCL, rank {self.rank} of {self.size}", flags.ptr
         self.watch = Watch(communicator.abort, name, limit_s, ended, np.frombuffer(flags, np.uint8, FLAGS))
@@ -64,7 +64,7 @@ class Nccl:
     def all_gather(self, x):
         if isinstance(x, np.ndarray):
             return self.host.all_gather(x)
-        gathered, read = self.cupy.empty((self.size, *x.shape), x.dtype), [x]  # x lives until NCCL has read it
+        gathered, read = self.cupy.empty((self.size, *x.shape), x.dtype), [x]  # keeps x until NCCL has read it
         done = self.enqueue(
             lambda stream: self.communicator.allGather(x.data.ptr, gathered.data.ptr, x.nbytes, self.byte, stream)
         )
@@ -78,7 +78,8 @@ class Nccl:
         return wait
 
     def all_mean(self, x):
-        """Puts the mean over all ranks of a contiguous float32 array in its place, once what comes back is called."""
+        """Starts to replace the numbers of a contiguous float32 array by their mean over all ranks. Returns a function
+        that makes the current stream wait for it."""
         address = x.data.ptr
         done = self.enqueue(
             lambda stream: self.communicator.allReduce(address, address, x.size, self.float32, self.average, stream)
@@ -104,20 +105,22 @@ class Nccl:
         self.join(done)
 
     def join(self, done):
+        """Makes the current stream wait for the event `done`."""
         self.cupy.cuda.get_current_stream().wait_event(done)
 
     def enqueue(self, work, peer=None):
-        """Enqueues `work` after everything on the current stream; returns the event of its end.
+        """Enqueues a message after all work on the current stream; returns the event of its end.
 
-        peer : the other rank of a message between two; None where all ranks take part
+        work : a function of the stream's address, which enqueues the message
+        peer : the other rank of a message between two; None if all ranks take part
         """
         self.watch.check()
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
         self.meet(peer)
-        with self.watch.host_call():  # NCCL connects ranks as they first meet: the host waits for them
+        with self.watch.host_call():  # the host waits while NCCL connects ranks at their first message
             work(self.stream.ptr)
         done = self.stream.record(self.event())
-        if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch: see `launched`
+        if not self.stream.is_capturing():  # the messages of a graph are watched when it is launched: see `launched`
             self.watch_over()
         return done
 
@@ -128,29 +131,32 @@ class Nccl:
         self.watch_over()
 
     def watch_over(self):
-        """Has the card write a flag when the stream's work is done: a callback would wait for Python's lock."""
+        """Enqueues the writing of a flag, by which `watch` sees that the stream's work is done. A callback of CUDA
+        would need Python's lock."""
         place, value = self.watch.begin()
         self.cupy.cuda.runtime.memsetAsync(self.flags + place, value, 1, self.stream.ptr)
 
     def begin(self, operation):
+        """As `HostEngine.begin`."""
         begin(self.host, operation)
 
     def meet(self, peer):
-        """Waits until the other ranks are about to enqueue the same message: needed for threads alone."""
+        """Waits until the other ranks are about to enqueue the same message. Only `NcclOfThread` needs this."""
 
     def abandon(self):
-        """Aborts the messages under way, since this rank has failed: the other ranks then fail, too."""
+        """Aborts the messages under way because this rank has failed; the other ranks then fail, too."""
         self.host.abandon()
         self.close(failed=True).join(CLOSING_S)
 
     def close(self, failed=False):
-        """Starts a thread that destroys the communicator after its work or, after a failure, aborts it."""
+        """Starts a thread that destroys the communicator when its work is done, or aborts it if this rank has `failed`;
+        returns the thread."""
         self.watch.end()
-        closing = threading.Thread(target=self.give_back, args=(failed,), daemon=True)
+        closing = threading.Thread(target=self.destroy, args=(failed,), daemon=True)
         closing.start()
         return closing
 
-    def give_back(self, failed):
+    def destroy(self, failed):
         with self.device:
             if failed:
                 self.communicator.abort()
@@ -162,15 +168,16 @@ class Nccl:
         return self.cupy.cuda.Event(disable_timing=True)
 
 
-def last_for_ever(x):
+def never_free(x):
+    """Adds a reference to an object, so that Python never frees it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
 class NcclOfThread(Nccl):
-    """The engine of a rank that is a thread: all threads enqueue a message together.
+    """The engine of a rank that is a thread. All threads enqueue a message at the same time.
 
-    A message occupies its card until the other ranks have enqueued theirs. Until then CUDA may block a thread that asks
-    for memory, on any card of the process: two threads would wait for each other for ever.
+    A message occupies its card until the other ranks have enqueued theirs. Until then CUDA may block any thread of the
+    process that allocates memory. If that thread still had to enqueue its own part of the message, neither would go on.
     """
 
     def meet(self, peer):
@@ -183,7 +190,8 @@ class NcclOfThread(Nccl):
 
 
 def of_one_process(ends, limit_s):
-    """An engine for each of `ends`, the host engines of a process's threads: rank r on device r."""
+    """[an engine for CuPy arrays for each of `ends`], which are the host engines of the process's threads. Rank r is on
+    device r."""
     import cupy
     from cupy.cuda import nccl
 
@@ -198,14 +206,14 @@ def of_one_process(ends, limit_s):
 
 
 class Watch:
-    """Calls `abort` when a message has not arrived in time, or a call on the host has not returned.
+    """A thread that calls `abort` if a message does not arrive in time, or a call of the host does not return in time.
 
-    ended : a function that names the ranks which have ended, or returns None
-    flags : uint8 [FLAGS]: the card writes the value that `begin` returned when a message has arrived
+    ended : a function that returns a text which names the ranks that have ended, or None
+    flags : uint8 [FLAGS]; when a message has arrived, the card writes the value that `begin` has returned for it
     """
 
     def __init__(self, abort, name, limit_s, ended=lambda: None, flags=None):
-        self.abort, self.name, self.limit_s, self.ended_rank = abort, name, limit_s, ended
+        self.abort, self.name, self.limit_s, self.ended_ranks = abort, name, limit_s, ended
         self.flags = np.zeros(FLAGS, np.uint8) if flags is None else flags
         self.flags[:] = 0
         self.under_way, self.lock, self.lost, self.thread = deque(), threading.Lock(), None, None
@@ -216,14 +224,15 @@ class Watch:
         rounds, place = divmod(self.count, FLAGS)
         message = place, rounds % 255 + 1  # the value differs from that of the last round
         self.count += 1
-        self.waits_since()  # forgets what has arrived
+        self.waits_since()  # removes messages that have arrived from `under_way`
         self.under_way.append((message, time.monotonic()))
         self.start()
         return message
 
     @contextmanager
     def host_call(self):
-        """Watches a call that ends with an error when `abort` is called; raises `RankLost` in the error's place."""
+        """A context in which a call of the host is watched. If `abort` ends the call by an error, `RankLost` replaces
+        the error."""
         self.calls_since = time.monotonic()
         self.start()
         try:
@@ -235,12 +244,14 @@ class Watch:
             self.calls_since = None
 
     def start(self):
+        """Starts the thread, if it has not been started."""
         if self.thread is None:
             self.thread = threading.Thread(target=self.look, daemon=True)
             self.thread.start()
 
     def waits_since(self):
-        """When what is waited for was begun: the host's call, else the first message that has not arrived; or None."""
+        """The time at which the host's call began, or else the first message that has not arrived; None if there is
+        neither."""
         if (since := self.calls_since) is not None:
             return since
         with self.lock:
@@ -252,17 +263,20 @@ class Watch:
         return None
 
     def check(self):
+        """RankLost if `abort` has been called."""
         if self.lost:
             raise RankLost(self.lost)
 
     def end(self):
+        """Ends the thread."""
         self.ended.set()
 
     def look(self):
+        """What the thread does."""
         while self.lost is None and not self.ended.wait(min(1.0, self.limit_s / 4)):
             since = self.waits_since()
             waited = 0.0 if since is None else time.monotonic() - since
-            ended = self.ended_rank() if waited > GRACE_S else None
+            ended = self.ended_ranks() if waited > GRACE_S else None
             if ended or waited > self.limit_s:
                 why = ended or f"waited {self.limit_s:g} s for the other ranks; one has ended or hangs"
                 self.lost = f"{self.name}: {why}"

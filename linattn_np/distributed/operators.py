@@ -1,6 +1,6 @@
 """The operators on a sequence whose tokens lie on several ranks: a function for each operator that has a state.
 
-Signatures and docstrings are made from those of `linattn_np`'s operators.
+Their signatures and docstrings are made from those of `linattn_np`'s operators.
 """
 
 from __future__ import annotations
@@ -115,17 +115,17 @@ def vjp(op, *arrays, **arguments):
         dS_a = diag(exp(g_{a+1} + ... + g_b)) dS_b + dF        for the rank with tokens a+1 ... b, the last rank first;
                                                                for a delta rule the matrix transposed, times dS_b
 
-    (Yang et al., 2024, section 4.4.) dS_b is the gradient of the state after the rank's tokens, and dF what the rank's
-    own do adds to the gradient dS_a of the state before them.
+    (Yang et al., 2024, section 4.4.) dS_a and dS_b are the gradients of the states before and after the rank's tokens,
+    and dF is dS_a for dS_b = 0.
 
     All ranks call ``pullback(do)`` or ``pullback(do, dht)``: each with the gradient `do` of its own o, all with one
     gradient `dht` of the final state. It returns the gradients of this rank's arrays, then the gradient of
     `initial_state`, if there is one, the same on every rank. The gradient of an array without an axis T, as rwkv6's u,
     is the sum over all ranks; with ``summed=False`` it is that of this rank's tokens, which spares a message.
 
-    Each rank computes dF by the operator itself, backwards in time; by the backward pass, if the operator has a
-    normaliser, gates for channels and for columns, or a delta rule. One all-gather of the same size as the operator's
-    follows, then the backward pass.
+    Each rank computes dF by the operator itself, backwards in time; or by the backward pass, for an operator with a
+    normaliser or with gates for channels and for columns, and for a delta rule. One all-gather of the same size as the
+    operator's follows, then the backward pass.
 
     Example
     -------

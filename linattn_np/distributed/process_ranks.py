@@ -40,9 +40,9 @@ MPIEXEC_SIZES = MPIEXEC[:2]  # the number of processes
 MPIEXEC_RANKS = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MOST_RANKS = (1 << 31) - 1  # of torch, whose sizes have 32 bits
-LATE_S = 5.0  # by which torch's own waiting may outlast a time limit
-LONGEST_PAUSE_S = 1e-3  # between two looks whether a message has arrived
-PROBE_TAG = 1 << 14  # of messages that nobody receives, sent only to see whether the other process still runs
+LATE_S = 5.0  # torch itself may wait so much longer than a time limit
+LONGEST_PAUSE_S = 1e-3  # between two tests whether a message has arrived
+PROBE_TAG = 1 << 14  # the tag of messages that no rank receives, sent to find out whether a process still runs
 
 
 def connect(device="cpu", *, limit_s=LIMIT_S):
@@ -111,6 +111,7 @@ def integer_in(environment, name, least, most):
 
 
 def engine_of_mpiexec(environment, limit_s):
+    """The engine of a process that mpiexec has started."""
     try:
         from mpi4py import MPI as MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI
@@ -127,6 +128,7 @@ def engine_of_mpiexec(environment, limit_s):
 
 
 def engine_of_torchrun(rank, size, address, limit_s):
+    """The engine of a process with torchrun's environment variables."""
     try:
         from torch import distributed
     except ImportError as error:
@@ -217,7 +219,7 @@ class Mpi(HostEngine):
         return ""
 
     def abandon(self):
-        """Has the end of this process, whose rank has failed, end all ranks: MPI's own end would wait for them."""
+        """Makes the end of this process, whose rank has failed, end all ranks; MPI itself would wait for the others."""
         atexit.register(self.communicator.Abort, 1)
 
 
@@ -265,11 +267,13 @@ class ProcessGroup(HostEngine):
             raise RankLost(self.ended() or f"rank {peer} has ended: {error}") from error
 
     def ended(self) -> str | None:
-        """Which other ranks have ended, without a wait: a message to them is refused at once."""
+        """A text that names the other ranks that have ended, or None. It does not wait: messages to ranks that have
+        ended fail at once."""
         ranks = [peer for peer in range(self.size) if peer != self.rank and not self.is_running(peer)]
         return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} ended" if ranks else None
 
     def is_running(self, peer):
+        """Whether rank `peer` has not ended."""
         try:
             self.distributed.isend(self.tensor(np.zeros(1, np.uint8)), self.ranks[peer], self.group, PROBE_TAG)
         except RuntimeError:
@@ -277,4 +281,4 @@ class ProcessGroup(HostEngine):
         return True
 
     def abandon(self):
-        """Does nothing: gloo ends the other ranks' waiting when this process ends."""
+        """Does nothing: when this process ends, gloo raises an error on ranks that wait for it."""

@@ -1,4 +1,4 @@
-"""One rank's part of a call: its arguments, checked on all ranks, and what each segment of its tokens takes of them."""
+"""One rank's part of a call: its arguments, compared with those of all ranks, and their parts for each segment."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .engine import Engine
 from .recurrence import Recurrence, Row, at_least_float32
 from .sequence_cut import Cut
 
-COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # how: every segment's call gets them as given
+HOW = ("mode", "chunk_size", "materialize", "precision", "backend")  # how to compute: passed on to every segment's call
 OWN = ("gamma", "feature_map", "normalize")  # options that only some operators have
 OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
-ENGINES: WeakSet[type] = WeakSet()  # classes that were seen to be engines: to ask takes a fifth of a call's host time
+ENGINES: WeakSet[type] = WeakSet()  # classes known to be engines: the check takes a fifth of the host's time of a call
 
 cut_of = lru_cache(64)(Cut)
 
@@ -53,17 +53,17 @@ class RankCall:
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]  # of states [N, ...]
         self.sequences = len(self.bounds) - 1 if self.packed else 1
-        self.options = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
+        self.options = {name: self.given[name] for name in (*HOW, *OWN) if name in self.given}
         self.options |= {"scale": self.problem.scale, "reverse": self.problem.reverse}
 
     # -- checks -------------------------------------------------------------------------------------------------------
     def check(self, inputs, anew):
         """((problem, state, mask, bounds), this rank's tokens, {name: value that all ranks must have}).
 
-        The last is None unless the call is `anew`: the ranks agreed on an earlier call with the same values.
+        `anew`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
         """
         given = self.given
-        options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
+        options = {name: given[name] for name in (*HOW[:4], *OWN, *OTHERS) if name in given}
         problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
         if anew:  # if no backend can compute the call, no rank begins
             choose(problem, given["backend"])
@@ -81,6 +81,7 @@ class RankCall:
         return (problem, state, mask, bounds), sizes["T"], meaning
 
     def check_home(self, op, home):
+        """ContractError if the engine does not send arrays on the device `home`."""
         homes = self.comm.homes
         if home.split(":")[0] not in homes:
             way_out = "" if "cuda" in homes else '; linattn_np.distributed.connect("cuda") takes those on CUDA'
@@ -99,12 +100,11 @@ class RankCall:
         return op.spans(given, sizes | {"T": total}).bounds
 
     def meaning(self, problem, state, bounds, sizes):
-        """What must be the same on all ranks, by its name in an error."""
+        """{name for an error: value} of all that must be the same on all ranks."""
         given = self.given
         meaning = {"a gradient": self.gradient, "the size of segments": self.segment_size}
-        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {
-            "the heads of v": sizes["H"] * problem.groups
-        }
+        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
+        meaning |= {"the heads of v": sizes["H"] * problem.groups}
         meaning |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
         meaning |= {
             "the arrays' home": problem.home.split(":")[0],
@@ -114,7 +114,7 @@ class RankCall:
             "output_final_state": problem.output_final_state,
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
-        meaning |= {name: given[name] for name in (*COMPUTED, "feature_map", "normalize") if name in given}
+        meaning |= {name: given[name] for name in (*HOW, "feature_map", "normalize") if name in given}
         if "log_decay" in problem.options:
             meaning["log(gamma)"] = problem.options["log_decay"].tolist()
         return meaning
@@ -141,7 +141,7 @@ class RankCall:
     def of_tokens(self, start, stop):
         """(arrays, arguments) of the operator for tokens of one sequence, without states.
 
-        Arrays that have no tokens are in single precision at least, as their gradients then are, which are added up.
+        Arrays without tokens become float32 if they have half precision, so that their gradients do, which are summed.
         """
         arrays = [
             x[:, :, start:stop] if "T" in axes.split() else at_least_float32(x)
@@ -158,22 +158,23 @@ class RankCall:
 
     # -- states -------------------------------------------------------------------------------------------------------
     def swap_state_axes(self, parts):
-        """Views of states [N, ...] with the caller's order of axes, given the order [N, H, K, V], or the opposite."""
+        """Views of states: with the axes [N, H, K, V] of states in the caller's order, or in the caller's order of
+        states with these axes."""
         if parts is None:
             return None
         return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
 
     def state_rows(self, index):
-        """The rows of sequence `index` in states [N, ...]: one, or all of a dense batch, here one sequence."""
+        """The rows of sequence `index` in states [N, ...]: one, or all of a dense batch, which is one sequence here."""
         return slice(index, index + 1) if self.packed else slice(None)
 
     def empty(self, shape):
-        """A contiguous array beside this rank's arrays, in the dtype of states."""
+        """A new contiguous array on the device of this rank's arrays, in the dtype of states."""
         return np.empty_like(self.arrays[0], shape=shape, dtype=self.recurrence.dtype, order="C")
 
     def states_of(self, segment, arriving, starting_states):
-        """The states that a segment's call begins from: `arriving` where a sequence comes from another segment, else
-        rows of `starting_states`, the states of all sequences or None."""
+        """The initial states of a segment's call: `arriving` for the incoming piece, and rows of `starting_states` (the
+        states of all sequences, or None) for the others."""
         if segment.incoming_piece is None and starting_states is None:
             return None
         if segment.incoming_piece is not None and not self.packed:
@@ -186,15 +187,17 @@ class RankCall:
                 if piece is segment.incoming_piece:
                     part[self.state_rows(at)] = arriving[number]
                 elif starting_states is not None:
-                    of_sequence = starting_states[number][self.state_rows(piece.sequence)]
-                    part[self.state_rows(at)] = of_sequence.astype(self.recurrence.dtype, copy=False)
+                    state = starting_states[number][self.state_rows(piece.sequence)]
+                    part[self.state_rows(at)] = state.astype(self.recurrence.dtype, copy=False)
         return one_or_all(states)
 
     def states_to_caller(self, parts, dtypes):
+        """States in these dtypes, as arrays of the caller's kind and order of axes."""
         parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.swap_state_axes(parts), dtypes)]
         return one_or_all([from_native(part, self.problem.kind, self.problem.example) for part in parts])
 
     def array_to_caller(self, x, axes):
+        """An array as one of the caller's kind and layout."""
         return from_native(swap_heads(x, axes, self.problem.layout), self.problem.kind, self.problem.example)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -219,6 +222,7 @@ class RankCall:
 
 
 def is_engine(comm) -> bool:
+    """Whether `comm` has the members of `Engine`."""
     kind = type(comm)
     if kind not in ENGINES and isinstance(comm, Engine):
         ENGINES.add(kind)
@@ -226,6 +230,7 @@ def is_engine(comm) -> bool:
 
 
 def parts_of(state):
+    """The tuple of a state's parts, or None; the opposite of `one_or_all`."""
     return state if state is None or isinstance(state, tuple) else (state,)
 
 

@@ -1,5 +1,5 @@
-"""The parts of a segment's `Summary` for every operator, computed by calls of the operator, and the layout in which
-they are sent as one message.
+"""The parts of a segment's `Summary` for every operator, computed by calls of the operator, and the layout of the
+message that sends them.
 
 The state after a segment is F S_in + S_own: S_own is the segment's final state if its initial state is zero, F the
 product of its tokens' transitions. For the gradient dS_in = F^T dS_out + dS_own, where dS_own is the initial state's
@@ -23,7 +23,7 @@ from ..summary import Summary, Transition, factor_shapes
 
 
 class Recurrence:
-    """The summaries of one checked call: its `problem` tells sizes, dtypes and options."""
+    """Computes the summaries of one checked call, `problem`."""
 
     def __init__(self, declared, problem):
         self.declared, self.problem, self.dtype = declared, problem, problem.compute_dtype
@@ -113,7 +113,7 @@ class Recurrence:
     def reversal_gives_gradient(self) -> bool:
         """Whether the same operator, run backwards in time, computes dS_own: see `gradient_summary`.
 
-        It does not with a normaliser, two gates, or the matrix of a rank-one transition.
+        It does not if there is a normaliser, or two gates, or if transitions have rank one.
         """
         one_factor = len(self.factor_shapes(0)) < 2 and self.problem.op.transition is not Transition.RANK_ONE
         return len(self.problem.op.state) == 1 and one_factor
@@ -144,7 +144,7 @@ class Recurrence:
         inner = derived.inner if derived else GLA if problem.op.reads_before_write else self.declared
         (dS,) = self.final_state(inner, (q, q, do, *gates), given)
         dS = dS * problem.scale
-        if "log_decay" in problem.options:  # one decay a head: exact after the sum
+        if "log_decay" in problem.options:  # one decay per head, by which the sum may be multiplied
             dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).transitioned(dS)
         return [dS]
 
@@ -165,14 +165,14 @@ def at_least_float32(x):
 
 
 def on_device_of(x, example):
-    """A host array where `example` lives."""
+    """A host array, copied to the device of `example`."""
     if isinstance(example, np.ndarray):
         return x
-    return kept_on_device(x.tobytes(), x.shape, x.dtype, example.device.id)
+    return cuda_constant(x.tobytes(), x.shape, x.dtype, example.device.id)
 
 
 @lru_cache(64)
-def kept_on_device(contents, shape, dtype, device):
+def cuda_constant(contents, shape, dtype, device):
     """The CUDA array of these bytes, copied there once: a CUDA graph cannot capture a copy from the host."""
     import cupy
 

@@ -39,8 +39,7 @@ class Pass:
 
     summary_message(segment, piece) returns [*S_added, *F], the arrays of the summary of a piece; may fill `summaries`
     prepare(segment)                fills `summaries` for a segment of one piece that sends no summary but needs a
-    state:
-                                    that work is done while the summaries of other ranks are on their way
+                                    state, while the summaries of other ranks are under way
     compute(segment, states)        returns (the segment's result, its sequences' final states or None)
     """
 
@@ -53,8 +52,8 @@ class Pass:
     def run(self, expected_lengths):
         """({index of a segment of this rank: its result}, {sequence: its final state, if it ends on this rank}).
 
-        expected_lengths : how many tokens each rank probably has; the ranks tell the true numbers while the summaries
-            are computed, and the summaries are computed again if the numbers differ
+        expected_lengths : how many tokens each rank probably has. The true numbers arrive while the summaries are
+            computed; the summaries are computed again if they differ
         """
         messages = self.summary_messages(expected_lengths)
         if (lengths := self.comparison.agreed_lengths()) != expected_lengths:
@@ -92,7 +91,8 @@ class Pass:
         return messages
 
     def arriving_states(self, summary_at):
-        """{index of a segment of this rank: the state that its first sequence brings from another segment}."""
+        """{index of a segment of this rank: the state of its incoming piece}. `summary_at(rank, slot)` returns a
+        summary's message."""
         arriving, state = {}, None
         wanted = {segment.index for segment in self.own_segments if segment.incoming_piece is not None}
         for segment in reversed(self.cut.segments) if self.cut.reverse else self.cut.segments:
@@ -179,7 +179,7 @@ class Forward(Pass):
         options["initial_state"] = states
         if problem.output_final_state:
             options |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
-        if self.o is None and len(self.own_segments) > 1:  # strides in the order of q's
+        if self.o is None and len(self.own_segments) > 1:  # o gets the memory order of q
             q, recurrence = call.arrays[0], self.recurrence
             self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))
         summaries, tokens = self.summaries.pop(segment.index, ()), slice(segment.start, segment.stop)

@@ -17,10 +17,10 @@ MOST_THREADS = 4096
 
 
 def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
-    """[function(comm) of every rank], computed side by side by `size` threads of this process.
+    """[function(comm) of every rank], computed at the same time by `size` threads of this process.
 
-    With ``device="cuda"`` rank r works on CUDA device r, and CuPy arrays go over NCCL. The first rank that raises ends
-    the others, and its error is raised here.
+    With ``device="cuda"``, rank r computes on CUDA device r, and NCCL sends CuPy arrays. The first rank that raises an
+    error ends the others, and this function raises its error.
 
     Example
     -------
@@ -70,15 +70,16 @@ class Mailbox:
         self.limit_s = limit_s
         self.changed = threading.Condition()
         self.messages = defaultdict(deque)  # by (source, to, tag)
-        self.failure = None
+        self.failure = None  # (the first rank that has failed, its error)
 
     def leave(self, name, message):
+        """Adds a message; `name`: (source, to, tag)."""
         with self.changed:
             self.messages[name].append(message)
             self.changed.notify_all()
 
     def take(self, name):
-        """The first message of that name."""
+        """Waits for the first message of this name, and removes it."""
         deadline = time.monotonic() + self.limit_s
         with self.changed:
             while not self.messages[name]:
@@ -90,6 +91,7 @@ class Mailbox:
             return self.messages[name].popleft()
 
     def fail(self, rank, error):
+        """Makes all ranks that wait for a message raise RankLost."""
         with self.changed:
             self.failure = self.failure or (rank, error)
             self.changed.notify_all()
@@ -109,9 +111,9 @@ class Threads(HostEngine):
         return into, (source, self.rank, tag)
 
     def finish(self, request, peer):
-        if request is not None:  # what is posted is there
+        if request is not None:  # it is None for `post`, which is done at once
             into, name = request
             into[:] = self.mailbox.take(name)
 
     def abandon(self):
-        """`run_threads` tells the others when a thread ends."""
+        """Does nothing: `run_threads` ends the others."""

@@ -174,7 +174,7 @@ CHUNKS = {
     "gated_delta_rule": (16, 32, 64),
     "kda": (32, 64),
 }  # chunk sizes that flash-linear-attention accepts
-HOW = ("chunk_size", "safe_gate", "disable_recompute")  # their kernels compute: results are alike
+HOW = ("chunk_size", "safe_gate", "disable_recompute")  # arguments that change only how their kernels compute
 ARRAYS = {
     "gla": gates_of_gla,
     "simple_gla": gates_of_simple_gla,

@@ -16,20 +16,20 @@ from ..ops.steps import gated_delta_rule_step, kda_step
 from ..typing import Integers
 from .layer import Layer, Sigmoid, Swish, join, sigmoid, split, uniform
 
-SIZED = ("q_proj.weight", "v_proj.weight")  # what the sizes are read from
+SIZED = ("q_proj.weight", "v_proj.weight")
 CONVOLVED = ("q_conv1d", "k_conv1d", "v_conv1d")
 REQUIRED = (*SIZED, "k_proj.weight", "b_proj.weight", "A_log", "dt_bias", "o_norm.weight", "o_proj.weight")
 
 
 class DeltaLayer(Layer):
-    """A layer of a delta rule; a subclass has its operator, the gate before it and the output's gate."""
+    """The base of the layers of delta rules. A subclass defines the operator, its gate, and the gate of its output."""
 
     required: ClassVar[tuple[str, ...]] = REQUIRED
     sized, norm_names = SIZED, ("o_norm.weight",)
     operator: ClassVar[Callable[..., Any]]
     operator_step: ClassVar[Callable[..., Any]]
-    decay_names: ClassVar[tuple[str, ...]]  # the linear maps whose result the gate is made of
-    low_rank: ClassVar[tuple[str, ...]]  # weights whose own size is their number of rows
+    decay_names: ClassVar[tuple[str, ...]]  # the weights of the linear maps from whose result `gate` computes g
+    low_rank: ClassVar[tuple[str, ...]]  # the weights whose number of rows is a rank
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DeltaLayer(Layer):
             self.refuse(f"num_v_heads is {self.v_heads}, expected num_heads, {self.heads}, or a multiple of it")
         if not isinstance(allow_neg_eigval, (bool, np.bool_)):
             self.refuse(f"allow_neg_eigval is {allow_neg_eigval!r}, expected True or False")
-        self.strongest = 2 if allow_neg_eigval else 1
+        self.largest_beta = 2 if allow_neg_eigval else 1
         self.norm_eps = self.positive_number("norm_eps", norm_eps)
         self.weights = self.loaded(weights)
         self.window = self.weights["q_conv1d.weight"].shape[-1] if "q_conv1d.weight" in self.weights else 1
@@ -58,11 +58,12 @@ class DeltaLayer(Layer):
     def __call__(
         self, x: np.ndarray, state: tuple | None = None, *, cu_seqlens: Integers | None = None
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """``(y, final state)`` of x [B, T, D], in its dtype.
+        """``(y, final state)`` for x [B, T, D]; y has the dtype of x.
 
-        A state is a pair: that of the recurrence [N, HV, K, V], float32 (or float64), and the last W - 1 projections
-        that the convolutions have met [N, W - 1, C], q, k and v side by side. `state` is where the sequences start,
-        zeros by default; it is not changed. `cu_seqlens` packs N sequences into one row, as in `gated_delta_rule`.
+        A state is a pair: the state of the recurrence [N, HV, K, V], float32 (or float64), and that of the
+        convolutions [N, W - 1, C], the projections q, k and v, side by side, of the last W - 1 tokens. `state` is the
+        initial state, by default zeros; it is not changed. `cu_seqlens` packs N sequences into one row, as in
+        `gated_delta_rule`.
         """
         own = self.own("x", x, 3)
         start, before, sequences = self.started(own, state, cu_seqlens)
@@ -82,10 +83,10 @@ class DeltaLayer(Layer):
     def vjp(
         self, x: np.ndarray, state: tuple | None = None, *, cu_seqlens: Integers | None = None
     ) -> tuple[tuple[np.ndarray, tuple], Callable[..., tuple]]:
-        """``((y, final state), pullback)``, as `linattn_np.vjp` has it.
+        """``((y, final state), pullback)``, as `linattn_np.vjp` returns them.
 
         ``pullback(dy)``, or ``pullback(dy, dstate)`` with a pair of gradients of the final state, returns the gradient
-        of x, a dict with those of the weights, and where a `state` was given, a pair with those of it.
+        of x, {name: gradient} of the weights, and, if a `state` was given, a pair of its gradients.
         """
         own = self.own("x", x, 3)
         start, before, sequences = self.started(own, state, cu_seqlens)
@@ -98,25 +99,24 @@ class DeltaLayer(Layer):
                 self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
             through_gate, do, gradients = pull_output(self.own("dy", dy, 3))
             dfinal, dafter = (None, None) if dstate is None else dstate
-            found = pull(do, dfinal)
-            through_heads, dbefore, more = pull_project(found[: len(arrays)], dafter)
+            darrays = pull(do, dfinal)
+            through_heads, dbefore, projection_gradients = pull_project(darrays[: len(arrays)], dafter)
             dx = (through_gate + through_heads).astype(x.dtype, copy=False)
-            given = [] if state is None else [(*found[len(arrays) :], dbefore)]
-            return dx, {name: (gradients | more)[name] for name in self.weights}, *given
+            state_gradients = [] if state is None else [(*darrays[len(arrays) :], dbefore)]
+            gradients |= projection_gradients
+            return dx, {name: gradients[name] for name in self.weights}, *state_gradients
 
         return (y.astype(x.dtype, copy=False), (final, after)), pullback
 
     def options(self, start, cu_seqlens) -> dict:
-        return {
-            "layout": "bthd",
-            "initial_state": start,
-            "output_final_state": True,
-            "cu_seqlens": cu_seqlens,
-            "qk_l2norm": True,
-        }
+        """The keyword arguments of the operator."""
+        options = {"layout": "bthd", "output_final_state": True, "qk_l2norm": True}
+        return options | {"initial_state": start, "cu_seqlens": cu_seqlens}
 
     def started(self, x, state, cu_seqlens):
-        """(the recurrence's state or None, the convolutions', (row, tokens, number) of each sequence or of all)."""
+        """(the initial state of the recurrence or None, that of the convolutions, sequences). `sequences` are
+        [(slice of batch rows, slice of tokens, slice of rows of states)]: one for each packed sequence, or one for all
+        rows of a batch."""
         sequences, count = [(slice(None), slice(None), slice(None))], len(x)
         if cu_seqlens is not None and len(x) == 1:  # the operator refuses others
             try:
@@ -138,76 +138,77 @@ class DeltaLayer(Layer):
 
     # -- before the operator -----------------------------------------------------------------------------------------
     def project(self, x, before, sequences):
-        """((q, k, v, g, beta), the convolutions' state behind x, pullback): arrays [B, T, H, ...] of x [B, T, D]."""
+        """((q, k, v, g, beta), the final state of the convolutions, pullback) for x [B, T, D]; arrays are
+        [B, T, H, ...]."""
         parts, pulls = zip(*(self.linear(x, f"{name}_proj.weight") for name in "qkv"))
         ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
         raw, after, pull_raw = self.convolved(np.concatenate(parts, axis=-1), before, sequences)
         q, k, v = np.split(Swish.value(raw), ends, axis=-1)
         g, pull_g = self.decays(x)
         logits, pull_logits = self.linear(x, "b_proj.weight")
-        beta = self.strongest * sigmoid(logits)
+        beta = self.largest_beta * sigmoid(logits)
 
         def pullback(gradients, dafter):
             *dqkv, dg, dbeta = gradients
-            dprojected, dbefore, found = pull_raw(np.concatenate([*map(join, dqkv)], -1) * Swish.slope(raw), dafter)
+            draw = np.concatenate([*map(join, dqkv)], -1) * Swish.slope(raw)
+            dprojected, dbefore, weight_gradients = pull_raw(draw, dafter)
             pulled = [pull(d) for pull, d in zip(pulls, np.split(dprojected, ends, axis=-1))]
-            pulled += [pull_g(dg), pull_logits(dbeta * self.strongest * Sigmoid.slope(logits))]
-            for _, more in pulled:
-                found |= more
-            return sum(dx for dx, _ in pulled), dbefore, found
+            pulled += [pull_g(dg), pull_logits(dbeta * self.largest_beta * Sigmoid.slope(logits))]
+            for _, gradients in pulled:
+                weight_gradients |= gradients
+            return sum(dx for dx, _ in pulled), dbefore, weight_gradients
 
         arrays = split(q, self.heads), split(k, self.heads), split(v, self.v_heads), g, beta
         return arrays, after, pullback
 
     def convolved(self, x, before, sequences):
-        """(y [B, T, C], the last W - 1 tokens of every sequence, pullback) of x and those `before` it.
-
-        y_t = b + sum_i w_i x_{t - W + 1 + i}, every channel for itself.
+        """(y [B, T, C], the last W - 1 tokens of every sequence, pullback) for x [B, T, C] and the W - 1 tokens
+        `before` it: y_t = b + sum_i w_i x_{t - W + 1 + i} in each channel.
         """
         names = [f"{name}.weight" for name in CONVOLVED if f"{name}.weight" in self.weights]
         biases = [f"{name}.bias" for name in CONVOLVED if f"{name}.bias" in self.weights]
-        W, y, after, seen = self.window, np.empty_like(x), np.empty_like(before), []
+        W, y, after, inputs = self.window, np.empty_like(x), np.empty_like(before), []
         w = np.concatenate([self.weights[name][:, 0] for name in names]) if names else np.ones_like(x[0, :1].T)
         b = np.concatenate([self.weights[name] for name in biases]) if biases else 0
         for row, tokens, n in sequences:
-            met = np.concatenate([before[n], x[row, tokens]], axis=1)
-            T = met.shape[1] - (W - 1)
-            y[row, tokens] = sum(w[:, i] * met[:, i : i + T] for i in range(W)) + b
-            after[n] = met[:, T:]
-            seen.append(met)
+            z = np.concatenate([before[n], x[row, tokens]], axis=1)
+            T = z.shape[1] - (W - 1)
+            y[row, tokens] = sum(w[:, i] * z[:, i : i + T] for i in range(W)) + b
+            after[n] = z[:, T:]
+            inputs.append(z)
 
         def pullback(dy, dafter):
             dx, dbefore, dw = np.empty_like(x), np.zeros_like(before), np.zeros_like(w)
-            for (row, tokens, n), met in zip(sequences, seen):
-                dmet, T, own = np.zeros_like(met), met.shape[1] - (W - 1), dy[row, tokens]
+            for (row, tokens, n), z in zip(sequences, inputs):
+                dz, T, dy_part = np.zeros_like(z), z.shape[1] - (W - 1), dy[row, tokens]
                 for i in range(W):
-                    dmet[:, i : i + T] += w[:, i] * own
-                    dw[:, i] += (own * met[:, i : i + T]).sum(axis=(0, 1))
+                    dz[:, i : i + T] += w[:, i] * dy_part
+                    dw[:, i] += (dy_part * z[:, i : i + T]).sum(axis=(0, 1))
                 if dafter is not None:
-                    dmet[:, T:] += dafter[n]
-                dbefore[n], dx[row, tokens] = dmet[:, : W - 1], dmet[:, W - 1 :]
+                    dz[:, T:] += dafter[n]
+                dbefore[n], dx[row, tokens] = dz[:, : W - 1], dz[:, W - 1 :]
             ends = np.cumsum([self.weights[name].shape[0] for name in names])[:-1]
-            found = {name: part[:, None] for name, part in zip(names, np.split(dw, ends))}
-            return dx, dbefore, found | dict(zip(biases, np.split(dy.sum(axis=(0, 1)), ends)))
+            gradients = {name: part[:, None] for name, part in zip(names, np.split(dw, ends))}
+            return dx, dbefore, gradients | dict(zip(biases, np.split(dy.sum(axis=(0, 1)), ends)))
 
         return y, after, pullback
 
     def decays(self, x):
-        """(g, pullback) of x: a number of every head of values, or of each of its channels."""
+        """(g, pullback) for x [B, T, D]: g is [B, T, HV] or [B, T, HV, K]."""
         raw, pull_raw = self.linear(x, *self.decay_names)
         g, by_input, by_A_log = self.gate(raw)
 
         def pullback(dg):
             dA_log = dg * by_A_log
             draw = (dg * by_input).reshape(raw.shape)
-            dx, found = pull_raw(draw)
-            found["A_log"] = dA_log.sum(axis=(0, 1, *range(3, dA_log.ndim)))
-            return dx, found | {"dt_bias": draw.sum(axis=(0, 1))}
+            dx, gradients = pull_raw(draw)
+            gradients["A_log"] = dA_log.sum(axis=(0, 1, *range(3, dA_log.ndim)))
+            return dx, gradients | {"dt_bias": draw.sum(axis=(0, 1))}
 
         return g, pullback
 
     def gate(self, raw):
-        """(g, its derivatives by raw and by A_log) of raw [B, T, HV] or [B, T, HV K]."""
+        """(g, its derivatives with respect to raw and to A_log), for raw [B, T, HV] or [B, T, HV K]."""
         raise NotImplementedError
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class DeltaLayer(Layer):
 
     @classmethod
     def gate_shapes(cls, D, HV, K, V, ranks) -> dict:
-        """Those of both gates."""
+        """The shapes of the weights of both gates, by name."""
         raise NotImplementedError
 
     @classmethod
@@ -256,8 +257,8 @@ class DeltaLayer(Layer):
         expand_v: float = 1.0,
         conv_size: int = 4,
     ) -> dict[str, np.ndarray]:
-        """Weights of a new layer, float32 on the host: uniform within 1 / sqrt(inputs); rates exp(A_log) of 1 to 16 a
-        token, which dt_bias makes 0.001 to 0.1 of; 1 for the norm, and convolutions without a bias."""
+        """Weights of a new layer, float32 on the host: uniform from -1 / sqrt(inputs) to 1 / sqrt(inputs); exp(A_log)
+        from 1 to 16, and softplus(dt_bias) from 0.001 to 0.1; 1 for the norm. Convolutions have no bias."""
         HV, V = num_v_heads or num_heads, int(head_dim * expand_v)
         ranks = dict.fromkeys(cls.low_rank, V)
         shapes = cls.shapes(hidden_size, num_heads, HV, head_dim, V, conv_size, ranks)
@@ -265,7 +266,7 @@ class DeltaLayer(Layer):
         weights = {name: uniform(rng, shape, shape[-1]) for name, shape in shapes.items()}
         steps = np.exp(rng.uniform(np.log(0.001), np.log(0.1), shapes["dt_bias"]))
         weights["A_log"] = np.log(rng.uniform(1, 16, HV)).astype(np.float32)
-        weights["dt_bias"] = np.log(np.expm1(steps)).astype(np.float32)  # what softplus makes the steps of
+        weights["dt_bias"] = np.log(np.expm1(steps)).astype(np.float32)  # the inverse of softplus
         weights["o_norm.weight"] = np.ones(V, np.float32)
         return weights
 

@@ -15,7 +15,7 @@ from ..typing import Integers
 from .layer import Layer, Relu, Sigmoid, Swish, join, sigmoid, split, uniform
 
 NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")  # two names of one weight
-SIZED = ("q_proj.weight", "o_proj.weight", "gk_proj.0.weight")  # what the sizes are read from
+SIZED = ("q_proj.weight", "o_proj.weight", "gk_proj.0.weight")
 GATE = ("gk_proj.0.weight", "gk_proj.1.weight", "gk_proj.1.bias")
 FUNCTIONS = {"relu": Relu, "sigmoid": Sigmoid, "swish": Swish, "silu": Swish}
 
@@ -128,10 +128,10 @@ class GatedLinearAttention(Layer):
     def vjp(
         self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None
     ) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., tuple]]:
-        """``((y, final state), pullback)``, as `linattn_np.vjp` has it.
+        """``((y, final state), pullback)``, as `linattn_np.vjp` returns them.
 
         ``pullback(dy)``, or ``pullback(dy, dstate)`` with the gradient of the final state, returns the gradient of x,
-        a dict with those of the weights, and where a `state` was given, that of it.
+        {name: gradient} of the weights, and, if a `state` was given, its gradient.
         """
         own = self.own("x", x, 3)
         qkvg, pull_project = self.project(own)
@@ -153,13 +153,13 @@ class GatedLinearAttention(Layer):
 
     # -- before the operator ---------------------------------------------------------------------------------------
     def project(self, x):
-        """((q, k, v, g), pullback), [..., H, K] or [..., H, V] of x [..., D]."""
+        """((q, k, v, g), pullback) for x [..., D]; arrays are [..., H, K] or [..., H, V]."""
         H, G = self.heads, self.kv_heads
         (raw_q, pull_q), (raw_k, pull_k), (v, pull_v) = (self.linear(x, f"{name}_proj.weight") for name in "qkv")
         logits, pull_logits = self.linear(x, *GATE)
         raw_q, raw_k, v, logits = split(raw_q, H), split(raw_k, G), split(v, G), split(logits, G)
-        free = -np.logaddexp(0, -logits) / self.normalizer
-        g = free if self.clamp_min is None else np.maximum(free, self.clamp_min)
+        unclamped = -np.logaddexp(0, -logits) / self.normalizer
+        g = unclamped if self.clamp_min is None else np.maximum(unclamped, self.clamp_min)
         q, k = (raw_q, raw_k) if self.feature_map is None else (self.feature_map.value(x) for x in (raw_q, raw_k))
 
         def pullback(dq, dk, dv, dg):
@@ -167,27 +167,28 @@ class GatedLinearAttention(Layer):
             if self.feature_map is not None:
                 dq, dk = dq * self.feature_map.slope(raw_q), dk * self.feature_map.slope(raw_k)
             if self.clamp_min is not None:
-                dg = np.where(free >= self.clamp_min, dg, 0)
+                dg = np.where(unclamped >= self.clamp_min, dg, 0)
             dlogits = dg * sigmoid(-logits) / self.normalizer
             pulls = ((pull_q, dq), (pull_k, dk), (pull_v, dv), (pull_logits, dlogits))
-            found = [pull(join(d)) for pull, d in pulls]
-            return sum(dx for dx, _ in found), {name: d for _, more in found for name, d in more.items()}
+            pulled = [pull(join(d)) for pull, d in pulls]
+            weight_gradients = {name: dw for _, gradients in pulled for name, dw in gradients.items()}
+            return sum(dx for dx, _ in pulled), weight_gradients
 
         return (q, *map(self.shared, (k, v, g))), pullback
 
     def shared(self, x):
-        """[..., G, K] -> [..., H, K], every head's copy of what its group shares."""
+        """x [..., G, K] repeated for all heads, [..., H, K]: H / G heads share one of x."""
         return x if self.heads == self.kv_heads else np.repeat(x, self.heads // self.kv_heads, axis=-2)
 
     def summed(self, gradient):
-        """The transpose of `shared`."""
+        """The adjoint of `shared`: the sums over the heads that share one."""
         if self.heads == self.kv_heads:
             return gradient
         return gradient.reshape(*gradient.shape[:-2], self.kv_heads, -1, gradient.shape[-1]).sum(axis=-2)
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def weight_shapes(self, found) -> dict:
-        """What every weight's shape must be, by name."""
+        """As in `Layer`."""
         if convolutions := sorted(name for name in found if "conv1d" in name):
             self.refuse(
                 f"{', '.join(convolutions)} is none of this layer's weights: short convolutions are not supported"
@@ -202,6 +203,7 @@ class GatedLinearAttention(Layer):
 
     @classmethod
     def activation(cls, argument, name):
+        """The function of FUNCTIONS with this name; `argument`: the caller's name of it, for the error."""
         if name not in FUNCTIONS:
             cls.refuse(f"{argument} is {name!r}, expected one of {', '.join(map(repr, FUNCTIONS))}")
         return FUNCTIONS[name]

@@ -1,5 +1,4 @@
-"""What layers have in common: weights by name, linear maps, the norm and gate behind an operator, each with its
-pullback."""
+"""The base of layers: weights by name, linear maps, and the norm and gate after an operator, each with its pullback."""
 
 from __future__ import annotations
 
@@ -15,15 +14,16 @@ from ..gates import ARRAYS
 
 
 class Layer:
-    """A layer with its weights, checked, in one dtype and place.
+    """The base of layers. Its weights are checked, and have one dtype and device. A subclass defines:
 
-    A subclass says which weights must be there (`required`), which of them have the sizes of the others (`sized`, of
-    two axes each), and gives `weight_shapes`. Behind its operator are a norm of every head and a gate: `norm_names` are
-    possible names of the norm's weight, `gate_names` the linear maps of the gate, `gate_fn` its function.
+    required : the names of the weights that must be given
+    sized : those from whose two axes the sizes of all others follow, by `weight_shapes`
+    norm_names : the possible names of the weight of the norm, which is applied to each head of the operator's output
+    gate_names, gate_fn : the weights and the function of the gate that multiplies the normed output
     """
 
     heads: int  # of queries
-    value_heads: tuple[int, str]  # (how many heads v has, what they are heads of)
+    value_heads: tuple[int, str]  # (the number of heads of v, what they are heads of, for `repr`)
     required: ClassVar[tuple[str, ...]]
     sized: ClassVar[tuple[str, ...]]
     norm_names: ClassVar[tuple[str, ...]]
@@ -41,32 +41,36 @@ class Layer:
         )
 
     def weight_shapes(self, found) -> dict:
-        """What every weight's shape must be, by name."""
+        """{name: shape} of all possible weights; `found`: the given ones."""
         raise NotImplementedError
 
     # -- parts, each with its pullback -------------------------------------------------------------------------------
     def linear(self, x, *names):
-        """(y, pullback) of the weights by these names, one behind the other: W x, or x + b of a bias.
+        """(y, pullback) of the weights with these names, one after the other: W x, or x + b for a bias.
 
-        ``pullback(dy)`` returns the gradient of x, and a dict of those of the weights.
+        ``pullback(dy)`` returns the gradient of x, and {name: gradient} of the weights.
         """
-        met = []
+        inputs = []
         for name in names:
             w = self.weights[name]
-            met.append((name, w, x))
+            inputs.append((name, w, x))
             x = x + w if w.ndim == 1 else x @ w.T
 
         def pullback(dy):
             gradients = {}
-            for name, w, before in reversed(met):
-                gradients[name] = rows(dy).sum(axis=0) if w.ndim == 1 else product(dy, before)
+            for name, w, x in reversed(inputs):
+                gradients[name] = rows(dy).sum(axis=0) if w.ndim == 1 else gradient_of_matrix(dy, x)
                 dy = dy if w.ndim == 1 else dy @ w
             return dy, gradients
 
         return x, pullback
 
     def output(self, x, o):
-        """(y, pullback), y [..., D] of x [..., D] and o [..., H, V]; the pullback also returns the gradient of o."""
+        """(y [..., D], pullback) for the layer's input x [..., D] and the operator's output o [..., H, V].
+
+        ``pullback(dy)`` returns the gradient of x through the gate (0 without a gate), that of o, and {name: gradient}
+        of the weights.
+        """
         norm = next((name for name in self.norm_names if name in self.weights), None)
         scale = 1 / np.sqrt((o * o).mean(axis=-1, keepdims=True) + self.norm_eps)
         unit = o * scale
@@ -93,7 +97,7 @@ class Layer:
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def loaded(self, weights: Mapping) -> dict:
-        """The layer's own copies of `weights`, once every shape fits the others."""
+        """Copies of `weights`, after checking them."""
         found = {}
         for name, x in weights.items():
             try:
@@ -121,7 +125,7 @@ class Layer:
         return {name: found[name].astype(self.dtype, order="C") for name in wanted if name in found}
 
     def own(self, name, x, ndim):
-        """`x` in the layer's dtype, once it is an array [..., D] where the weights are."""
+        """`x` in the dtype of the layer, after checking its axes [..., D], `ndim` of them, and its device."""
         self.floats(name, x)
         D = self.weights["q_proj.weight"].shape[1]
         if x.ndim != ndim or x.shape[-1] != D:
@@ -129,7 +133,7 @@ class Layer:
         return x.astype(self.dtype, copy=False)
 
     def floats(self, name, x):
-        """Refuses what is no array of floats where the weights are."""
+        """An error unless x is an array of floats on the device of the weights."""
         if array_kinds.kind(x) not in ("numpy", "cupy"):
             self.refuse(
                 f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a NumPy or CuPy array",
@@ -144,12 +148,14 @@ class Layer:
 
     @classmethod
     def positive_int(cls, argument, number) -> int:
+        """`number`, after checking that it is a positive integer."""
         if not is_int(number) or number < 1:
             cls.refuse(f"{argument} is {number!r}, expected a positive integer")
         return int(number)
 
     @classmethod
     def positive_number(cls, argument, number) -> float:
+        """`number`, after checking that it is a positive number."""
         if not is_real(number) or not 0 < number < np.inf:
             cls.refuse(f"{argument} is {number!r}, expected a positive number")
         return float(number)
@@ -178,16 +184,17 @@ def rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def product(dy, x):
-    """The gradient of W where y = W x, [M, D] of dy [..., M] and x [..., D]."""
+def gradient_of_matrix(dy, x):
+    """The gradient [M, D] of W in y = W x, for dy [..., M] and x [..., D]."""
     return rows(dy).T @ rows(x)
 
 
 def uniform(rng, shape, inputs):
-    """float32 numbers within 1 / sqrt(inputs), as new weights have."""
+    """New weights: float32 numbers from -1 / sqrt(inputs) to 1 / sqrt(inputs)."""
     return (rng.uniform(-1, 1, shape) * inputs**-0.5).astype(np.float32)
 
 
+# Functions of gates and features: `value` is the function, `slope` its derivative.
 class Relu:
     value = staticmethod(lambda x: np.maximum(x, 0))
     slope = staticmethod(lambda x: (x > 0).astype(x.dtype))
