@@ -164,7 +164,7 @@ ROOMS = {
     "messages": ([], []),
     "errors": ([], []),
     "layouts": ([], []),
-    "summary": ([], []),
+    "summary": ([], ["numpy"]),
     "bounded_cache": ([], []),
     "cupy_folder": (["errors", "warnings_of_misuse"], ["cupy"]),
     "numba_cache": ([], ["numba"]),

@@ -6,16 +6,19 @@ import os
 import signal
 import sys
 
+INTERRUPTED = "interrupted while it was loading"
+
 
 def told(kind, error, trace):
     """`sys.excepthook` of the command."""
-    say(f"cannot be loaded: {kind.__name__}: {error}")
+    interrupt = issubclass(kind, KeyboardInterrupt)
+    say(INTERRUPTED if interrupt else f"cannot be loaded: {kind.__name__}: {error}")
 
 
 def interrupted(number, frame):
     """Ctrl-C ends the process here: Python's own would be raised, and shown where a callback of an import drops it."""
     signal.signal(number, signal.SIG_DFL)
-    say("interrupted while it was loading")
+    say(INTERRUPTED)
     os.kill(os.getpid(), number)
 
 

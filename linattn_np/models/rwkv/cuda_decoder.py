@@ -238,7 +238,7 @@ class CudaDecoder(NotCopied):
             model=vars(self.model_weights),
             layers=vars(self.all_layers),
             buffers=vars(self.buffers),
-            state=vars(state),
+            state={name: getattr(state, name) for name in STATE},
             call={"tokens": tokens, "slots": slots},
         )
         return Plan((), self.step_class(self, parts).steps(greedy, layers), None, given=given), arrays
