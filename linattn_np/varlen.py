@@ -58,8 +58,8 @@ class Spans:
         starts = np.minimum(starts, self.bounds[1:, None])
         return Spans(np.append(starts.ravel(), self.bounds[-1]))
 
-    def ends_apart(self, length: int) -> Spans:
-        """Every sequence as its first `length` tokens, what is between, and its last `length`."""
+    def split_at_ends(self, length: int) -> Spans:
+        """Every sequence as its first `length` tokens, those between, and its last `length`."""
         starts, stops = self.bounds[:-1], self.bounds[1:]
         return Spans(np.append(np.column_stack([starts, starts + length, stops - length]).ravel(), self.bounds[-1]))
 
@@ -68,8 +68,8 @@ class Spans:
         starts = self.bounds[:-1]
         return Spans(np.append(np.column_stack([starts, starts + length]).ravel(), self.bounds[-1]))
 
-    def framed(self, count: int) -> Spans:
-        """Every `count` ranges between two empty ones."""
+    def with_empty_ends(self, count: int) -> Spans:
+        """These spans with an empty one before and after every `count` of them."""
         starts, ends = self.bounds[:-1].reshape(-1, count), self.bounds[count::count]
         return Spans(np.append(np.column_stack([starts[:, 0], starts, ends]).ravel(), self.bounds[-1]))
 

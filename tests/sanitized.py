@@ -42,7 +42,7 @@ from linattn_np import (
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, softmax_tiles, source
-from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
+from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90
 from linattn_np.declarations import (
     DELTA_RULE_STEPS,
     DELTA_RULES,

@@ -314,8 +314,8 @@ def test_explained(op, rng):
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
     assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
-    assert list(plan.against) == ["by Hopper's own kernel"]
-    assert back.against == {}
+    assert list(plan.reasons) == ["by Hopper's own kernel"]
+    assert back.reasons == {}
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
@@ -361,7 +361,7 @@ def test_gradients_take_all_heads_at_once(op, monkeypatch, rng):
 def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
     plan = planned.plan_of(GATED_DELTA_RULE.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
-    assert plan.against["in chunks"].startswith(reason)
+    assert plan.reasons["in chunks"].startswith(reason)
 
 
 BY_TOKEN = {  # operator, K, V, dtype, gate, options
@@ -407,7 +407,7 @@ def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
 def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states, rng):
     """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
     half = dtype == BFLOAT16
-    monkeypatch.setattr(delta.Cut if half else delta.CutByToken, "time", lambda cut, number: abs(number - 3))
+    monkeypatch.setattr(delta.CutInChunks if half else delta.CutByToken, "time", lambda cut, number: abs(number - 3))
     monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))
     case = Case(op, H=1, T=1504, dtype=dtype, gate="weak")
     arrays, start, do, dht = case.drawn(rng)
@@ -441,7 +441,7 @@ def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states
 def test_segments(monkeypatch, backend, op, dtype, options, states, K, V, segments, rng):
     """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those,
     forwards and backwards."""
-    monkeypatch.setattr(delta.Cut, "time", lambda cut, number: abs(number - segments))
+    monkeypatch.setattr(delta.CutInChunks, "time", lambda cut, number: abs(number - segments))
     monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
     groups, B = 1 if op is RWKV7 else 2, 1 if "cu_seqlens" in options else 2
     case = Case(op, B, 2 // groups, groups, T=541, K=K, V=V, dtype=dtype, gate="weak", options=options)

@@ -10,8 +10,7 @@ from planned import host, names, plan_of
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy.delta_hopper import launch_forward
-from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
+from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90, launch_forward
 from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, describe_parts
 from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
@@ -50,7 +49,8 @@ def call(device, kernel, tokens, scale, state=None, bounds=None, **how):
     parts, given, memory = describe_parts(device, call=arrays)
     x, draft, spans = parts.call, Draft(), Spans(np.array(bounds or [0, T]))
     problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
-    o, final = draft.like(x.v), draft.empty((spans.count * B, H, *((V, K) if how.get("turned") else (K, V))), SINGLE)
+    width = (V, K) if how.get("transposed") else (K, V)
+    o, final = draft.like(x.v), draft.empty((spans.count * B, H, *width), SINGLE)
     shape = draft.shape(problem, chunk=32)
     launch_forward(draft, kernel, (x.q, x.k, x.v, x.g, x.beta), o, shape, scale, x.state, final, **how)
     return [host(y) for y in CompiledPlan(replace(draft.plan((o, final)), given=given), device)(memory)[0]]
@@ -112,17 +112,17 @@ CASES = (  # B, H, heads of v, T, K, V; gates; keys; beta; the ends of packed se
 WIDTHS = [(64, 64), (64, 128), (128, 64), (128, 128)]
 
 
-def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, turned=False, normalized=False):
+def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, transposed=False, normalized=False):
     B, _, HV, _, K, V = sizes
     tokens = drawn(rng, *sizes, kernel.dtype, gates, keys, beta, 5.0 if normalized else 1.0)
     limit = LIMIT[kernel.dtype]
     state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
-    given = state.swapaxes(-1, -2).copy() if turned else state
-    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, turned=turned, normalized=normalized)
+    given = state.swapaxes(-1, -2).copy() if transposed else state
+    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, transposed=transposed, normalized=normalized)
     if normalized:
         tokens = [*map(of_length_one, tokens[:2]), *tokens[2:]]
     wanted = recurrence(*tokens, K**-0.5, state, bounds)
-    whole, row, end = errors((o, final.swapaxes(-1, -2) if turned else final), wanted)
+    whole, row, end = errors((o, final.swapaxes(-1, -2) if transposed else final), wanted)
     assert whole < limit and end < limit and row < 5 * limit, (whole, row, end)
 
 
@@ -138,7 +138,7 @@ def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds
         keys,
         beta,
         bounds,
-        turned=gates == "trained",
+        transposed=gates == "trained",
         normalized=gates == "logsigmoid",
     )
 

@@ -1,19 +1,20 @@
 """Raw CUDA through CuPy: the kernels of `kernels_cu`, compiled by NVRTC at first use.
 
-An operator's planner is a module with
+An operator's planner is a module with these functions; each returns a `Plan` but for `unsupported` and `saved`:
 
-    unsupported(problem) -> str | None              why its kernels cannot compute a problem
-    plan(problem, device) -> Plan                   of (o, final state parts or None); a step's o; a stage's result
-    plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None);
-                                                    `saved`: the arrays that `plan` has saved
-    saved(problem)                                  optional: (shape, dtype) of each of these arrays
+    unsupported(problem)                         why its kernels cannot compute a problem; None if they can
+    plan(problem, device)                        the plan of (o, the final state's parts or None), of a step's o, or of
+                                                 a stage's result
+    plan_vjp(problem, device, do, dht, saved)    the plan of (the arrays' gradients, those of the initial state's parts
+                                                 or None); `saved`: the arrays that the plan of the call has saved
+    saved(problem)                               optional: (shape, dtype) of each of these arrays
 
 and maybe, for sequences that are cut over ranks,
 
-    plan_summary(problem, device) -> Plan | None    of what a call does to the state, without o; the arrays that it
-                                                    saves are a last argument of `plan`
-    plan_summary_vjp(problem, device, do, saved)    of what the pullback does to the state's gradient; the arrays that
-                                                    it saves are a last argument of `plan_vjp`
+    plan_summary(problem, device)                the plan of what a call does to the state, without o, or None; the
+                                                 arrays that it saves are the last argument of `plan`
+    plan_summary_vjp(problem, device, do, saved) the plan of what the pullback does to the state's gradient, or None;
+                                                 the arrays that it saves are the last argument of `plan_vjp`
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def chosen_device() -> CupyDevice:
 
 # -- which problems the kernels can compute ----------------------------------------------------------------------------
 def why_not(problem) -> str | None:
+    """Why this backend cannot run a call; None when it can."""
     if problem.home == "host":
         return "the arrays are on the host"
     memo = {} if problem.memo is None else problem.memo
     if "unsupported" not in memo:
-        memo["unsupported"] = too_old(ordinal(problem)) or unsupported(problem)
+        memo["unsupported"] = why_too_old(ordinal(problem)) or unsupported(problem)
     return memo["unsupported"]
 
 
@@ -78,13 +80,13 @@ def unsupported(problem) -> str | None:
 
 
 def ordinal(problem) -> int:
-    """The device that the arrays live on."""
+    """The number of the CUDA device that has the arrays."""
     return int(problem.home.removeprefix("cuda:"))
 
 
 @cache
-def too_old(device: int) -> str | None:
-    """Device arrays exist, so a driver and CuPy do; what is left is whether they are new enough."""
+def why_too_old(device: int) -> str | None:
+    """Why CuPy or a device is too old; None if neither is. Since there are arrays on the device, CuPy is imported."""
     cupy = sys.modules["cupy"]
     if tuple(int(part) for part in cupy.__version__.split(".")[:2]) < (14, 2):
         return f"CuPy {cupy.__version__} is older than 14.2, whose kernel cache these kernels rely on"
@@ -96,19 +98,20 @@ def too_old(device: int) -> str | None:
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 def run(problem, summaries=()):
-    """(o, final state parts or None), a step's o, or a stage's results."""
+    """(o, the final state's parts or None), a step's o, or a stage's results. `summaries`: those that `summarise` has
+    returned for the same call, if it has run."""
     return at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), summaries)[0]
 
 
 def vjp(problem, summaries=()):
-    """((o, final state parts or None), pull); one backward serves every mode."""
+    """((o, the final state's parts or None), a `Pull`). All modes have the same pullback. `summaries` as in `run`."""
     at_home(problem, compile_pullback, problem, chosen_device())
     result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), summaries)
     return result, Pull(problem, saved)
 
 
 def summarise(problem):
-    """((final state for an initial state of zero, products of the decays), summaries), without o; or None: see
+    """((the final state for an initial state of zero, the products of the decays), summaries), without o; or None: see
     `gated_forward.plan_summary`."""
     return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, chosen_device())
 
@@ -116,34 +119,36 @@ def summarise(problem):
 def compile_pullback(problem, device):
     """Makes other threads compile the kernels of the pullback, once for all calls with equal descriptions, while the
     forward pass compiles its own."""
-    if problem.memo is None or "compiles" in problem.memo:
+    if problem.memo is None or "pullback compiles" in problem.memo:
         return
-    problem.memo["compiles"] = True
+    problem.memo["pullback compiles"] = True
     device.compile(plan_of(problem, device).kernels)
 
 
 def pullback(problem):
-    """The pullback of `vjp`, without the forward pass if the backward pass needs nothing of it."""
+    """The pullback of `vjp`. The forward pass runs only if it saves arrays for the backward pass."""
     return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else Pull(problem, ())
 
 
 class Pull:
     """The pullback of a call, on its device. It uses the kernels ("auto" or "portable") that were chosen when the call
-    was made. `saved`: the arrays that the call's plan has saved for it."""
+    was made. `saved`: the arrays that the call's plan has saved for the pullback."""
 
     def __init__(self, problem, saved):
         self.problem, self.saved, self.device = problem, saved, chosen_device()
 
     def __call__(self, do, dht, summaries=()):
-        """(gradients of the arrays, of the initial state's parts or None)."""
+        """(the arrays' gradients, those of the initial state's parts or None). `summaries`: those that
+        `self.summarise` has returned for the same `do`, if it has run."""
         return self.at_home(execute.pull, do, dht, self.saved, summaries)
 
     def summarise(self, do):
-        """((the initial state's gradient for a dht of zero, products of the decays), summaries), or None: see
+        """((the initial state's gradient for a dht of zero, the products of the decays), summaries), or None: see
         `gated_backward.plan_summary_vjp`."""
         return self.at_home(execute.summarise_vjp, do, self.saved)
 
     def at_home(self, function, *arguments):
+        """What `function`, one of `execute`, returns for the planner, the problem, the device and `arguments`."""
         return at_home(self.problem, function, PLANNERS[self.problem.op], self.problem, self.device, *arguments)
 
 
@@ -187,7 +192,7 @@ def describe(problem, bytes_moved) -> dict:
         "mode": plan.mode,
         "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plan.kernels),
         "tiles": plan.tiles,
-        "reasons": plan.against,
+        "reasons": plan.reasons,
         "copies": plan.copies,
         "scratch": plan.scratch if problem.gradient else None,
         "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,
@@ -195,6 +200,8 @@ def describe(problem, bytes_moved) -> dict:
 
 
 def peak_bandwidth(device: int) -> float:
-    """Bytes a second that the memory moves at its clock, both edges; 0 where the driver does not say."""
+    """Bytes per second that a device's memory moves; 0 if the driver does not tell its clock and width."""
+    transfers_per_clock = 2  # one at each edge
     attributes = sys.modules["cupy"].cuda.Device(device).attributes
-    return attributes.get("MemoryClockRate", 0) * 1e3 * 2 * attributes.get("GlobalMemoryBusWidth", 0) / 8
+    clock, bytes_at_once = attributes.get("MemoryClockRate", 0) * 1e3, attributes.get("GlobalMemoryBusWidth", 0) / 8
+    return clock * transfers_per_clock * bytes_at_once

@@ -1,7 +1,7 @@
-"""Copies at the speed of memory, by one kernel of our own.
+"""Copies of arrays by one fast kernel of our own, `CopyRows`.
 
-Most are copies whose rows are whole pieces of 16 bytes, filled up with zeros, for kernels that else go number by
-number. A channel or a column of zeros changes nothing: its products are 0, and so are its gradients.
+Most are *padded copies*: zeros fill up each row to a multiple of PADDED_BYTES, since kernels move other rows one number
+at a time. The padding changes no result: products with a channel or a column of zeros are 0, and so are its gradients.
 """
 
 from __future__ import annotations
@@ -22,70 +22,61 @@ from .plan import (
     token_arrays,
 )
 
-PIECE = 16  # bytes
+PADDED_BYTES = 16
 
 
-def widened(problem, plan, do=None, dht=None):
-    """(a draft, the plan that `plan` draws of a wider problem and its cotangents, not yet a part of the draft)."""
+# -- calls on padded copies --------------------------------------------------------------------------------------------
+def plan_on_copies(problem, plan, *cotangents):
+    """The plan of a call on padded copies of its arrays; or, for `cotangents` (do, dht), that of its pullback. Results
+    have the shapes that the caller wants. `plan` is a function of (the padded problem, *padded cotangents)."""
+    draft, padded_plan = plan_of_padded(problem, plan, *cotangents)
+    results, states = draft.include(padded_plan)
+    if cotangents:
+        wanted = tuple(draft.with_shape(dx, x.shape) for dx, x in zip(results, problem.arrays.values(), strict=True))
+    else:
+        wanted = draft.output(problem, fits=lambda out: True)
+    state = states and (draft.with_shape(states[0], problem.shape(problem.op.state[0])),)
+    copy_rows(draft, zip(arrays_in((results, states)), arrays_in((wanted, state)), strict=True))
+    return draft.plan((wanted, state), mode=padded_plan.mode, tiles=padded_plan.tiles)
+
+
+def plan_of_padded(problem, plan, do=None, dht=None):
+    """(a draft that makes the padded copies, what `plan` returns for them, which is not yet a part of the draft)."""
     sizes, draft, copies = dict(problem.sizes), Draft(), {}
-    numbers = PIECE // min(x.dtype.itemsize for x in token_arrays(problem))
+    multiple = PADDED_BYTES // min(x.dtype.itemsize for x in token_arrays(problem))
     for axis in "KV":
-        sizes[axis] = numbers * ceil_div(sizes[axis], numbers)
+        sizes[axis] = multiple * ceil_div(sizes[axis], multiple)
 
-    def wide(name, x, axes):
+    def padded(name, x, axes):
         shape = tuple(sizes[axis] for axis in axes.split())
         if shape == x.shape and aligned16(x):
             return x
         copies[name] = x, draft.like(x, shape=shape)
         return copies[name][1]
 
-    def wide_states(name, parts):
-        return parts and tuple(wide(name, part, axes) for part, axes in zip(parts, problem.op.state, strict=True))
+    def padded_states(name, parts):
+        return parts and tuple(padded(name, part, axes) for part, axes in zip(parts, problem.op.state, strict=True))
 
-    larger = problem.replace(
-        arrays={name: wide(name, x, problem.op.arrays[name]) for name, x in problem.arrays.items()},
+    padded_problem = problem.replace(
+        arrays={name: padded(name, x, problem.op.arrays[name]) for name, x in problem.arrays.items()},
         sizes=sizes,
-        initial_state=wide_states("initial_state", problem.initial_state),
+        initial_state=padded_states("initial_state", problem.initial_state),
         out=None,
     )
-    cotangents = () if do is None else (wide("do", do, problem.op.out), wide_states("dht", dht))
-    copy_rows(draft, [*copies.values()], f"{', '.join(copies)}: rows are not whole pieces of {PIECE} bytes")
-    return draft, plan(larger, *cotangents)
+    cotangents = () if do is None else (padded("do", do, problem.op.out), padded_states("dht", dht))
+    copy_rows(draft, [*copies.values()], f"{', '.join(copies)}: rows are not whole pieces of {PADDED_BYTES} bytes")
+    return draft, plan(padded_problem, *cotangents)
 
 
-def plan_on_copies(problem, plan, *cotangents):
-    """The plan that `plan` draws of copies of a call's arrays whose rows are whole pieces, or of its pullback's for the
-    `cotangents` do and dht, with results in the shapes that the caller wants."""
-    draft, found = widened(problem, plan, *cotangents)
-    results, states = draft.include(found)
-    if cotangents:
-        wanted = tuple(draft.with_shape(x, of.shape) for x, of in zip(results, problem.arrays.values(), strict=True))
-    else:
-        wanted = draft.output(problem, fits=lambda out: True)
-    state = states and (draft.with_shape(states[0], problem.shape(problem.op.state[0])),)
-    copy_rows(draft, zip(arrays_in((results, states)), arrays_in((wanted, state)), strict=True))
-    return draft.plan((wanted, state), mode=found.mode, tiles=found.tiles)
-
-
-def copy_rows(draft, pairs, reason=""):
-    """Arrays to other memory, whose axes may be longer, with zeros at their ends, or shorter. By one kernel; to memory
-    that is not contiguous, which has no longer axes, one by one."""
-    pairs = [(x, to) for x, to in pairs if x is not to]
-    together = [(x, to) for x, to in pairs if fills_memory(to)]
-    for x, to in pairs:
-        if not fills_memory(to):
-            draft.copy(x[tuple(map(slice, to.shape))], to)
-    for n in range(0, len(together), CopyRows.COPIES):
-        launch_copies(draft, together[n : n + CopyRows.COPIES], reason)
-
-
+# -- fast copies in any plan -------------------------------------------------------------------------------------------
 def with_fast_copies(plan):
-    """The plan with the kernel's launches in place of neighbouring copies that are large: CuPy's own kernel goes number
-    by number, which takes six times as long where time runs backwards."""
+    """The plan with launches of `CopyRows` in place of its large copies, where neighbouring copies share a launch. CuPy
+    copies number by number, which takes six times as long if tokens run backwards in memory."""
     draft, pairs, reasons = Draft(), [], []
 
-    def move():
-        if are_large([x for x, _ in pairs]):
+    def add_copies():
+        """Adds the collected `pairs` to the draft."""
+        if are_large([source for source, _ in pairs]):
             copy_rows(draft, pairs, "; ".join(reason for reason in reasons if reason))
         else:
             for pair, reason in zip(pairs, reasons):
@@ -93,66 +84,80 @@ def with_fast_copies(plan):
         pairs.clear(), reasons.clear()
 
     for step in plan.steps:
-        if isinstance(step, Copy) and moves_rows(step):
-            if any(step.source.memory is to.memory for _, to in pairs):
-                move()
+        if isinstance(step, Copy) and can_copy(step):
+            if any(step.source.memory is target.memory for _, target in pairs):
+                add_copies()  # this copy reads what an earlier one writes
             pairs.append(with_ascending_axes(step.source, step.target))
             reasons.append(step.reason)
         else:
-            move()
+            add_copies()
             draft.steps.append(step)
-    move()
+    add_copies()
     return replace(plan, steps=tuple(draft.steps))
 
 
-def moves_rows(copy) -> bool:
-    """Whether the kernel can make the copy."""
+def can_copy(copy) -> bool:
+    """Whether `CopyRows` can make a `plan.Copy` faster. A copy of one contiguous range of bytes is fast already."""
     same = copy.source.dtype == copy.target.dtype and copy.source.shape == copy.target.shape
-    return (
-        same
-        and not copy.is_of_bytes
-        and 2 <= copy.target.ndim <= 4
-        and fills_memory(with_ascending_axes(copy.source, copy.target)[1])
-    )
+    if not same or copy.is_of_bytes or not 2 <= copy.target.ndim <= 4:
+        return False
+    return fills_memory(with_ascending_axes(copy.source, copy.target)[1])
 
 
-def with_ascending_axes(x, to):
-    """Both arrays with every axis in the direction in which `to` lies in memory."""
-    key = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in to.strides)
-    return x[key], to[key]
+def with_ascending_axes(source, target):
+    """Views of both arrays, reversed along the axes along which the `target` runs backwards in memory."""
+    key = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in target.strides)
+    return source[key], target[key]
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+def copy_rows(draft, pairs, reason=""):
+    """Copies each source to its target, for `pairs` (source, target) of arrays, by as few launches as possible. Along
+    the last axis a target may be longer, and is then filled up with zeros, or shorter. A target that `CopyRows` cannot
+    write has a copy step of its own; it must not be longer."""
+    pairs = [(source, target) for source, target in pairs if source is not target]
+    together = [(source, target) for source, target in pairs if fills_memory(target)]
+    for source, target in pairs:
+        if not fills_memory(target):
+            draft.copy(source[tuple(map(slice, target.shape))], target)
+    for n in range(0, len(together), CopyRows.COPIES):
+        launch_copies(draft, together[n : n + CopyRows.COPIES], reason)
 
 
 def fills_memory(x) -> bool:
+    """Whether an array starts on 16 bytes and has no gaps; its axes but the last may have any order in memory."""
     return x.address_mod_16 == 0 and has_rows(x) and is_contiguous(in_memory_order(x, x))
 
 
-def in_memory_order(x, of):
-    """[B, H, T, C] of an array, whose axes but the last lie as those of another one do."""
-    axes = sorted(range(x.ndim - 1), key=lambda axis: -abs(of.strides[axis]))
+def in_memory_order(x, prototype):
+    """`x` as [B, H, T, C]: with leading axes of size 1 if it has fewer, and with the axes but the last in the order in
+    which those of the `prototype` lie in memory."""
+    axes = sorted(range(x.ndim - 1), key=lambda axis: -abs(prototype.strides[axis]))
     while len(axes) < 3:
         axes, x = [x.ndim - 1, *axes], x[..., None, :]
     return x.transpose((*axes, x.ndim - 1))
 
 
 def launch_copies(draft, pairs, reason):
-    """One launch that copies the sources of the pairs (source, copy), at most `CopyRows.COPIES`."""
+    """Launches `CopyRows` once for at most `CopyRows.COPIES` pairs (source, target)."""
     copies, blocks = [], 0
-    for x, to in pairs:
-        copies.append(copy_of(in_memory_order(x, to), in_memory_order(to, to)) | {"first_block": blocks})
-        blocks += ceil_div(to.nbytes, CopyRows.BYTES_OF_BLOCK)
-    nothing = dict.fromkeys(copies[0], 0) | {"from_": None, "to": None, "first_block": blocks}
-    copies += [nothing] * (CopyRows.COPIES - len(copies))
+    for source, target in pairs:
+        ordered = in_memory_order(source, target), in_memory_order(target, target)
+        copies.append(copy_members(*ordered) | {"first_block": blocks})
+        blocks += ceil_div(target.nbytes, CopyRows.BYTES_OF_BLOCK)
+    no_copy = dict.fromkeys(copies[0], 0) | {"from_": None, "to": None, "first_block": blocks}
+    copies += [no_copy] * (CopyRows.COPIES - len(copies))
     draft.launch(CopyRows(), blocks, reason=reason, copies=copies)
 
 
-def copy_of(x, to) -> dict:
-    """The members of the kernel's struct `Copy` for one array. To the kernel, neighbours that always move together are
-    one number."""
-    in_rows = has_rows(x)
-    size = common_bytes(x, to) if in_rows else x.dtype.itemsize
-    size_c, C = (array.shape[-1] * array.dtype.itemsize // size for array in (x, to))
-    members = {f"stride_{axis}": stride // size for axis, stride in zip("bhtc", x.strides)}
-    members |= {f"size_{axis}": count for axis, count in zip("bht", x.shape)}
-    members |= {"stride_c": 1} if in_rows else {}
-    to_members = {"to": to, "H": to.shape[1], "T": to.shape[2], "C": C, "count": to.nbytes // size}
-    return members | to_members | {"from_": x, "size_c": size_c, "bytes": size}
+def copy_members(source, target) -> dict:
+    """The members of the kernel's struct `Copy` for one pair. What the kernel counts as a number are so many bytes as
+    it may move at a time."""
+    in_rows = has_rows(source)
+    size = common_bytes(source, target) if in_rows else source.dtype.itemsize
+    size_c, C = (x.shape[-1] * x.dtype.itemsize // size for x in (source, target))
+    strides = {f"stride_{axis}": stride // size for axis, stride in zip("bhtc", source.strides)}
+    strides |= {"stride_c": 1} if in_rows else {}
+    sizes = {f"size_{axis}": count for axis, count in zip("bht", source.shape)} | {"size_c": size_c, "bytes": size}
+    target_sizes = {"H": target.shape[1], "T": target.shape[2], "C": C, "count": target.nbytes // size}
+    return strides | sizes | target_sizes | {"from_": source, "to": target}

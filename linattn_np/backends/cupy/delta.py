@@ -1,8 +1,12 @@
-"""Plans of the delta rules, which erase what the state holds for a token's key before they write the token.
+"""The planner of the delta rules, which erase what the state holds for a token's key before they write the token.
 
 A call is planned by the first of `FORWARD_WAYS` whose `why_not` gives no reason; `explain` shows the reasons against
-the ways before it. Gradients are computed in chunks unless `why_no_gradients_in_chunks` gives a reason, else token by
-token.
+the ways before it. Gradients are computed in chunks unless `why_not_in_chunks` gives a reason, else token by token. In
+chunks, a first kernel prepares all chunks in parallel, and a *walk* goes from chunk to chunk; `delta_segments` says how
+walks are cut into segments.
+
+Sizes: B batch, H heads of values, T tokens, K channels, V columns, NC chunks. `group` heads of values share a head of
+keys.
 """
 
 from __future__ import annotations
@@ -20,20 +24,19 @@ from .delta_kernels import (
     DeltaRecurrentBackward,
     DeltaSumParts,
     DplrBackwardChunks,
-    GradientKernel,
     KdaBackwardChunks,
 )
-from .delta_segments import Cut, CutByToken, chunk_kernels, gate_dtype, launch_by_token, rule_of
+from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
-from .kernel import FLOATS, no_kernels
+from .kernel import FLOATS, Kernel, no_kernels
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
+KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
 BYTES = np.dtype(np.uint8)
-IN_CHUNKS = "in chunks"  # the way's name in explanations
-KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
+IN_CHUNKS = "in chunks"  # the name of this way in explanations
 
 
 def unsupported(problem) -> str | None:
@@ -43,36 +46,32 @@ def unsupported(problem) -> str | None:
     return no_kernels(problem.dtype, FLOATS)
 
 
-def why_not_in_chunks(problem, device) -> str | None:
-    """Why the chunk kernels for every card cannot compute a call; None if they can."""
-    return why_no_chunks(problem) or no_room(chunk_kernels(problem, device, gradient=False), problem, device)
-
-
-def no_room(kernels, problem, device) -> str | None:
-    """Why a card lacks the shared memory for any of these kernels; None if it does not."""
+def why_not_in_chunks(problem, device, gradient=False) -> str | None:
+    """Why the portable kernels in chunks cannot compute a call, or its gradients if `gradient`; None if they can."""
+    if reason := why_no_chunks(problem):
+        return reason
+    kernels = chunk_kernels(problem, device, gradient)
     if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
     return None
 
 
-def why_no_gradients_in_chunks(problem, device) -> str | None:
-    """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    return why_no_chunks(problem) or no_room(chunk_kernels(problem, device, gradient=True), problem, device)
-
-
 def plan(problem, device):
+    """The plan of a call."""
     reasons = {}
     for way in FORWARD_WAYS:
         reason = way.why_not(problem, device)
         if reason is None:
-            return replace(way.plan(problem, device), against=reasons)
+            return replace(way.plan(problem, device), reasons=reasons)
         reasons[way.name] = reason
 
 
 class Inputs:
-    """The arrays of a call, or of a step, by the kernels' names; a scalar per token and head is a row of length 1.
+    """The arrays of a call, or of a step, as the kernels read them.
 
-    `group` value heads share a key head.
+    names : {the kernels' name of an array: the operator's}
+    arrays : {the kernels' name: the array}; a scalar per token and head is a row of length 1
+    gate : the dtype of g and beta
     """
 
     def __init__(self, draft, problem):
@@ -90,7 +89,7 @@ class Inputs:
             self.arrays["g"] = draft.table(np.zeros((1,) * self.arrays["beta"].ndim, self.gate))
 
     def rows_of(self, name):
-        """An array with rows of K or V numbers, or of 1 for a scalar per token and head."""
+        """The array that the call names so, with rows of K or V numbers, or of 1 for a scalar per token and head."""
         x, last = self.problem[name], self.problem.op.arrays[name].split()[-1]
         return self.draft.in_rows(x, name) if last in "KV" else x[..., None]
 
@@ -100,25 +99,27 @@ class Inputs:
         return self.rule, self.problem.dtype, self.gate
 
     def common_bytes(self, *more) -> int:
-        """The largest access, in bytes, for which all rows (also those of `more`) are aligned."""
+        """The most bytes that kernels may copy at a time of all rows, also of those of `more`."""
         copied = [x for name, x in self.arrays.items() if name != "beta" and (name != "g" or self.rule != GATED_DELTA)]
         return common_bytes(*copied, *more)
 
-    def common(self, shape, *arrays) -> dict:
-        """The arguments that all kernels of a call take; `arrays`: those they access by rows beside the inputs."""
-        how = {"group": self.group, "scale": self.problem.scale, "normalized": self.normalized, "shape": shape}
-        return how | {"bytes": self.common_bytes(*arrays)}
+    def common_args(self, shape, *arrays) -> dict:
+        """The arguments that all kernels of a call have; `arrays`: those that they read or write by rows besides the
+        inputs."""
+        args = {"group": self.group, "scale": self.problem.scale, "normalized": self.normalized, "shape": shape}
+        return args | {"bytes": self.common_bytes(*arrays)}
 
     def of_heads(self, first, heads) -> dict:
-        """The arrays of `heads` value heads from head `first` on."""
-        return {name: self.some_heads(name, x, first, heads) for name, x in self.arrays.items()}
+        """`arrays` for `heads` heads of values from head `first` on."""
+        return {name: self.part_of(name, x, first, heads) for name, x in self.arrays.items()}
 
-    def some_heads(self, name, x, first, heads):
-        """The part of array `name` that belongs to these value heads: their key heads, if it is one of KEYS."""
+    def part_of(self, name, x, first, heads):
+        """The part of an array x, which kernels name so, for these heads of values or for the heads of keys that these
+        share."""
         if x.shape[1] == 1:
             return x
-        by = self.group if name in KEYS else 1
-        return x[:, first // by : (first + heads) // by]
+        sharing = self.group if name in KEY_ARRAYS else 1
+        return x[:, first // sharing : (first + heads) // sharing]
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -136,16 +137,15 @@ class TokenByToken:
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut = CutByToken(problem, device, inputs.instance, problem.sizes["H"])
-        read = inputs.arrays | inputs.common(cut.shape(draft)) | {"initial": draft.initial(problem)}
+        read = inputs.arrays | inputs.common_args(cut.shape(draft)) | {"initial": draft.initial(problem)}
         launch_by_token(draft, cut.forward, read | cut.launch_starts(draft, read), o=o, final=final)
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
 
 
 class InChunks:
-    """The way for half-precision data and at most 128 channels: chunks, on tensor cores.
+    """The way in chunks, on tensor cores of every card: for half-precision data and at most 128 channels.
 
-    A kernel prepares all chunks in parallel; another goes from chunk to chunk. Heads are taken in groups, so that what
-    is passed between both takes at most MOST times the inputs' memory.
+    Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory.
     """
 
     MOST = 2  # 64 channels and columns need 1.7; groups of heads would leave multiprocessors without blocks
@@ -156,25 +156,24 @@ class InChunks:
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        cut = Cut(problem, device)
-        prepare, initial = cut.prepare, draft.initial(problem)
+        cut, initial = CutInChunks(problem, device), draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
-        bytes_of_a_head = B * shape.NC * cut.walk.prepared_bytes
+        head_bytes = B * shape.NC * cut.walk.prepared_bytes
         most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        at_once = group * heads_at_once(H // group, group * bytes_of_a_head, most_bytes)
-        prepared = draft.empty((at_once * bytes_of_a_head,), BYTES)
-        of_prepare = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
+        at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
+        prepared = draft.empty((at_once * head_bytes,), BYTES)
+        prepare_args = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
         if inputs.rule != DPLR:
-            of_prepare |= {"group": group, "normalized": inputs.normalized}
-        of_scan = {"scale": problem.scale, "prepared": prepared, "bytes": inputs.common_bytes(o)}
+            prepare_args |= {"group": group, "normalized": inputs.normalized}
+        walk_args = {"scale": problem.scale, "prepared": prepared, "bytes": inputs.common_bytes(o)}
         for first in range(0, H, at_once):
             heads = slice(first, min(H, first + at_once))
-            of_heads = replace(shape, H=heads.stop - first)
-            arrays = inputs.of_heads(first, of_heads.H)
+            part_shape = replace(shape, H=heads.stop - first)
+            arrays = inputs.of_heads(first, part_shape.H)
             states = {name: None if x is None else x[:, heads] for name, x in (("initial", initial), ("final", final))}
             v = arrays.pop("v")
-            draft.launch(prepare, B * of_heads.H * shape.NC, **arrays, **of_prepare, shape=of_heads)
-            cut.launch_walk(draft, of_heads, {"v": v} | of_scan, states, {"o": o[:, heads]})
+            draft.launch(cut.prepare, B * part_shape.H * shape.NC, **arrays, **prepare_args, shape=part_shape)
+            cut.launch_walk(draft, part_shape, {"v": v} | walk_args, states, {"o": o[:, heads]})
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
 
 
@@ -183,87 +182,92 @@ FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 def plan_vjp(problem, device, do, dht, saved=()):
-    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None)."""
-    ways = {declarations.KDA: KdaGradientsInChunks, declarations.RWKV7: DplrGradientsInChunks}
-    in_chunks = ways.get(problem.op, GradientsInChunks)
-    way = GradientsByToken if why_no_gradients_in_chunks(problem, device) else in_chunks
-    return way(problem, device, do, dht).plan()
+    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`
+    is always empty: plans of calls save nothing."""
+    in_chunks = {declarations.KDA: KdaGradientsInChunks, declarations.RWKV7: DplrGradientsInChunks}
+    reason = why_not_in_chunks(problem, device, gradient=True)
+    way = in_chunks.get(problem.op, GradientsInChunks) if reason is None else GradientsByToken
+    return replace(way(problem, device, do, dht).plan(), reasons={} if reason is None else {IN_CHUNKS: reason})
 
 
 class Gradients:
-    """The plan of a call's gradients.
-
-    A subclass's `launch` adds the launches for some heads to the draft. Its `bytes_of_heads` are those that kernels
-    pass to each other, for the heads of values that share a head of keys.
+    """The plan of a call's gradients; each subclass has one way to compute them.
 
     Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory.
+
+    states : {"initial", "dht", "dh0"}: the initial state, the final state's gradient, the memory for dh0
+    gradients : {the kernels' name of an input: the memory for its gradient}
     """
 
     MOST = 1
-    kernel: GradientKernel  # the last kernel of a group, which computes most gradients
+    kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
 
     def __init__(self, problem, device, do, dht):
-        self.problem, self.device, draft = problem, device, Draft()
-        reason = why_no_gradients_in_chunks(problem, device)
-        self.against = {} if reason is None else {IN_CHUNKS: reason}
-        self.draft, self.inputs = draft, Inputs(draft, problem)
+        self.problem, self.device, self.draft = problem, device, Draft()
+        draft = self.draft
+        self.inputs = Inputs(draft, problem)
         self.do, dht = draft.cotangents(problem, do, dht)
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
-        self.gradients = {name: draft.like(problem[own]) for name, own in self.inputs.names.items()}
+        self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
+
+    def bytes_between_kernels(self) -> int:
+        """Bytes of the arrays passed between kernels, for the heads of values that share a head of keys."""
+        raise NotImplementedError
+
+    def launch(self, first, heads):
+        """Adds to the draft the launches for `heads` heads of values from head `first` on."""
+        raise NotImplementedError
 
     def plan(self):
         inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
         most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        heads = group * heads_at_once(H // group, self.bytes_of_heads(), most_bytes)
+        heads = group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         results = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
-        return self.draft.plan(results, tiles=self.tiles, against=self.against)
+        return self.draft.plan(results, tiles=self.tiles)
 
     def of_heads(self, first, heads):
-        """(initial, dht and dh0; do and dv): the parts of `heads` value heads from head `first` on."""
+        """(the parts of `states`, of do, and of dv) for `heads` heads of values from head `first` on."""
 
         def part(x):
             return None if x is None else x[:, first : first + heads]
 
-        states = {name: part(x) for name, x in self.states.items()}
-        return states, {"do_": part(self.do), "dv": part(self.gradients["v"])}
+        return {name: part(x) for name, x in self.states.items()}, part(self.do), part(self.gradients["v"])
 
 
 class GradientsByToken(Gradients):
-    """The gradients of any call, token by token backwards in time, from states that a forward pass stores."""
+    """The gradients of any call, token by token backwards in time, from states that a forward walk stores."""
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
         self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
-        self.tiles = self.kernel.tiles
 
-    def bytes_of_heads(self):
-        return self.kernel.kept_bytes(self.problem, self.inputs)
+    def bytes_between_kernels(self):
+        return self.kernel.bytes_between_kernels(self.problem, self.inputs.group)
 
     def launch(self, first, heads):
-        """Launches the forward pass, the gradients, and the sums of those that several blocks compute parts of."""
+        """Launches the forward walk, the backward walk, and the sums of what its blocks compute parts of."""
         draft, problem, inputs, kernel = self.draft, self.problem, self.inputs, self.kernel
-        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V = problem.shape("B T K V")
         cut = CutByToken(problem, self.device, inputs.instance, heads, kernel)
         self.tiles, shape = kernel.tiles | cut.tiles, cut.shape(draft)
         tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
-        dv = columns.pop("dv")
-        read = arrays | inputs.common(shape, self.do) | columns | states
+        read = arrays | inputs.common_args(shape, self.do) | {"do_": do} | states
         read |= cut.launch_starts(draft, read)
         kept = draft.empty((B, heads, shape.NC, K, V), real)
         launch_by_token(draft, cut.forward, read, kept=kept)
 
-        parts = draft.empty((len(kernel.kinds), tiles, B, heads, T, K), real)
+        parts = draft.empty((len(kernel.channel_gradients), tiles, B, heads, T, K), real)
         token_parts = draft.empty((2, tiles, B, heads, T), real)
         launch_by_token(draft, kernel, read, dv=dv, kept=kept, parts=parts, token_parts=token_parts)
-        for part, kind in enumerate(kernel.kinds):
-            total = inputs.some_heads(kind, self.gradients[kind], first, heads)
-            add_up(draft, parts[part], total, arrays[kind] if inputs.normalized and kind in "qk" else None)
+        for part, name in enumerate(kernel.channel_gradients):
+            total = inputs.part_of(name, self.gradients[name], first, heads)
+            sum_parts(draft, parts[part], total, arrays[name] if inputs.normalized and name in "qk" else None)
         for part, name in enumerate(("beta", "g")):
-            if name in self.gradients and name not in kernel.kinds:
+            if name in self.gradients and name not in kernel.channel_gradients:
                 total = draft.empty((B, heads, T), real)
                 sum_arrays(draft, token_parts[part], total)
                 draft.copy(total, self.gradients[name][:, first : first + heads])
@@ -272,115 +276,98 @@ class GradientsByToken(Gradients):
 class GradientsInChunks(Gradients):
     """The gradients in chunks.
 
-    A first kernel prepares all chunks in parallel. A second goes from chunk to chunk in both directions, and stores the
-    states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
+    A first kernel prepares all chunks in parallel. A second one walks from chunk to chunk in both directions; it stores
+    the states, each token's residual (v minus what its key reads) and its gradient, and dv. A last kernel computes the
+    other gradients of all chunks in parallel.
     """
 
     MOST = 6  # 128 channels and columns need 5.1; groups of heads would leave multiprocessors without blocks
-    residuals = ("e", "w")  # the last kernel's names of a token's residual, and of its gradient
+    RESIDUALS = ("e", "w")  # the last kernel's names of the residual and of its gradient
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
-        self.kernel, self.cut = self.last_kernel(), Cut(problem, device, gradient=True)
+        self.kernel, self.cut = self.last_kernel(), CutInChunks(problem, device, gradient=True)
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
 
     def last_kernel(self):
         return DeltaBackwardChunks(self.problem.dtype, self.inputs.gate, TILES[self.problem.sizes["K"] > TILES[0]])
 
-    def bytes_of_heads(self):
-        inputs = self.inputs
-        return self.walk.kept_bytes(self.problem, inputs.group) + self.kernel.parts_bytes(self.problem, inputs)
+    @property
+    def has_parts(self) -> bool:
+        """Whether the last kernel writes float32 terms of dq and dk, which `DeltaSumParts` adds up."""
+        return self.inputs.group > 1
+
+    def bytes_between_kernels(self):
+        group, (B, T, K) = self.inputs.group, self.problem.shape("B T K")
+        parts = 2 * FLOAT32.itemsize * B * group * T * K if self.has_parts else 0
+        return self.walk.bytes_between_kernels(self.problem, group) + parts
 
     def launch(self, first, heads):
         draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.cut.prepare
-        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V = problem.shape("B T K V")
         shape = replace(self.cut.shape(draft), H=heads)
-        channels, wide = walk.kept_size(K), walk.kept_size(V)
+        channels, columns = walk.padded_size(K), walk.padded_size(V)
         v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
-        kept = draft.empty((2, B, heads, shape.NC, channels, wide), problem.dtype)
-        numbers = 2 - walk.two  # of a residual
-        residual, dresidual = (draft.empty((B, heads, T, n * wide), problem.dtype) for n in (numbers, 1))
+        kept = draft.empty((2, B, heads, shape.NC, channels, columns), problem.dtype)
+        residual_numbers = 1 if walk.two_writes else 2  # a number and what its rounding has lost
+        residual, dresidual = (draft.empty((B, heads, T, n * columns), problem.dtype) for n in (residual_numbers, 1))
 
-        how = inputs.common(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
-        of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
-        draft.launch(prepare, B * heads * shape.NC, **arrays, **of_prepare, prepared=prepared)
-        written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": columns.pop("dv")}
-        read = {"v": v, "prepared": prepared} | columns | {name: how[name] for name in ("scale", "bytes")}
+        args = inputs.common_args(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
+        prepare_args = {name: x for name, x in args.items() if name in prepare.names} | {"w_scale": problem.scale}
+        draft.launch(prepare, B * heads * shape.NC, **arrays, **prepare_args, prepared=prepared)
+        written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": dv}
+        read = {"v": v, "prepared": prepared, "do_": do} | {name: args[name] for name in ("scale", "bytes")}
         self.cut.launch_walk(draft, shape, read, states, written)
-        found = dict(zip(self.residuals, (residual, dresidual), strict=True)) | {"kept": kept}
-        arguments = arrays | columns | found | how | {"v": v}
-        arguments = {name: x for name, x in arguments.items() if name in self.kernel.names}
-        self.launch_last(first, heads, shape, arguments)
+        args |= arrays | dict(zip(self.RESIDUALS, (residual, dresidual))) | {"kept": kept, "do_": do, "v": v}
+        self.launch_last(first, heads, shape, args)
 
-    def launch_last(self, first, heads, shape, arguments):
-        draft, problem, inputs, kernel, gradients = self.draft, self.problem, self.inputs, self.kernel, self.gradients
-        B, T, K = problem.shape("B T K")
-        float32_gradients = {name: inputs.some_heads(name, gradients[name], first, heads) for name in "qk"}
-        parts = draft.empty((2, B, heads, T, K), FLOAT32) if inputs.group > 1 else None
-        for name in {"beta", "g"} & set(gradients):
-            x = gradients[name][:, first : first + heads]
-            float32_gradients[name] = x if x.dtype == FLOAT32 else draft.empty((B, heads, T), FLOAT32)
-        rows = {"d" + name: x if x.ndim == 4 else x[..., None] for name, x in float32_gradients.items()}
-        draft.launch(kernel, B * heads * shape.NC, **arguments, **rows, parts=parts)
-        if parts is not None:
-            self.add_parts(parts, first, heads)
-        for name in ("beta", "g"):
-            if name in gradients and gradients[name].dtype != FLOAT32:
-                draft.copy(float32_gradients[name], gradients[name][:, first : first + heads])
-
-    def add_parts(self, parts, first, heads):
-        """Launches the sums of dq and dk over the heads of values that share a head of keys."""
-        for part, name in enumerate("qk"):
-            total = self.inputs.some_heads(name, self.gradients[name], first, heads)
-            x = self.inputs.some_heads(name, self.inputs.arrays[name], first, heads)
-            add_up(self.draft, parts[part][None], total, x if self.inputs.normalized else None)
+    def launch_last(self, first, heads, shape, args):
+        """Launches the last kernel, and then the sums and casts of what it writes. `args`: values by name, of which
+        the kernel gets those that it has; this adds its results."""
+        draft, inputs, kernel, (B, T, K) = self.draft, self.inputs, self.kernel, self.problem.shape("B T K")
+        parts = draft.empty((2, B, heads, T, K), FLOAT32) if self.has_parts else None
+        gradients = {name: inputs.part_of(name, x, first, heads) for name, x in self.gradients.items() if name != "v"}
+        written = {}
+        for name, x in gradients.items():
+            dtype = FLOAT32 if x.ndim == 3 else inputs.gate if name == "g" else x.dtype
+            written[name] = x if x.dtype == dtype else draft.empty(x.shape, dtype)
+        args |= {f"d{name}": x if x.ndim == 4 else x[..., None] for name, x in written.items()} | {"parts": parts}
+        blocks = kernel.blocks(B * heads * shape.NC, K)
+        draft.launch(kernel, blocks, **{name: x for name, x in args.items() if name in kernel.names})
+        for part, name in enumerate("qk" if self.has_parts else ""):
+            x = inputs.part_of(name, inputs.arrays[name], first, heads)
+            sum_parts(draft, parts[part][None], gradients[name], x if inputs.normalized else None)
+        for name, x in gradients.items():
+            if written[name] is not x:
+                draft.copy(written[name], x)
 
 
 class DplrGradientsInChunks(GradientsInChunks):
-    """The same for rwkv7, whose last kernel also takes gates of channels and vectors a and b."""
+    """`GradientsInChunks` for rwkv7, which has vectors a and b and gates of channels."""
 
-    residuals = ("u", "du")
+    RESIDUALS = ("u", "du")
 
     def last_kernel(self):
         return DplrBackwardChunks(self.problem.dtype, self.inputs.gate)
 
-    def launch_last(self, first, heads, shape, arguments):
-        gradients = {"d" + name: self.gradients[name][:, first : first + heads] for name in ("q", "k", "a", "b", "g")}
-        blocks = shape.B * heads * shape.NC * self.walk.kept_size(shape.K) // self.kernel.KEPT
-        self.draft.launch(self.kernel, blocks, **arguments, **gradients)
-
 
 class KdaGradientsInChunks(GradientsInChunks):
-    """The same for kda. A block has 64 channels: where queries and keys are divided by their lengths, their gradients
-    are float32 parts, as they are where heads of values share them, and another kernel adds them up."""
+    """`GradientsInChunks` for kda, which has gates of channels. A block has 64 channels, so it cannot compute the
+    pullback of dividing q and k by their lengths: `DeltaSumParts` does, and so needs parts then, too."""
+
+    @property
+    def has_parts(self):
+        return self.inputs.group > 1 or self.inputs.normalized
 
     def last_kernel(self):
         return KdaBackwardChunks(self.problem.dtype, self.inputs.gate)
 
-    def launch_last(self, first, heads, shape, arguments):
-        draft, inputs, (B, T, K) = self.draft, self.inputs, self.problem.shape("B T K")
-        in_parts = inputs.group > 1 or inputs.normalized
-        parts = draft.empty((2, B, heads, T, K), FLOAT32) if in_parts else None
-        own = {name: self.gradients[name][:, first : first + heads] for name in ("g", "beta")}
-        dtypes = {"g": inputs.gate, "beta": FLOAT32}
-        found = {name: x if x.dtype == dtypes[name] else draft.empty(x.shape, dtypes[name]) for name, x in own.items()}
-        written = {"parts": parts, "dg": found["g"], "dbeta": found["beta"][..., None]}
-        for name in "qk":
-            written["d" + name] = None if in_parts else self.gradients[name][:, first : first + heads]
-        blocks = B * heads * shape.NC * self.walk.kept_size(K) // self.kernel.KEPT
-        draft.launch(self.kernel, blocks, **arguments, **written)
-        if in_parts:
-            self.add_parts(parts, first, heads)
-        for name, x in own.items():
-            if found[name] is not x:
-                draft.copy(found[name], x)
 
-
-def add_up(draft, parts, total, normalized):
+def sum_parts(draft, parts, total, normalized):
     """Launches total [B, H, T, K] = the sum of parts [tiles, B, heads, T, K] over tiles and heads of a group.
 
-    `normalized`: q or k, if the forward pass divided its rows by their norms; the kernel then applies the pullback of
+    `normalized`: q or k, if the forward pass divided its rows by their lengths; the kernel then applies the pullback of
     this division to the sum. None otherwise.
     """
     kernel, (tiles, _, heads, T, K), (B, H) = DeltaSumParts(total.dtype), parts.shape, total.shape[:2]

@@ -1,17 +1,45 @@
-"""The delta rule by Hopper's own kernels: a gate for all channels of a token, or none."""
+"""The delta rule by Hopper's own kernel: without gates, or with one that the channels of a token share."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy as np
+
 from ...declarations import DELTA_RULE, GATED_DELTA_RULE
-from .delta_hopper_kernels import DeltaScalarForwardSm90
-from .delta_segments import Cut
-from .gated_kernels import PANEL, TILES
-from .kernel import HALF
+from .arguments import members
+from .delta_segments import CutInChunks
+from .gated_kernels import PANEL, SM90, TILES
+from .kernel import HALF, TiledKernel
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
 
 
+class DeltaScalarForwardSm90(TiledKernel):
+    """The forward pass of the delta rule without gates, or with one that the channels of a token share."""
+
+    file = "delta/sm90/scalar_forward"
+    arguments = members(
+        "maps+rows q k v o, rows? g, rows beta, shape, pointers? initial final, "
+        "integers group state_k state_v wide_gate wide_beta normalized, reals scale"
+    )
+    shared = ("Shared<{dtype}, {BK}, {BV}>",)
+    arch = SM90
+    CHUNK: ClassVar[int] = 32
+    dtype: np.dtype
+    BK: int
+    BV: int
+
+    @property
+    def threads(self):
+        return 2 * self.BV + 256
+
+    @property
+    def resident(self):
+        return 2 if self.BK + self.BV == 128 else 1
+
+
 def why_no_chunks(problem) -> str | None:
-    """Why no card computes a call in chunks, whatever its gates are; None where one may."""
+    """Why no card can compute a call in chunks, whatever its gates are; None if some can."""
     if problem.mode == "recurrent":
         return "mode='recurrent' is token by token"
     if problem.dtype not in HALF:
@@ -22,10 +50,10 @@ def why_no_chunks(problem) -> str | None:
 
 
 class ScalarOnHopper:
-    """A call in half precision whose tensor maps Hopper's kernel can have."""
+    """The way by Hopper's own kernel, for half-precision data that tensor maps can describe. It cuts no sequences."""
 
     name = "by Hopper's own kernel"
-    CHUNK_TIME = 1.45  # microseconds of a chunk, one after the other, where each block has a multiprocessor of an H200
+    CHUNK_TIME = 1.45  # microseconds per chunk of a block that has a multiprocessor of an H200 for itself
 
     @staticmethod
     def why_not(problem, device) -> str | None:
@@ -37,9 +65,9 @@ class ScalarOnHopper:
             return reason
         if not mappable_once_copied([problem[name] for name in "qkv"]):
             return "rows are no whole pieces of 16 bytes, or there are none"
-        (N, H, V), cut = problem.shape("N H V"), Cut(problem, device)
+        (N, H, V), cut = problem.shape("N H V"), CutInChunks(problem, device)
         few = N * H * ceil_div(V, PANEL) <= device.multiprocessors
-        if few and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.whole_time:
+        if few and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.pass_time:
             return f"few heads of long sequences are faster in {cut.segments} segments"
         return None
 
@@ -56,31 +84,35 @@ class ScalarOnHopper:
 
 
 def forward_kernel(dtype, shape, multiprocessors) -> DeltaScalarForwardSm90:
-    """With 64 columns a block where all of these have a multiprocessor each."""
-    few = heads_of(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
+    """The instance with 64 columns per block if each of these blocks has a multiprocessor for itself, else with 128."""
+    few = all_heads(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
     return DeltaScalarForwardSm90(dtype, TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few])
 
 
-def heads_of(shape) -> int:
-    """Of all sequences."""
+def all_heads(shape) -> int:
+    """The heads of all sequences."""
     return shape.B * shape.count * shape.H
 
 
-def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, turned=False, normalized=False):
-    """o of `tokens` q, k, v, g or None, and beta; `shape` has the heads of v. States are [N, H, K, V] in float32, or
-    `turned` [N, H, V, K]."""
+def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, transposed=False, normalized=False):
+    """Launches the kernel of o.
+
+    tokens : (q, k, v, g or None, beta); the heads of `shape` are those of v
+    initial, final : float32 states [N, H, K, V], or [N, H, V, K] if `transposed`
+    normalized : whether q and k are to be divided by their lengths
+    """
     q, k, v, g, beta = tokens
-    boxes = {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in zip("qkvo", (q, k, v, o))}
-    rows = {f"{name}_rows": box.array for name, box in boxes.items()}
+    maps = {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in zip("qkvo", (q, k, v, o))}
+    rows = {f"{name}_rows": tensor_map.array for name, tensor_map in maps.items()}
     draft.launch(
         kernel,
-        heads_of(shape) * ceil_div(shape.V, kernel.BV),
-        **{**boxes, **rows, "shape": shape, "scale": scale, "initial": initial, "final": final},
+        all_heads(shape) * ceil_div(shape.V, kernel.BV),
+        **{**maps, **rows, "shape": shape, "scale": scale, "initial": initial, "final": final},
         g=None if g is None else g[..., None],
         beta=beta[..., None],
         group=shape.H // q.shape[1],
-        state_k=1 if turned else shape.V,
-        state_v=shape.K if turned else 1,
+        state_k=1 if transposed else shape.V,
+        state_v=shape.K if transposed else 1,
         wide_gate=g is None or g.dtype == FLOAT32,
         wide_beta=beta.dtype == FLOAT32,
         normalized=normalized,

@@ -1,4 +1,8 @@
-"""Instances of the kernels of the delta rules."""
+"""Kernel classes of the delta rules; `gated_kernels` explains such classes.
+
+The kernels compute a head of values at a time; `group` of these share a head of queries and keys. A *walk* is a kernel
+whose blocks go from chunk to chunk, or from token to token, and hold the state, or its gradient, in registers.
+"""
 
 from __future__ import annotations
 
@@ -11,58 +15,64 @@ from .gated_kernels import TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import ceil_div
 
-GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
-READ = members(
-    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes, "
-    "pointers? starts, integers P"
-)
+GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
 
-class DeltaKernel(Kernel):
-    """A kernel for data of a dtype, whose gates, and what says how strongly tokens are written, have another."""
+# -- in chunks ---------------------------------------------------------------------------------------------------------
+class DeltaPrepare(Kernel):
+    """What each chunk does to a state, for a walk, if the channels of a token share a gate."""
 
-    threads = 128
-    rule: str
+    file = "delta/prepare"
+    arguments = members(
+        "rows q k g beta, pointers prepared, shape, integers group, reals w_scale, integers normalized bytes"
+    )
+    shared = ("Shared<{dtype}, {BK}>",)
     dtype: np.dtype
     gate: np.dtype
+    BK: int
+    gradient: bool  # whether for a walk in both directions
 
     @property
-    def real(self) -> int:
-        """Bytes of a number that is computed."""
-        return 8 if self.dtype == DOUBLE else 4
+    def threads(self):
+        return 2 * self.BK
 
-    def tokens_bytes(self, tokens, BK, BV, columns=1) -> int:
-        """Shared memory of so many tokens, with so many arrays that have a number for each column."""
-        own, gated = self.rule == DPLR, self.rule != GATED_DELTA
-        wide = (2 + 2 * own) * BK + columns * BV
-        return tokens * (wide * self.dtype.itemsize + gated * BK * self.gate.itemsize) + 16 * (
-            2 * (not own) + (not gated)
-        )
 
-    def looks_bytes(self, tokens, BK) -> int:
-        """That of what is known of them."""
-        return (tokens * BK * self.real if self.rule != GATED_DELTA else 16) + tokens * 6 * self.real
+class DeltaChannelPrepare(DeltaPrepare):
+    """`DeltaPrepare` for a gate of every channel."""
+
+    file = "delta/channel_prepare"
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
+
+
+class DeltaDplrPrepare(DeltaPrepare):
+    """`DeltaPrepare` for RWKV-7, which erases along the vectors a and b."""
+
+    file = "delta/dplr_prepare"
+    arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
 
 
 class Walk(TiledKernel):
-    """A walk over states, from what another kernel has prepared for each chunk."""
+    """The base of walks from chunk to chunk, which read what a kernel such as `DeltaPrepare` has prepared."""
 
     CHUNK: ClassVar[int] = 32
+    shared = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}>",)
     dtype: np.dtype
     BK: int
     BV: int
-    two: bool  # whether a token writes its value and what the state returns by keys of their own: Dplr
-    stages: int  # chunks that are in shared memory at once
-    outputs: bool = True  # whether outputs are computed, not what segments do to states
+    two_writes: bool  # whether a token writes v along k, and what it read from the state along b, as in RWKV-7
+    stages: int  # chunks that are in shared memory at a time
+    outputs: bool = True  # False: the kernel computes what segments do to a state instead, see `CutInChunks`
 
     @classmethod
     def fitting(cls, dtype, K, V, rule, heads, device):
-        """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
-        BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
-        BV = TILES[V > TILES[0] and enough]
-        tiles = (BV, 3), (BV, 2), (TILES[0], 2)
-        kernels = [cls(dtype, BK, *tile, rule == DPLR, stages) for *tile, stages in tiles]
-        return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
+        """The instance with 128 columns per block if so wide blocks still fill half of the card, else with 64; and with
+        three stages if shared memory suffices, else two."""
+        BK, fill_half = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
+        BV = TILES[V > TILES[0] and fill_half]
+        sizes = (BV, 3), (BV, 2), (TILES[0], 2)
+        kernels = [cls(dtype, BK, width, rule == DPLR, stages) for width, stages in sizes]
+        return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
     def threads(self):
@@ -74,105 +84,49 @@ class Walk(TiledKernel):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of a chunk as it is prepared."""
+        """Bytes of one prepared chunk: those of a stage without the chunk's v."""
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
 class DeltaScan(Walk):
-    """Outputs and final states."""
+    """The forward walk: o and the final states."""
 
     file = "delta/scan"
     arguments = members(
         "rows v, rows? o initial final, pointers? starts F, pointers prepared, shape, integers P, reals scale, "
         "integers bytes"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
     directions: ClassVar[int] = 1
 
 
 class DeltaBackwardStates(Walk):
-    """States before all chunks, gradients of those after them, residuals and their gradients, and dv."""
+    """The walks in both directions: the states before all chunks, the gradients of the states after them, each token's
+    `residual` (v minus what its key reads) and its gradient, and dv."""
 
     file = "delta/backward_states"
     arguments = members(
         "rows v do_, rows? initial dht dh0 dv residual dresidual, pointers? kept starts F, pointers prepared, shape, "
         "integers P, reals scale, integers bytes"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
     directions: ClassVar[int] = 2
-    KEPT: ClassVar[int] = 64  # states have multiples of so many channels and columns in memory
+    MULTIPLE: ClassVar[int] = 64
 
-    def kept_size(self, size) -> int:
-        """Channels or columns of what is kept, of so many."""
-        return ceil_div(size, self.KEPT) * self.KEPT
+    def padded_size(self, size) -> int:
+        """The channels or columns of the arrays that the walks write, for `size` of a state: a multiple of MULTIPLE."""
+        return ceil_div(size, self.MULTIPLE) * self.MULTIPLE
 
-    def kept_bytes(self, problem, group) -> int:
-        """Of what is prepared and kept for `group` heads: images, states before and behind chunks, residuals in
-        two numbers, and their gradients."""
+    def bytes_between_kernels(self, problem, group) -> int:
+        """Bytes of what the kernel reads and writes of `group` heads besides inputs and results: prepared chunks,
+        states and their gradients, residuals in two numbers, and the residuals' gradients."""
         B, T, K, V = problem.shape("B T K V")
-        states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
-        kept = self.dtype.itemsize * self.kept_size(V) * (states + 3 * T)
-        return B * group * (kept + ceil_div(T, self.CHUNK) * self.prepared_bytes)
+        chunks = ceil_div(T, self.CHUNK)
+        rows = 2 * chunks * self.padded_size(K) + 3 * T
+        return B * group * (self.dtype.itemsize * self.padded_size(V) * rows + chunks * self.prepared_bytes)
 
 
-class DeltaJoinSegments(Kernel):
-    """The states from which segments start, in each direction, from what segments do to states."""
-
-    file = "delta/join_segments"
-    shared = ("Shared<{dtype}, {BK}>",)
-    arguments = members("pointers F starts, integers N P H K V")
-    dtype: np.dtype  # of states
-    BK: int
-    BV: ClassVar[int] = 16
-
-    @property
-    def threads(self):
-        return 2 * self.BK
-
-
-class DeltaPrepare(Kernel):
-    """What a chunk does to states, under a gate for all channels of a token."""
-
-    file = "delta/prepare"
-    arguments = members(
-        "rows q k g beta, pointers prepared, shape, integers group, reals w_scale, integers normalized bytes"
-    )
-    shared = ("Shared<{dtype}, {BK}>",)
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-    gradient: bool  # whether for walks in both directions
-
-    @property
-    def threads(self):
-        return 2 * self.BK
-
-
-class DeltaChannelPrepare(DeltaPrepare):
-    """The same under a gate for every channel."""
-
-    file = "delta/channel_prepare"
-    shared = ("Shared<{dtype}, {gate}, {BK}>",)
-
-
-class DeltaDplrPrepare(DeltaPrepare):
-    """The same of a rule that erases by keys of its own."""
-
-    file = "delta/dplr_prepare"
-    arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
-    shared = ("Shared<{dtype}, {gate}, {BK}>",)
-
-
-class GradientKernel(Kernel):
-    """The kernel of a way to compute gradients which does most of it."""
-
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of what is kept between the way's kernels, for the heads that share a head of keys."""
-        raise NotImplementedError
-
-
-class DeltaBackwardChunks(GradientKernel):
-    """What stays within a chunk of them."""
+class DeltaBackwardChunks(Kernel):
+    """dq, dk, dbeta and dg of each chunk, from what `DeltaBackwardStates` wrote, if the channels of a token share a
+    gate. If heads of values share a head of keys, it writes a term of dq and dk for each of the former (`parts`)."""
 
     file = "delta/backward_chunks"
     arguments = members(
@@ -180,8 +134,8 @@ class DeltaBackwardChunks(GradientKernel):
         "integers group, reals scale, integers normalized bytes"
     )
     shared = ("Shared<{dtype}, {BK}>",)
-    constants: ClassVar[tuple] = (("COLUMNS", "KEPT"),)
-    KEPT: ClassVar[int] = 64  # columns of states that are there at once
+    constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
+    COLUMNS: ClassVar[int] = 64  # columns of a state that are in shared memory at a time
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     gate: np.dtype
@@ -195,41 +149,41 @@ class DeltaBackwardChunks(GradientKernel):
     def resident(self):
         return 2
 
+    def blocks(self, chunks, K) -> int:
+        """Blocks for so many chunks, counted over all heads."""
+        return chunks
+
     @property
     def tiles(self):
         return {"BK": self.BK, "chunk": self.CHUNK}
 
-    def parts_bytes(self, problem, inputs) -> int:
-        """Of parts of gradients, for the heads of values that share a head of keys."""
-        B, T, K = problem.shape("B T K")
-        return B * inputs.group * T * 8 * K if inputs.group > 1 else 0
 
-
-class DplrBackwardChunks(GradientKernel):
-    """What stays within a chunk of them, a block for every KEPT channels."""
+class DplrBackwardChunks(Kernel):
+    """`DeltaBackwardChunks` for RWKV-7: dq, dk, da, db and dg of each chunk, TILE channels per block."""
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
         "rows q a k b do_ du v u g, pointers kept, rows dq dk da db dg, shape, reals scale, integers bytes"
     )
     shared = ("Shared<{dtype}, {gate}>",)
-    constants: ClassVar[tuple] = (("KEPT", "KEPT"),)
-    KEPT: ClassVar[int] = 64  # channels, and columns, of states that are there at once
+    constants: ClassVar[tuple] = (("KEPT", "TILE"),)
+    TILE: ClassVar[int] = 64  # channels of a block, and columns of a state that are in shared memory at a time
     CHUNK: ClassVar[int] = 32
     threads = 128
     dtype: np.dtype
     gate: np.dtype
 
+    def blocks(self, chunks, K) -> int:
+        return chunks * ceil_div(K, self.TILE)
+
     @property
     def tiles(self):
-        return {"BK": self.KEPT, "chunk": self.CHUNK}
-
-    def parts_bytes(self, problem, inputs) -> int:
-        return 0
+        return {"BK": self.TILE, "chunk": self.CHUNK}
 
 
 class KdaBackwardChunks(DplrBackwardChunks):
-    """What stays within a chunk of them."""
+    """`DeltaBackwardChunks` for a gate of every channel, TILE channels per block. It writes `parts` also if queries and
+    keys are divided by their lengths."""
 
     file = "delta/kda_backward_chunks"
     arguments = members(
@@ -237,12 +191,26 @@ class KdaBackwardChunks(DplrBackwardChunks):
         "reals scale, integers normalized bytes"
     )
 
-    def parts_bytes(self, problem, inputs) -> int:
-        B, T, K = problem.shape("B T K")
-        return B * inputs.group * T * 8 * K if inputs.group > 1 or inputs.normalized else 0
+
+# -- token by token ----------------------------------------------------------------------------------------------------
+READ = members(
+    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes, "
+    "pointers? starts, integers P"
+)
+
+
+class DeltaKernel(Kernel):
+    """The base of kernels that go token by token; `gate` is the dtype of gates and of beta."""
+
+    threads = 128
+    rule: str
+    dtype: np.dtype
+    gate: np.dtype
 
 
 class DeltaRecurrentForward(DeltaKernel):
+    """The forward walk: o and final states, or `kept`, the states before every few tokens, or what segments do (F)."""
+
     file = "delta/recurrent_forward"
     arguments = READ + members("rows? o final, pointers? kept F")
     shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
@@ -253,13 +221,15 @@ class DeltaRecurrentForward(DeltaKernel):
 
     @classmethod
     def fitting(cls, rule, dtype, gate, K, V, heads, multiprocessors):
-        """With as many columns a lane as leave blocks for half of the card, or else with one."""
+        """The instance with the most columns per lane whose blocks still fill half of the card, else with the fewest.
+        `heads`: those of all segments."""
         kernels = [cls(rule, dtype, gate, channels(K), columns) for columns in cls.widths(dtype)]
-        return next((x for x in kernels if 2 * heads * ceil_div(V, x.BV) >= multiprocessors), kernels[-1])
+        filling = (kernel for kernel in kernels if 2 * heads * ceil_div(V, kernel.BV) >= multiprocessors)
+        return next(filling, kernels[-1])
 
     @staticmethod
     def widths(dtype):
-        """The possible `columns`: numbers of float64 leave registers for one."""
+        """The possible `columns`. In float64, registers hold one column only."""
         return (1,) if dtype == DOUBLE else (4, 1)
 
     @property
@@ -267,75 +237,57 @@ class DeltaRecurrentForward(DeltaKernel):
         return self.threads * self.CHANNELS // self.BK * self.columns
 
     @property
-    def shared_bytes(self):
-        tokens = (16 if self.BK > 128 else 32) // self.dtype.itemsize
-        return 2 * self.tokens_bytes(tokens, self.BK, self.BV) + self.looks_bytes(tokens, self.BK)
-
-    @property
     def tiles(self):
         return {"BK": self.BK, "BV": self.BV}
 
 
-class DeltaRecurrentBackward(DeltaKernel, GradientKernel):
-    """Gradients token by token, from states that the forward kernel keeps every TOKENS tokens."""
+class DeltaRecurrentBackward(DeltaKernel):
+    """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens. A
+    block has BV columns, and writes its terms of sums over columns to `parts` and `token_parts`."""
 
     file = "delta/recurrent_backward"
     arguments = READ + members("rows do_, rows? dv dht dh0, pointers? kept parts token_parts")
     shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
     BK: int
     TOKENS: int
-    outputs: bool = True  # whether gradients are computed, not what segments do to gradients of states
+    outputs: bool = True  # False: the kernel computes what segments do to a state's gradient instead
 
     @classmethod
     def fitting(cls, rule, dtype, gate, K, shared):
-        """With as many tokens as a block's `shared` bytes of shared memory have room for."""
-        kernels = [cls(rule, dtype, gate, channels(K), tokens) for tokens in (8, 4, 2, 1)]
-        return next(x for x in kernels if x.shared_bytes <= shared)
+        """The instance with the most tokens whose shared memory is at most `shared` bytes."""
+        kernels = (cls(rule, dtype, gate, channels(K), tokens) for tokens in (8, 4, 2, 1))
+        return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
 
     @property
-    def columns(self):
-        """Of a warp, whose lanes have all channels."""
-        return 2048 // self.real // self.BK
+    def number_bytes(self) -> int:
+        """Bytes of a number of the arithmetic: float64 for float64 data, else float32."""
+        return 8 if self.dtype == DOUBLE else 4
 
     @property
     def BV(self):
-        return self.columns * self.threads // 32
+        columns_of_warp = 2048 // self.number_bytes // self.BK  # a warp's lanes hold all channels of them
+        return columns_of_warp * self.threads // 32
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The gradients with a number for each channel, which are sums over columns."""
+    def channel_gradients(self) -> tuple[str, ...]:
+        """The arrays whose gradients have a number for each channel; these are sums over columns."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before chunks, and of parts of gradients."""
-        T, K, V = problem.shape("T K V")
-        states = K * V / self.TOKENS
-        parts = ceil_div(V, self.BV) * len(self.kinds) * K
-        return int(problem.sizes["B"] * inputs.group * T * (states + parts) * self.real)
-
-    @property
-    def shared_bytes(self):
-        each = self.BK // 32
-        kept = max(each * self.columns, len(self.kinds) * each) * self.threads * self.real
-        numbers = self.BV + 2 * self.threads // 32
-        tokens = self.tokens_bytes(self.TOKENS, self.BK, self.BV, columns=2)
-        return tokens + self.TOKENS * (kept + numbers * self.real) + self.looks_bytes(self.TOKENS, self.BK)
+    def bytes_between_kernels(self, problem, group) -> int:
+        """Bytes of the stored states and of `parts`, for `group` heads."""
+        B, T, K, V = problem.shape("B T K V")
+        parts = ceil_div(V, self.BV) * len(self.channel_gradients) * K
+        return int(B * group * T * (K * V / self.TOKENS + parts) * self.number_bytes)
 
     @property
     def tiles(self):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.TOKENS}
 
 
-class DeltaSumParts(Kernel):
-    """The gradient of rows of queries, keys or gates: the sum of what tiles of columns, and heads of values, have."""
-
-    file = "delta/sum_parts"
-    arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
-    threads = 128
-    dtype: np.dtype
-
-
 class DeltaStep(Kernel):
+    """One token of each sequence: o and the new state. `slots`: the row of `state` that each sequence uses, or null if
+    these are 0 ... B - 1; `pieces`: whether rows of the state allow accesses of 16 bytes."""
+
     file = "delta/step"
     arguments = members(
         "rows q k v, rows? a b, rows g, rows? beta, rows o state, pointers? slots, integers H K V group, reals scale, "
@@ -343,15 +295,35 @@ class DeltaStep(Kernel):
     )
     shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)
     threads = 256
-    BV: ClassVar[int] = 64  # columns of V a block
+    BV: ClassVar[int] = 64  # columns of the state per block
     rule: str
     dtype: np.dtype
     gate: np.dtype
     state: np.dtype
     BK: int
 
+
+# -- both --------------------------------------------------------------------------------------------------------------
+class DeltaJoinSegments(Kernel):
+    """The states at the starts of segments, and their gradients at the ends, from what segments do (`CutInChunks`)."""
+
+    file = "delta/join_segments"
+    shared = ("Shared<{dtype}, {BK}>",)
+    arguments = members("pointers F starts, integers N P H K V")
+    dtype: np.dtype  # of states
+    BK: int
+    BV: ClassVar[int] = 16
+
     @property
-    def shared_bytes(self):
-        real, own, gated = 8 if DOUBLE in (self.dtype, self.state) else 4, self.rule == DPLR, self.rule != GATED_DELTA
-        rows = (2 + 2 * own + gated) * self.BK * real + 16 * (2 * (not own) + (not gated))
-        return rows + (2 * self.BV * self.threads // 32 + 6) * real
+    def threads(self):
+        return 2 * self.BK
+
+
+class DeltaSumParts(Kernel):
+    """dx, the sum of `parts` over tiles of columns and over the heads of values of a group. `x`: q or k if the forward
+    pass divided its rows by their lengths, or null; dx is then the gradient before this division."""
+
+    file = "delta/sum_parts"
+    arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
+    threads = 128
+    dtype: np.dtype

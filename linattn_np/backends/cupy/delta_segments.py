@@ -1,4 +1,15 @@
-"""How the walks over a delta rule's states are cut into segments, on every card, and the kernels they take."""
+"""How the walks of a delta rule (see `delta_kernels`) are cut into segments, and which kernels they take.
+
+Few heads leave multiprocessors idle, as one block computes all tokens of its columns of a head. Then sequences are cut
+into segments. A segment changes the state S before it to F S + G, and the gradient C of the state after it to
+F^T C + G': F [K, K] is the result of a walk from the identity with values of zeros; G and G' are the results of walks
+from zeros, or from the sequence's initial state and dht. A first launch computes F, G and G' of all segments, a second
+one joins them to the states and gradients from which segments start, and a third one computes the outputs of all
+segments at the same time. F of a sequence's first and last segment is not needed, nor is G of its last one. Two
+segments are no faster than one.
+
+Sizes: N sequences, H heads of values, K channels, V columns, P segments of a sequence.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +32,12 @@ from .plan import FLOAT32, ceil_div
 
 
 def chunk_kernels(problem, device, gradient, segments=1):
-    """What prepares chunks, and the walk over states, for every card; `gradient`: the walk in both directions."""
-    walk, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
-    heads, rule = walk.directions * N * H * segments, rule_of(problem.op)
-    fitting = walk.fitting(problem.dtype, K, V, rule, heads, device)
-    prepares = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}
-    return prepares[rule](problem.dtype, gate_dtype(problem), fitting.BK, gradient), fitting
+    """(the kernel that prepares chunks, the walk), both portable. `gradient`: whether the walk has both directions."""
+    walk_class, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
+    heads, rule = walk_class.directions * N * H * segments, rule_of(problem.op)
+    walk = walk_class.fitting(problem.dtype, K, V, rule, heads, device)
+    prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
+    return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
 
 
 def rule_of(op):
@@ -37,169 +48,173 @@ def rule_of(op):
 
 
 def gate_dtype(problem):
-    """The dtype in which kernels get gates and write strengths: their own if they share one, else float32."""
+    """The dtype in which kernels read gates and beta: that of the caller's arrays if all have one, else float32."""
     dtypes = {problem[name].dtype for name in (*problem.op.decays, *problem.op.strengths)}
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
-class Cut:
-    """How the walk over states is cut into segments, and the kernels in chunks of a call or of its gradients.
+class SegmentCut:
+    """The base of both cuts, which have `segments`: how many a sequence is cut into."""
 
-    Few heads leave multiprocessors idle, as one block goes through all chunks of 64 or 128 columns of a head. So
-    sequences are cut into segments: a first walk finds what each segment does to a state, and to the gradient of one
-    (F, by a walk whose values are zeros and whose state is the identity at first, and G, by one from a state of zeros).
-    Another kernel joins them to the states from which segments start, and the walk that computes outputs takes all
-    segments at the same time. F of the segments at both ends, and G of the last, are not needed. Times are in
-    microseconds, of an H200.
-    """
+    @property
+    def tiles(self):
+        """The sizes that `explain` shows besides those of kernels."""
+        return {"segments": self.segments} if self.segments > 1 else {}
 
-    PREPARE_TIME = 4.3  # of a multiprocessor's chunk under a gate for all channels of a token
-    CHUNK_TIME, TWO_CHUNKS = 1.0, 1.3  # of 64 columns of a multiprocessor, and of two such at the same time
-    SEGMENT_TIME, MORE_LAUNCHES = 9.0, 12.0  # of a segment as it is joined; of two launches
+    def spans(self, tokens):
+        """The token ranges of all segments, multiples of so many `tokens`; None if sequences are not cut."""
+        return self.problem.spans.segments(self.segments, tokens) if self.segments > 1 else None
+
+
+class CutInChunks(SegmentCut):
+    """How a walk in chunks is cut, and its kernels. Times are in microseconds, fitted to an H200."""
+
+    PREPARE_TIME = 4.3  # to prepare a chunk, on one multiprocessor, if the channels of a token share a gate
+    CHUNK_TIME, TWO_CHUNKS_TIME = 1.0, 1.3  # of a chunk of 64 columns; of two at the same time on one multiprocessor
+    SEGMENT_TIME, LAUNCHES_TIME = 9.0, 12.0  # to join a segment; of the two launches that a cut adds
 
     def __init__(self, problem, device, gradient=False):
         self.problem, self.device = problem, device
         self.prepare, self.walk = chunk_kernels(problem, device, gradient)
         self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), self.walk.CHUNK)
-        self.segments = min((1, *range(3, min(self.chunks // 4, 64) + 1)), key=self.time)  # two would gain nothing
+        self.segments = min((1, *range(3, min(self.chunks // 4, 64) + 1)), key=self.time)
         self.walk = chunk_kernels(problem, device, gradient, self.segments)[1]
 
     def time(self, segments) -> float:
         """An estimate for the walks of a pass that is cut into so many segments."""
         N, H, K, V = self.problem.shape("N H K V")
-        of_F, of_values = ceil_div(K, TILES[0]), self.walk.directions * ceil_div(V, TILES[0])
+        tiles_of_F, tiles_of_V = ceil_div(K, TILES[0]), self.walk.directions * ceil_div(V, TILES[0])
 
-        def of_walk(tiles):
-            twos, one = divmod(ceil_div(N * H * tiles, self.device.multiprocessors), 2)
-            return ceil_div(self.chunks, segments) * (twos * self.TWO_CHUNKS + one * self.CHUNK_TIME)
+        def walk_time(tiles):
+            """Of a walk of so many tiles of 64 columns per sequence and head."""
+            pairs, single = divmod(ceil_div(N * H * tiles, self.device.multiprocessors), 2)
+            return ceil_div(self.chunks, segments) * (pairs * self.TWO_CHUNKS_TIME + single * self.CHUNK_TIME)
 
         if segments == 1:
-            return of_walk(of_values)
-        joined = (segments - 2) * self.SEGMENT_TIME + self.MORE_LAUNCHES
-        return of_walk(segments * of_values) + of_walk((segments - 1) * of_values + (segments - 2) * of_F) + joined
+            return walk_time(tiles_of_V)
+        first_walk = walk_time((segments - 1) * tiles_of_V + (segments - 2) * tiles_of_F)
+        joining = (segments - 2) * self.SEGMENT_TIME + self.LAUNCHES_TIME
+        return walk_time(segments * tiles_of_V) + first_walk + joining
 
     @property
-    def tiles(self):
-        """The sizes that `explain` shows, beside those of kernels."""
-        return {"segments": self.segments} if self.segments > 1 else {}
-
-    @property
-    def whole_time(self) -> float:
-        """An estimate for a pass: what prepares chunks, and the walks."""
+    def pass_time(self) -> float:
+        """An estimate for a pass: the kernel that prepares chunks, and the walks."""
         N, H = self.problem.shape("N H")
         return N * H * self.chunks * self.PREPARE_TIME / self.device.multiprocessors + self.time(self.segments)
 
     def shape(self, draft):
-        spans = self.problem.spans.segments(self.segments, self.walk.CHUNK) if self.segments > 1 else None
-        return draft.shape(self.problem, spans=spans, chunk=self.walk.CHUNK)
+        return draft.shape(self.problem, spans=self.spans(self.walk.CHUNK), chunk=self.walk.CHUNK)
 
     def launch_walk(self, draft, shape, read, states, written):
-        """Launches the walk, and before it what finds the states from which segments start."""
-        (K, V), P, walk, spans = (shape.K, shape.V), self.segments, self.walk, shape.B * shape.count
+        """Launches the walk; and before it, if sequences are cut, what computes the states from which segments start.
+
+        read, states, written : arguments of the walk by name; those of `states` are [N, H, K, V]
+        """
+        (K, V), P, walk, segments = (shape.K, shape.V), self.segments, self.walk, shape.B * shape.count
         read, tiles, starts = read | {"shape": shape, "P": P}, walk.directions * walk.grid(V), None
         if P > 1:
-            F, starts = memory_of_maps(draft, shape, walk.directions, FLOAT32)
-            given = {name: x for name, x in states.items() if name in ("initial", "dht")}
-            blocks = spans * shape.H * (tiles + walk.grid(K))
-            draft.launch(replace(walk, outputs=False), blocks, **read, **given, starts=starts, F=F)
+            F, starts = memory_of_segments(draft, shape, walk.directions, FLOAT32)
+            first_states = {name: x for name, x in states.items() if name in ("initial", "dht")}
+            blocks = segments * shape.H * (tiles + walk.grid(K))
+            draft.launch(replace(walk, outputs=False), blocks, **read, **first_states, starts=starts, F=F)
             join_segments(draft, F, starts, P)
-        draft.launch(walk, spans * shape.H * tiles, **read, **states, **written, starts=starts)
+        draft.launch(walk, segments * shape.H * tiles, **read, **states, **written, starts=starts)
 
 
-def memory_of_maps(draft, shape, directions, dtype):
-    """(F, starts): new arrays for what segments do to states, and for the states from which they start."""
-    spans, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
-    F = draft.empty((spans, H, K, 4 * ceil_div(K, 4)), dtype)
-    return F, draft.empty((directions, spans, H, K, V), dtype)
+def memory_of_segments(draft, shape, directions, dtype):
+    """(F of all segments, `starts`): new arrays. Walks write G to `starts`, in the place of the next segment;
+    `join_segments` overwrites it with the state from which that segment starts."""
+    segments, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
+    F = draft.empty((segments, H, K, 4 * ceil_div(K, 4)), dtype)
+    return F, draft.empty((directions, segments, H, K, V), dtype)
 
 
 def join_segments(draft, F, starts, P):
-    """Launches the kernel that makes the states from which segments start, P a sequence, of what each of them does."""
-    directions, spans, H, K, V = starts.shape
-    join, N = DeltaJoinSegments(starts.dtype, channels(K)), spans // P
+    """Launches the kernel that joins P segments of each sequence; both arrays are those of `memory_of_segments`."""
+    directions, segments, H, K, V = starts.shape
+    join, N = DeltaJoinSegments(starts.dtype, channels(K)), segments // P
     blocks = directions * N * H * ceil_div(V, join.BV)
     draft.launch(join, blocks, F=F, starts=starts, N=N, P=P, H=H, K=K, V=V)
 
 
-class CutByToken:
-    """How walks token by token over some heads of a call are cut into segments: as `Cut`, with one walk a direction.
+class CutByToken(SegmentCut):
+    """How walks token by token over some heads of a call are cut.
 
     instance : the first template arguments of kernels
-    backward : the kernel of gradients, where they are computed
+    heads : how many heads are computed at a time
+    backward : the kernel of gradients, or None for a forward pass
 
-    Times are in microseconds: those of a token are a block's that has a multiprocessor alone, and a multiprocessor's
-    for each of many blocks. They are estimates, not fitted: on an H200 walks take 2 to 10 times as long. Of 26 walks
-    that were timed there, none became slower by the cuts that they choose.
+    Times are in microseconds. A pair is (the time of a token in a block that has a multiprocessor for itself; the time
+    that each of many blocks adds to it on a multiprocessor). They are estimates, not fitted: on an H200 walks take 2 to
+    10 times as long. Of 26 walks that were timed there, none became slower by the cuts that they choose.
     """
 
-    FORWARD = {1: (0.16, 0.08), 4: (0.3, 0.22)}  # by columns of a lane
-    BACKWARD, SUMMARY = (0.6, 0.35), (0.3, 0.15)
-    JOINED, JOINED_CHANNEL, MORE_LAUNCHES = 1.5, 0.03, 15.0  # of a segment as it is joined; of three launches
-    SHORTEST = 32  # tokens of a segment, which has as many as a state has channels, too
-    MOST = 128
-    WORTH = 0.7  # sequences are cut where that takes less than so much of the time
+    FORWARD_TIMES = {1: (0.16, 0.08), 4: (0.3, 0.22)}  # by columns of a lane
+    BACKWARD_TIMES, SUMMARY_TIMES = (0.6, 0.35), (0.3, 0.15)  # of gradients; of what a segment does to a gradient
+    SEGMENT_TIME, CHANNEL_TIME, LAUNCHES_TIME = 1.5, 0.03, 15.0  # to join a segment; more for each channel; launches
+    SHORTEST = 32  # tokens of a segment; it also has at least as many tokens as a state has channels
+    MOST = 128  # segments
+    WORTH = 0.7  # sequences are cut if that takes less than this part of the time
 
     def __init__(self, problem, device, instance, heads, backward=None):
         self.problem, self.device, self.instance, self.backward = problem, device, instance, backward
         self.heads = heads
-        self.pairs, self.longest = problem.sizes["N"] * heads, int(problem.spans.lengths.max(initial=0))
+        self.all_heads, self.longest = problem.sizes["N"] * heads, int(problem.spans.lengths.max(initial=0))
         shortest = max(self.SHORTEST, problem.sizes["K"])
         most = 1 if problem.mode == "recurrent" else min(self.longest // shortest, self.MOST)
         self.segments = min((1, *range(3, most + 1)), key=self.time)
-        self.forward = self.forward_of(self.segments)
+        self.forward = self.forward_kernel(self.segments)
 
-    def forward_of(self, segments):
-        """The kernel that goes forwards through so many segments."""
-        K, V = self.problem.shape("K V")
-        return DeltaRecurrentForward.fitting(*self.instance, K, V, self.pairs * segments, self.device.multiprocessors)
+    def forward_kernel(self, segments):
+        """The forward walk for so many segments."""
+        (K, V), heads = self.problem.shape("K V"), self.all_heads * segments
+        return DeltaRecurrentForward.fitting(*self.instance, K, V, heads, self.device.multiprocessors)
 
     def time(self, segments) -> float:
-        """An estimate for all walks, of so many segments; of whole sequences WORTH of it."""
-        (K, V), P, forward = self.problem.shape("K V"), segments, self.forward_of(segments)
+        """An estimate for all walks of so many segments; for whole sequences WORTH times the estimate."""
+        (K, V), P, forward = self.problem.shape("K V"), segments, self.forward_kernel(segments)
 
-        def of_walk(times, blocks):
+        def token_time(times, tiles):
             alone, one_of_many = times
-            return max(alone, one_of_many * ceil_div(self.pairs * blocks, self.device.multiprocessors))
+            return max(alone, one_of_many * ceil_div(self.all_heads * tiles, self.device.multiprocessors))
 
-        of_values, of_F = ceil_div(V, forward.BV), ceil_div(K, forward.BV)
-        of_token = of_walk(self.FORWARD[forward.columns], P * of_values)
-        joined = 0
+        tiles_of_V, tiles_of_F = ceil_div(V, forward.BV), ceil_div(K, forward.BV)
+        backward_tiles = ceil_div(V, self.backward.BV) if self.backward else 0
+        of_token = token_time(self.FORWARD_TIMES[forward.columns], P * tiles_of_V)
         if self.backward:
-            of_token += of_walk(self.BACKWARD, P * ceil_div(V, self.backward.BV))
-        if P > 1:
-            of_token += of_walk(self.FORWARD[forward.columns], (P - 1) * of_values + (P - 2) * of_F)
-            if self.backward:
-                of_token += of_walk(self.SUMMARY, (P - 1) * ceil_div(V, self.backward.BV))
-            joined = self.MORE_LAUNCHES + (P - 2) * (self.JOINED + self.JOINED_CHANNEL * K)
-        return ceil_div(self.longest, P) * of_token * (self.WORTH if P == 1 else 1) + joined
-
-    @property
-    def tiles(self):
-        """The sizes that `explain` shows, beside those of kernels."""
-        return {"segments": self.segments} if self.segments > 1 else {}
+            of_token += token_time(self.BACKWARD_TIMES, P * backward_tiles)
+        if P == 1:
+            return self.longest * of_token * self.WORTH
+        of_token += token_time(self.FORWARD_TIMES[forward.columns], (P - 1) * tiles_of_V + (P - 2) * tiles_of_F)
+        if self.backward:
+            of_token += token_time(self.SUMMARY_TIMES, (P - 1) * backward_tiles)
+        joining = self.LAUNCHES_TIME + (P - 2) * (self.SEGMENT_TIME + self.CHANNEL_TIME * K)
+        return ceil_div(self.longest, P) * of_token + joining
 
     def shape(self, draft):
-        chunk, spans = self.backward and self.backward.TOKENS, None
-        if self.segments > 1:
-            spans = self.problem.spans.segments(self.segments, chunk or 1)
-        return replace(draft.shape(self.problem, spans=spans, chunk=chunk), H=self.heads)
+        tokens = self.backward and self.backward.TOKENS  # between stored states
+        return replace(draft.shape(self.problem, spans=self.spans(tokens or 1), chunk=tokens), H=self.heads)
 
     def launch_starts(self, draft, read) -> dict:
-        """Launches what finds the states from which segments start; returns the kernels' arguments that say so."""
+        """Launches what computes the states from which segments start, if sequences are cut. Returns the arguments of
+        walks that say so. `read`: as in `launch_by_token`."""
         P, shape = self.segments, read["shape"]
         if P == 1:
             return {"starts": None, "P": 1}
-        F, starts = memory_of_maps(draft, shape, 1 if self.backward is None else 2, self.problem.compute_dtype)
-        at = {"starts": starts, "P": P}
-        launch_by_token(draft, self.forward, read | at, shape.K, F=F)
+        F, starts = memory_of_segments(draft, shape, 1 if self.backward is None else 2, self.problem.compute_dtype)
+        segment_args = {"starts": starts, "P": P}
+        launch_by_token(draft, self.forward, read | segment_args, shape.K, F=F)
         if self.backward:
-            launch_by_token(draft, replace(self.backward, outputs=False), read | at)
+            launch_by_token(draft, replace(self.backward, outputs=False), read | segment_args)
         join_segments(draft, F, starts, P)
-        return at
+        return segment_args
 
 
 def launch_by_token(draft, kernel, read, more_columns=0, **written):
-    """Launches a kernel that goes token by token. `read`: what all such kernels of a call read, by name."""
+    """Launches a kernel that goes token by token, for the columns of V and so many `more_columns`, those of F.
+
+    `read`: arguments by name that the kernels of a call read; the kernel gets those of them that it has.
+    """
     shape = read["shape"]
     tiles = ceil_div(shape.V, kernel.BV) + ceil_div(more_columns, kernel.BV)
     arguments = {name: x for name, x in read.items() if name in kernel.names} | written

@@ -1,4 +1,4 @@
-"""One token of a delta rule for every sequence, with the state updated in place."""
+"""The planner of steps of the delta rules: one token for every sequence, whose state is updated in place."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    """The plan of a step: o, with the option "state" updated in place."""
     draft = Draft()
     inputs, o = Inputs(draft, problem), draft.output(problem)
     state, slots = problem.options["state"], problem.options["slots"]
@@ -28,7 +29,7 @@ def plan(problem, device):
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
     kernel = DeltaStep(*inputs.instance, state.dtype, channels(K))
-    how = {"H": H, "K": K, "V": V, "group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
-    how |= {"state": state, "slots": slots, "pieces": aligned16(state)}
-    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **inputs.arrays, **how, o=o)
+    args = {"H": H, "K": K, "V": V, "group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
+    args |= {"state": state, "slots": slots, "pieces": aligned16(state)}
+    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **inputs.arrays, **args, o=o)
     return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})

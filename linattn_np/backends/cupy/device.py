@@ -20,7 +20,7 @@ SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel ma
 
 
 class CupyDevice:
-    """The current CUDA device, on which a kernel begins when the one before it has ended.
+    """The current CUDA device. A kernel begins when the previous one has ended.
 
     portable : whether planners see the capability of the oldest card that is served, so that they plan the kernels that
         run on every card
@@ -32,7 +32,7 @@ class CupyDevice:
     # -- properties --
     @property
     def capability(self) -> int:
-        """The compute capability as 10 major + minor: 90 for Hopper."""
+        """The compute capability, 10 times its major number plus its minor one: 90 for Hopper."""
         return LEAST_CAPABILITY if self.portable else capability(current())
 
     @property
@@ -59,7 +59,7 @@ class CupyDevice:
 
     @property
     def queue(self):
-        """Identifies the queue of work: the stream and the thread, as threads may have default streams of their own."""
+        """Identifies the queue of work: (stream, thread), since threads may have default streams of their own."""
         import cupy
 
         return cupy.cuda.get_current_stream().ptr, get_ident()
@@ -241,7 +241,7 @@ def compilers() -> ThreadPoolExecutor:
 
 
 def begin_loading(kernel, device: int) -> Future:
-    """The future CuPy function of `kernel` on `device`; begins to compile it in another thread if nobody has."""
+    """The future CuPy function of `kernel` on `device`. Another thread begins to compile it if none has."""
     with FUNCTIONS_LOCK:
         function = FUNCTIONS.get((kernel, device))
         if function is None:
@@ -391,9 +391,9 @@ def driver_function(kernel, smem, device):
 
 
 class OverlappedDevice(CupyDevice):
-    """The current CUDA device, on which a kernel with `overlaps` begins before the previous kernel has ended, as soon
-    as a multiprocessor has room for its blocks (programmatic dependent launch, sm_90). Such a kernel itself waits for
-    the previous kernel before it reads that kernel's results."""
+    """The current CUDA device. A kernel with `overlaps` begins before the previous kernel has ended, as soon as a
+    multiprocessor has room for its blocks (programmatic dependent launch, sm_90). The kernel itself waits for the
+    previous one before it reads the results of that."""
 
     cooperative = True
 

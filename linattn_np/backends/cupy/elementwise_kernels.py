@@ -20,9 +20,9 @@ FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  #
 
 
 class FeatureMap(Kernel):
-    """y = phi(x), of C channels. With `step` 0 the first channel of x stands for all C; else `step` is 1. With
-    `vectors` 1 a thread computes PIECE neighbours: rows of y, and of x if `step` is 1, must then allow 16-byte copies.
-    """
+    """y = phi(x), of C channels. With `step` = 0, every channel of y is computed from the first one of x; else `step`
+    is 1. With `vectors` = 1, a thread computes PIECE neighbouring channels: rows of y, and of x if `step` is 1, must
+    then allow 16-byte copies."""
 
     file = "elementwise/feature_map"
     arguments = members("rows x y, integers B H T_ C step vectors")

@@ -92,7 +92,7 @@ def summarise(planner, problem, device):
 
 
 def pull(planner, problem, device, do, dht, saved=(), summaries=()):
-    """(the gradients in the order of the problem's arrays, the initial state's gradient or None)."""
+    """Runs a pullback: (the gradients in the order of the problem's arrays, the initial state's gradient or None)."""
     return run_compiled(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, summaries)[0]
 
 
@@ -119,14 +119,15 @@ def run_compiled(make_plan, problem, device, *trees, memo_key="plans"):
     else:
         plans, key = memo.setdefault(memo_key, {}), (device, device.queue, *signatures)
         if key not in plans:
-            of_another_queue = None
+            of_other_queue = None
             if device.capturing:  # nothing can be uploaded now: take a plan whose tables are on the device already
-                of_another_queue = next(
-                    (x for (on, _, *of), x in plans.items() if on is device and of == signatures), None
+                of_other_queue = next(
+                    (plan for (owner, _, *others), plan in plans.items() if owner is device and others == signatures),
+                    None,
                 )
             if len(plans) >= COMPILED_PLANS:
                 plans.clear()
-            plans[key] = of_another_queue or compile_plan(make_plan(problem, device, *trees), device)
+            plans[key] = of_other_queue or compile_plan(make_plan(problem, device, *trees), device)
         compiled = plans[key]
     return compiled and compiled([*arrays_of(problem), *tree_arrays])
 
@@ -156,7 +157,7 @@ class CompiledPlan:
         self.result = self.reader((plan.results, plan.saved))
         returned = {self.index_of[x.memory] for x in arrays_in((plan.results, plan.saved))}
         # the arrays that the caller neither gives nor gets
-        self.internal = [n for n in range(len(plan.given), len(memories)) if n not in returned]
+        self.internal = [index for index in range(len(plan.given), len(memories)) if index not in returned]
         self.commands_by_address: dict = {}
 
     def __call__(self, given):

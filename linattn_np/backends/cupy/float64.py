@@ -42,8 +42,9 @@ class Float64(Kernel):
         return cls(read_order(op), next((size for size in COLUMNS if columns <= size), COLUMNS[-1]))
 
 
-# R, C: the sizes of X; columns: how many of C this launch takes; adds: whether earlier launches took others;
-# row, column: the strides of X in the arrays of states; a_step, b_step: 0 if one decay serves all rows or columns
+# R, C: the sizes of X. columns: how many of the C this launch computes. adds: whether it adds to the results of earlier
+# launches. row, column: the strides of X in the arrays of states. a_step, b_step: 0 if all rows, or columns, have one
+# decay, else 1
 STATE = members("integers R C columns adds row column a_step b_step")
 
 
@@ -59,8 +60,8 @@ class Forwards(Float64):
 
 
 class Backwards(Float64):
-    """dx, da, du and dh0. It reads what `Forwards` stored in `kept`; `before` is memory for all states of a chunk; p is
-    what reads the rows of X: q for S, do for its transpose."""
+    """dx, da, du and dh0. It reads what `Forwards` stored in `kept`; `before` is memory for all states of a chunk; p
+    reads the rows of X as z reads its columns: q if X is S, do if X is its transpose."""
 
     file = "float64/backwards"
     arguments = (
@@ -132,7 +133,8 @@ class StateLaunches:
         """Launches a kernel for all columns of X, with as many launches as that takes. `states`: the arguments that are
         [N, H, K, V]; `args`: those of the class that are not named here."""
         K, V = self.problem.shape("K V")
-        axes = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]  # what writes it, its decays, size, stride in a state
+        # for the channels and the columns of S: (the array that writes them, their decays, their number, their stride)
+        axes = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
         (x, a, R, row), (y, b, C, column) = reversed(axes) if transposed else axes
         kernel, (N, H) = kernel_class.fitting(self.problem.op, C), self.problem.shape("N H")
         gated, blocks = b.shape[-1] > 1, N * H * ceil_div(R, kernel.ROWS)

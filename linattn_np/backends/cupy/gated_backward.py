@@ -5,9 +5,10 @@ all chunks are computed in parallel, dq, dk and dg by one kernel and dv by anoth
 in time and computes dq and du, another goes backwards in time and computes the rest. If the state is larger than a
 block's tile, the two kernels are launched for one tile after the other.
 
-Sequences may be cut into P segments. A segment's summary is its final state if its initial state is 0, and the product
-of its decays; backwards in time, it is the gradient of its initial state if that of its final state is 0, and the same
-product. From the summaries a scan computes the states at the segments' starts and the states' gradients at their ends.
+Sequences may be cut into P segments. A segment's summary forwards in time is its final state if its initial state is 0,
+and the product of its decays. Its summary backwards in time is the gradient of its initial state if that of its final
+state is 0, and the same product. From the summaries a scan computes the states at the segments' starts and the states'
+gradients at their ends.
 
 Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns. dht and dh0 are the gradients of the final and of
 the initial state.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from ...problem import Problem
 from . import aligned_copies, segments
-from .backward_tiles import Reused, StateTile, tiles_of
+from .backward_tiles import DraftOfTiles, StateTile, tiles_of
 from .elementwise_kernels import sum_arrays
 from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
@@ -33,9 +34,9 @@ STATE_BYTES = 1 << 27  # the states and gradients of so many bytes may be stored
 def plan_vjp(problem, device, do, dht, saved=None, summaries=(), gate=OF_CHANNELS):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None).
 
-    saved : (the states at the segments' starts,) if the forward pass has saved them; () if the forward pass would have
-        saved them for a problem with `gradient`, but this problem had none: they are then computed again in the same
-        way, so that the gradients have the same bits; None if forward passes of this problem never save them
+    saved : (the states at the segments' starts,) if the forward pass has saved them; None if forward passes of such
+        problems never save them; () if only this one did not, as the problem had no `gradient`: the states are then
+        computed again in the same way, so that the gradients have the same bits
     summaries : those that a plan of `plan_summary_vjp` has saved for the same `do`
     gate : the kind of gates, for `segments.backward_cut`
     """
@@ -79,7 +80,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     read = dict(zip("qkvg", draft.mapped_inputs(problem), strict=True))
     read["do_"] = draft.mapped(draft.cotangents(problem, do, None)[0], "do")
     kernel = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
-    launches = HopperBackward(draft, problem, P, kernel.CHUNK, framed=True)
+    launches = HopperBackward(draft, problem, P, kernel.CHUNK, empty_ends=True)
     return launches.summary_plan(kernel, read, K, first=int(bool(saved) or P == 1), ends=0)
 
 
@@ -222,7 +223,7 @@ def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
     query_share, (queries, keys), short = draft.like(dg) if backward.adds else dg, cut.kernels, cut.short
-    launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, framed=bool(summaries), short=short)
+    launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, empty_ends=bool(summaries), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
@@ -234,16 +235,8 @@ def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     elif P > 1:
         args = {"first": int(starts is not None), "ends": int(short > 0)}
         initial, dht = launches.joined_summaries(cut.summary, read, initial, dht, starts, **args)
-    common = {
-        "u": u,
-        "dht": dht,
-        "ends": ends,
-        "sums": sums,
-        "checkpoints": checkpoints,
-        "P": P,
-        "joined": int(short > 0),
-    }
-    common |= {"adds": backward.adds}
+    common = {"u": u, "dht": dht, "ends": ends, "sums": sums, "checkpoints": checkpoints, "P": P}
+    common |= {"joined": int(short > 0), "adds": backward.adds}
     read |= {"query_share": query_share}
     launches.launch_mapped(queries, cut.blocks, read | {"dq": dq}, initial=initial, du=du, **common)
     common |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
@@ -251,29 +244,26 @@ def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
-def launch_tile_by_tile(draft, whole_state, cut):
-    """Launches Hopper's kernels for one tile of the state after the other, all in the same memory. `whole_state` is the
-    `GatedBackwardPass` of the problem. Returns (the tile sizes of the first tile's kernels, du of each tile of columns
-    or None)."""
-    problem = whole_state.problem
+def launch_tile_by_tile(draft, backward, cut):
+    """Launches Hopper's kernels for one tile of the state after the other, all in the same memory. Returns (the tile
+    sizes of the first tile's kernels, du of each tile of columns or None)."""
+    problem = backward.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
-    memory, sizes, backward_segments = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
+    draft_of_tiles, sizes = DraftOfTiles(draft), []
+    tile_segments = segments.BackwardSegments(cut.segments, cut.short)
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
     bonus = {}  # first channel of a tile -> u of its channels
     if u is not None:
-        bonus = {
-            tile_of_u.channels.start: draft.contiguous_copy(tile_of_u.part(u, "K"), FLOAT32)
-            for tile_of_u in tiles
-            if not tile_of_u.adds
-        }
+        first_columns = [tile for tile in tiles if not tile.adds]
+        bonus = {tile.channels.start: draft.contiguous_copy(tile.part(u, "K"), FLOAT32) for tile in first_columns}
     for tile in tiles:
-        tile_draft = memory.again()
-        backward = whole_state.of_tile(tile, tile_draft, bonus.get(tile.channels.start))
-        tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, backward_segments, starts_known=False)
-        tile_sizes, partial_du = launch_hopper(tile_draft, backward, tile_cut)
+        tile_draft = draft_of_tiles.next_tile()
+        tile_pass = backward.of_tile(tile, tile_draft, bonus.get(tile.channels.start))
+        tile_cut = segments.hoppers_backward_cut(tile_pass.problem, cut.device, tile_segments, starts_known=False)
+        tile_sizes, partial_du = launch_hopper(tile_draft, tile_pass, tile_cut)
         sizes.append(tile_sizes)
-        if whole_state.dh0 is not None:
-            draft.copy(backward.dh0, tile.state(whole_state.dh0))
+        if backward.dh0 is not None:
+            draft.copy(tile_pass.dh0, tile.state(backward.dh0))
         if du is not None:
             sum_arrays(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
     return sizes[0] | {"tiles": len(tiles)}, du
@@ -282,19 +272,22 @@ def launch_tile_by_tile(draft, whole_state, cut):
 class HopperBackward:
     """Adds launches of Hopper's backward kernels to a draft, with P segments per sequence.
 
-    framed : whether an empty segment is added before a sequence's segments and another after them. The summaries can
-        then be computed before dht is known: `joined_saved_summaries` inserts it for the last two segments. The initial
-        state's gradient is that of the state at the end of the first, empty segment.
+    empty_ends : whether an empty segment is added before a sequence's segments and another after them. The summaries
+        can then be computed before dht is known: `joined_saved_summaries` inserts it for the last two segments. The
+        initial state's gradient is that of the state at the end of the first, empty segment.
     short : 0 for P segments of equal length; else each sequence has three segments, and the first and the last of them
         have so many tokens
     """
 
-    def __init__(self, draft, problem, P, chunk, framed=False, short=0):
-        self.draft, self.problem, self.short, self.P = draft, problem, short, 3 if short else P + 2 * framed
-        spans = (
-            problem.spans.ends_apart(short) if short else problem.spans.segments(P, chunk) if P > 1 or framed else None
-        )
-        self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
+    def __init__(self, draft, problem, P, chunk, empty_ends=False, short=0):
+        self.draft, self.problem, self.short, self.P = draft, problem, short, 3 if short else P + 2 * empty_ends
+        if short:
+            spans = problem.spans.split_at_ends(short)
+        elif empty_ends:
+            spans = problem.spans.segments(P, chunk).with_empty_ends(P)
+        else:
+            spans = problem.spans.segments(P, chunk) if P > 1 else None
+        self.shape = draft.shape(problem, spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch_mapped(self, kernel, blocks, mapped, **args):
@@ -331,7 +324,7 @@ class HopperBackward:
             for segment in (self.P - 2, self.P - 1):
                 draft.copy(dht, joined[1][:, segment])
         if states_known:
-            draft.fill(joined[0])  # kernels read the states of empty segments, too, where any finite number will do
+            draft.fill(joined[0])  # kernels also read the states of empty segments; any finite numbers will do there
         if starts is not None:
             for n, first_start in enumerate(range(0, starts.shape[0], self.P - 2)):
                 draft.copy(starts[first_start : first_start + self.P - 2], joined[0][n, 1:-1])

@@ -229,20 +229,20 @@ class SmallForward(ForwardPass):
 
 
 class HopperForward(ForwardPass):
-    """The forward pass by Hopper's kernel. It can also store the state before every `cut.marks`-th chunk, at which the
-    pullback's segments start: `marks` [N * segments, H, K, V]."""
+    """The forward pass by Hopper's kernel. It can also store the states at which the pullback's segments start, those
+    before every `cut.mark_every`-th chunk: `marks` [N * segments, H, K, V]."""
 
     last_segment_writes_final = True
     marks = None
 
     def launch_all(self, final, summaries=()):
-        if self.cut.marks:
+        if self.cut.mark_every:
             N, H, K, V = self.problem.shape("N H K V")
             self.marks = self.draft.empty((N * self.cut.backward_segments, H, K, V), FLOAT32)
             self.saved = (self.marks,)
-        if not self.cut.first:
+        if not self.cut.first_tokens:
             super().launch_all(final, summaries)
-            if self.cut.starts_are_the_backwards:
+            if self.cut.same_as_pullback:
                 self.saved = (self.starts,)
             return
         # Two unequal segments: the first one's last state is the second one's initial state, so no scan is needed.
@@ -253,7 +253,7 @@ class HopperForward(ForwardPass):
 
     def starts_of_backward_segments(self):
         """Launches what computes the states at the starts of the pullback's segments; returns them as `saved` does."""
-        if self.cut.starts_are_the_backwards:
+        if self.cut.same_as_pullback:
             summaries = self.segment_summaries(with_last=False)
             return self.states_at_starts(summaries, self.draft.initial(self.problem), None)
         self.o = self.draft.empty(self.o.shape, self.o.dtype)  # the kernel that stores the states also writes o
@@ -276,7 +276,7 @@ class HopperForward(ForwardPass):
         B, H, V = self.problem.shape("B H V")
         marks = self.marks if kernel.reads else None
         marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.count)
-        args |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
+        args |= {"marks": marks, "mark_every": self.cut.mark_every if self.marks is not None else 0}
         args |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
         args |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}

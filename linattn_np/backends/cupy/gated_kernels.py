@@ -96,8 +96,8 @@ class GatedForward(TiledKernel):
 
 
 class GatedSegmentStates(TiledKernel):
-    """Each segment's final state if its initial state is 0 (`left`), and the product of its `decays`; of the first
-    `needed` of `of` segments per sequence, each in so many `parts`."""
+    """The summaries of segments, each divided into so many `parts`: each part's final state if its initial state is 0
+    (`states`), and the product of its `decays`; for the first `computed` of the `segments` of each sequence."""
 
     file = "gated/segment_states"
     arguments = members("rows k v g, pointers states decays, shape, integers channel segments computed parts bytes")
@@ -162,8 +162,8 @@ class GatedBackward(GatedKernel):
 
 
 class GatedBackwardStates(GatedBackward):
-    """The states before all chunks, forwards in time, and their gradients, backwards in time (`kept`). If `kept` is
-    null: the summaries of segments, each segment's final state and gradient from 0 (`states`) and its `decays`."""
+    """The states before all chunks and the gradients of the states after them (`kept`). If `kept` is null: the
+    summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
 
     file = "gated/backward_states"
     arguments = members(
@@ -225,7 +225,7 @@ class GatedBackwardValues(GatedBackward):
 
 class ScanSegments(Kernel):
     """The scan of the summaries of segments: `starts`, the state at the start of each of P segments, and the `final`
-    state. `left` are the final states of the R parts of each segment if their initial states are 0."""
+    state. `states` and `decays` are the summaries of the R parts of each segment."""
 
     file = "gated/scan_segments"
     arguments = members(
@@ -240,8 +240,8 @@ class ScanSegments(Kernel):
 
 
 class ScanBothWays(Kernel):
-    """As `ScanSegments`, for the backward pass: states forwards in time, their gradients backwards in time, in place of
-    the summaries `states`. `first` = 1 leaves the former out."""
+    """`ScanSegments` for the backward pass: in place of the summaries `states` it writes the states at the segments'
+    starts and the states' gradients at their ends. With `first` = 1 it writes the gradients alone."""
 
     file = "gated/scan_both_ways"
     arguments = members("pointers states decays, integers N P H K V first")
@@ -249,7 +249,7 @@ class ScanBothWays(Kernel):
 
 
 # -- kernels for a gate per channel, on Hopper -------------------------------------------------------------------------
-PANEL = 64  # columns of V per warpgroup
+PANEL = 64  # columns of V that a warpgroup computes
 SCALAR = "ScalarDecay"  # `gate` of GatedForwardSm90 for one float32 decay per token and head
 
 
@@ -288,7 +288,7 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def reads(self):
-        """Whether the kernel computes o, for which it reads the states."""
+        """Whether the kernel computes o, that is, whether queries read the states."""
         return self.schedule != SEGMENT_STATE
 
     @property
@@ -296,8 +296,8 @@ class GatedForwardSm90(TiledKernel):
         """Warpgroups that prepare operands, 1 or 2.
 
         With CLUSTER_SPLIT_K one suffices, because each block of the cluster prepares half of the channels. With
-        BK = 128 shared memory holds the buffers of two groups only if at most one of these needs more of it: float32
-        gates, float16 data, CLUSTER_SPLIT_V.
+        BK = 128, shared memory holds the buffers of two groups only if at most one of these three is the case, as each
+        needs more memory: float32 gates, float16 data, CLUSTER_SPLIT_V.
         """
         if self.schedule == CLUSTER_SPLIT_K:
             return 1
@@ -319,8 +319,8 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
     arch = SM90
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
-    # Tokens between stored states. The gates' gradient is a running sum that starts anew at each of these, which bounds
-    # its error.
+    # Tokens between stored states. The gates' gradient is a running sum. It starts anew at each stored state, which
+    # bounds its error.
     CHECKPOINT_EVERY: ClassVar[int] = 1024
     FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's `sums`; their 8 bytes are a flag for each warp
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
@@ -340,15 +340,13 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
         return super().tiles | {"checkpoint every": self.CHECKPOINT_EVERY}
 
 
+# ONE_EACH: a block computes one segment. IN_TURN: there are as many blocks as the card can run at a time, and each
+# computes whole sequences one after the other.
 ONE_EACH, IN_TURN = "OneEach", "InTurn"
 
 
 class GatedBackwardMainSm90(GatedBackwardSm90):
-    """The base of the two kernels that compute gradients, chunk by chunk.
-
-    `schedule` ONE_EACH: a block computes one segment. IN_TURN: there are as many blocks as the card can run at a time,
-    and each computes whole sequences one after the other.
-    """
+    """The base of the two kernels that compute gradients, chunk by chunk. `schedule`: ONE_EACH or IN_TURN."""
 
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
     schedule: str
@@ -363,7 +361,9 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
-    """dq, du and the queries' terms of dg (`query_share`), forwards in time; stores states in `checkpoints`."""
+    """dq, du and the queries' terms of dg (`query_share`), forwards in time. It stores states in `checkpoints`, and
+    what `GatedBackwardKeysSm90` needs of each chunk in `sums`. With `joined`, sequences have three segments, of which
+    a block computes the last two as one. With `adds`, it adds to what dq and `query_share` hold."""
 
     file = "gated/sm90/backward_queries"
     arguments = members(
@@ -373,7 +373,8 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
-    """dk, dv, dg and dh0, backwards in time, from what `GatedBackwardQueriesSm90` stored."""
+    """dk, dv, dg and dh0, backwards in time, from what `GatedBackwardQueriesSm90` stored. With `joined`, a block
+    computes the first two of three segments as one."""
 
     file = "gated/sm90/backward_keys"
     arguments = members(
@@ -387,8 +388,9 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
-    """The summary of each segment: its final state and its initial state's gradient, from 0, and its decays.
-    `ScanBothWays` joins the summaries."""
+    """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`);
+    `ScanBothWays` joins them. With `first` = 1 it computes those backwards in time alone. With `ends` = 1, the only
+    ones are those of the first segment forwards, and of the last one backwards."""
 
     file = "gated/sm90/backward_segments"
     arguments = members(

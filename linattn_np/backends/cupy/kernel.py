@@ -39,9 +39,7 @@ def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 
 
-SHARED_MEMORY = (
-    "shared_memory.json"  # the file in kernels_cu that `struct_sizes` reads; tests/shared_memory.py writes it
-)
+SHARED_MEMORY = "shared_memory.json"  # in kernels_cu: what `struct_sizes` reads; tests/shared_memory.py writes it
 
 
 @cache
@@ -53,7 +51,7 @@ def struct_sizes() -> dict[str, dict[str, int]]:
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Kernel:
-    """One instantiation of one `__global__` template. A subclass declares a template: it is a frozen dataclass, whose
+    """One instantiation of one `__global__` template. A subclass declares a template. It is a frozen dataclass: its
     fields are the template's arguments in their order.
 
     `file` is the path under `kernels_cu` without `.cu`; joined by underscores it is the name of the `__global__`.

@@ -45,8 +45,9 @@ class Matvec(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, blocks, device):
-        """The instance with the most threads per block that gives a multiprocessor about 1,024 of them; or the fewest
-        if there are many blocks: then blocks end at different times, and others take their places."""
+        """The instance with the most threads per block with which a multiprocessor gets at most about 1,024 of them;
+        or with the fewest if there are many blocks: then blocks end at different times, and others take their places.
+        """
         most = device.multiprocessors * 1024
         return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
 
@@ -57,7 +58,7 @@ class Matvec(ModelKernel):
 
 STACKS = 2  # the most stacks in one launch of the other kernels
 STACK = members("maps w x, pointers y scales, integers C M finish")
-SWIZZLED = 128  # bytes of each row, or vector, in a box that a tensor copy moves
+SWIZZLED = 128  # bytes of a row, or of a vector, in a box that a tensor copy moves
 
 
 def stack_args(products, rows, vectors) -> list[dict]:
@@ -98,14 +99,14 @@ class BatchProduct(ModelKernel):
     arch, threads = "sm_90a", 320
     DEEP_COLUMNS: ClassVar[int] = 16  # the most vectors of a block with `DEEP`
     DEEP_STEP: ClassVar[int] = 512  # the most columns of K that the cluster of such a block multiplies in a step
-    SHARED: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered
+    FEWER_ROWS_FOR: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
-    DEEP: bool = False  # whether shared memory holds more steps' weights, so that no second block fits beside this one
-    ROWS: int = (
-        128  # rows per block: 64 for each of two warpgroups; or 64, of which each takes half of a step's columns
-    )
+    DEEP: bool = False  # whether shared memory holds the weights of more steps; a multiprocessor then holds one block
+    # Rows per block: 128, of which each of the two warpgroups computes 64; or 64, of which each warpgroup multiplies
+    # half of a step's columns.
+    ROWS: int = 128
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
@@ -124,15 +125,15 @@ class BatchProduct(ModelKernel):
     def choices(cls, dtype, B) -> list[BatchProduct]:
         """The instances for B vectors among which `fitting` chooses."""
         columns = next((width for width in cls.WIDTHS if B <= width), cls.WIDTHS[-1])
-        if B not in cls.SHARED:
+        if B not in cls.FEWER_ROWS_FOR:
             return [cls(dtype, columns, split) for split in cls.SPLITS]
         # ROWS = 128 with SPLIT > 1 is no candidate: ROWS = 64 with half of that SPLIT has as many blocks and steps.
         return [*(cls(dtype, columns, split, ROWS=64) for split in cls.SPLITS), cls(dtype, columns, 1)]
 
     @property
     def may_be_deep(self) -> bool:
-        """Whether any model has an `early` product that uses this instance with `DEEP`: such products have four times
-        as many rows as columns, and more columns than half of a cluster's step, as K would be split less otherwise."""
+        """Whether any model has an `early` product that uses this instance with `DEEP`. Such products have four times
+        as many rows as columns; with at most half of the columns of a cluster's step, SPLIT would be smaller."""
         return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
 
     def steps(self, B, K, rows, device) -> float:
@@ -191,9 +192,9 @@ class NarrowProduct(ModelKernel):
 
 
 class WideProduct(ModelKernel):
-    """Products of half-precision matrices with at least LEAST vectors, on Hopper. A block has ROWS rows, and GROUPS
-    warpgroups with 64 vectors each. HALVES blocks, a cluster, share the copies of weights. Blocks may divide K; then
-    they leave parts."""
+    """Products of half-precision matrices with at least LEAST vectors, on Hopper. A block computes ROWS rows for 64
+    vectors of each of its GROUPS warpgroups. The HALVES blocks of a cluster share the copies of weights. Blocks may
+    divide K; then they leave parts."""
 
     file = "rwkv6/wide_product"
     # {the most vectors: the possible (ROWS, HALVES, GROUPS)}. Of the two numbers of rows, one divides the product of a
@@ -202,7 +203,7 @@ class WideProduct(ModelKernel):
     LEAST: ClassVar[int] = 56  # vectors: with fewer, too much of its tiles is empty
     DEPTH: ClassVar[int] = 64  # columns that a block multiplies in a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)  # the possible numbers of parts
-    WAVES: ClassVar[int] = 2  # the most blocks per multiprocessor: beyond, BatchProduct and cuBLAS are faster
+    WAVES: ClassVar[int] = 2  # the most blocks per multiprocessor; with more, BatchProduct and cuBLAS are faster
     arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
     shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
@@ -241,9 +242,8 @@ class WideProduct(ModelKernel):
         """The cost: the steps of 64 x HALVES rows that a multiprocessor takes one after the other, where a block's
         start and end count as 4 steps, and each part that the next kernel reads as half a step."""
         waves = self.blocks(B, rows, parts) / device.multiprocessors
-        waves = (
-            max(1.0, waves) if self.HALVES == 1 else ceil(waves)
-        )  # with HALVES = 1 two blocks share a multiprocessor
+        # with HALVES = 1 two blocks share a multiprocessor, so a part of a wave takes a part of its time
+        waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)
         return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2
 
     def blocks(self, B, rows, parts) -> int:

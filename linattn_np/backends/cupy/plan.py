@@ -37,7 +37,7 @@ class CallerArray:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype
-    address_mod_16: int  # the same in all calls that share a plan
+    address_mod_16: int  # the address modulo 16; the same in all calls that share a plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ def common_bytes(*arrays) -> int:
 
 
 def mappable(*arrays) -> bool:
-    """Whether tensor maps can describe the arrays: their rows allow 16-byte copies, and strides are positive."""
+    """Whether tensor maps can describe the arrays: their rows allow 16-byte copies, and their strides are positive."""
     return aligned16(*arrays) and have_positive_strides(arrays)
 
 
@@ -233,7 +233,7 @@ def mappable_once_copied(arrays) -> bool:
 
 
 def token_arrays(problem) -> list:
-    """The arrays of a call that have an axis of tokens: u, for example, has none."""
+    """The arrays of a call that have an axis of tokens; u, for example, has none."""
     return [x for name, x in problem.arrays.items() if "T" in problem.op.arrays[name].split()]
 
 
@@ -331,7 +331,7 @@ class Fill:
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """Copies a table to the device when the plan is compiled; executions skip this step."""
+    """Copies a table to the device, once, when the plan is compiled."""
 
     table: Table
 
@@ -344,10 +344,10 @@ class Plan:
     steps: tuple  # of Launch, Product, Copy, Fill and Upload
     results: object  # nested tuples whose leaves are arrays and None
     saved: tuple[Array, ...] = ()  # arrays that a later plan reads, such as the pullback's
-    given: tuple[CallerArray, ...] = ()  # in the order in which `execute` gets the arrays of a call
+    given: tuple[CallerArray, ...] = ()  # the caller's arrays, in the order in which `execute` gets them
     mode: str | None = None  # the mode in which the call is computed, such as "chunk"
     tiles: dict = field(default_factory=dict)  # {name: size} of tiles, chunks and segments, for `explain`
-    against: dict = field(default_factory=dict)  # {another way of computing the call: why it is not taken}, likewise
+    reasons: dict = field(default_factory=dict)  # {another way of computing the call: why it is not taken}, likewise
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -627,7 +627,7 @@ def describe_array(name, x, device) -> CallerArray:
 
 
 def describe_parts(device, **parts: dict) -> tuple[SimpleNamespace, tuple[CallerArray, ...], list]:
-    """Descriptions of arrays in named groups, for the plans of language models.
+    """Descriptions of arrays in named groups, for the plans of language models, which are no calls of an operator.
 
     `parts` is {group: {name: an array, nested tuples of arrays, or None}}. Returns (a namespace of namespaces, with an
     `Array` as `.group.name`; a `CallerArray` for each array; the arrays in the same order).

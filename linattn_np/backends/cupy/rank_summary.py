@@ -1,4 +1,6 @@
-"""What a rank sends of its tokens: their final state from zero, and behind it the product of their decays."""
+"""What a rank sends about its tokens to the other ranks of a sequence: one buffer with a state, and the product of the
+tokens' decays.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from .plan import FLOAT32, Array, ceil_div
 
 
 class Message(Kernel):
+    """Writes the buffer `message`: `state`, unless it is null, and the product of `decays` over parts and factors."""
+
     file = "gated/message"
     arguments = members(
         "pointers state decays message, integers state_stride decays_stride parts factors N H K V channels"
@@ -18,35 +22,40 @@ class Message(Kernel):
 
 
 class RankSummary:
-    """The state and the product of so many `channels` of decays, or the state alone, in one buffer of a plan that is
-    drawn."""
+    """The buffer of a plan that is being written (`draft`).
+
+    state : its state [N, H, K, V]
+    decay : its product of decays [N, H, channels]; None if `channels` is 0
+    """
 
     def __init__(self, draft, problem, channels):
         self.draft, self.sizes = draft, problem.shape("N H K V")
         N, H, K, V = self.sizes
-        self.whole = draft.empty((N * H * (K * V + channels),), FLOAT32)
+        self.message = draft.empty((N * H * (K * V + channels),), FLOAT32)
         self.state = self.part((N, H, K, V), 0)
-        self.total = self.part((N, H, channels), self.state.nbytes) if channels else None
+        self.decay = self.part((N, H, channels), self.state.nbytes) if channels else None
 
     def part(self, shape, offset) -> Array:
+        """A contiguous part of the buffer from byte `offset` on."""
         strides = tuple(prod(shape[axis + 1 :]) * FLOAT32.itemsize for axis in range(len(shape)))
-        return Array(self.whole.memory, shape, strides, FLOAT32, offset)
+        return Array(self.message.memory, shape, strides, FLOAT32, offset)
 
     def finish(self, decays, state=None):
-        """((the state,), the product of `decays`) in the buffer; a given `state` [N, H, K, V] is copied there.
+        """Launches the kernel that completes the buffer; returns ((its state,), its product of decays).
 
-        decays : [N, parts, H, factors, K], or with the parts in one axis with the sequences
+        decays : [N, parts, H, factors, K] or [N * parts, H, factors, K]
+        state : the state [N, H, K, V], which is copied to the buffer; None if kernels have written it there
         """
-        if self.total is None and state is None:
+        if self.decay is None and state is None:
             return (self.state,), None
         (N, H, K, V), factors = self.sizes, decays.shape[-2]
         parts = decays.size // (N * H * factors * K)
         sizes = {"parts": parts, "factors": factors, "N": N, "H": H, "K": K, "V": V}
-        sizes["channels"] = channels = 0 if self.total is None else self.total.shape[-1]
-        steps = {  # from a sequence to the next, in numbers
+        sizes["channels"] = channels = 0 if self.decay is None else self.decay.shape[-1]
+        strides = {  # from a sequence to the next, in numbers
             "state_stride": 0 if state is None else state.strides[0] // FLOAT32.itemsize,
             "decays_stride": decays.strides[0] // FLOAT32.itemsize * (parts if decays.ndim == 4 else 1),
         }
         blocks = ceil_div(N * H * (channels + (0 if state is None else K * V)), Message.threads)
-        self.draft.launch(Message(), blocks, state=state, decays=decays, message=self.whole, **steps, **sizes)
-        return (self.state,), self.total
+        self.draft.launch(Message(), blocks, state=state, decays=decays, message=self.message, **strides, **sizes)
+        return (self.state,), self.decay

@@ -5,14 +5,15 @@ A class declares one CUDA kernel: its fields are the template's arguments, and t
 shapes. Words:
 
     D, H, N     channels of the model, its heads, channels of a head
-    dtype       of the weight matrices
+    B, T        sequences of a step, tokens of a prompt
+    dtype       that of the weight matrices
     X           the dtype of a kernel's output that is an operand of the next matrix product
     TERMS       how many numbers of dtype X, whose sum is exact, represent each float32 number of such an output
     mix         an input of a matrix product: a token's normed channels xx, interpolated with the previous token's:
-                mixed_c = xx + (previous - xx) maa_c. C is how many a layer's half has, maa [C, D] are their weights
+                mixed_c = xx + (previous - xx) maa_c. The half of a layer has C mixes, with the weights maa [C, D]
     shift       [.., D], a part of the recurrent state: the previous token's normed channels
     slots       [B], the row of the states that each sequence uses
-    parts       arrays whose sum is meant, where a product has divided its sum over columns among blocks
+    parts       arrays whose sum is the result of a product, which has divided its columns among blocks
     EACH        groups of four channels (or what the class says) per thread
 """
 
@@ -42,7 +43,7 @@ class NormShift(ModelKernel):
     shared = ("Shared",)
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH: 2048 channels times it
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
     threads = 512
     X: np.dtype
     EACH: int
@@ -65,7 +66,8 @@ TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y
 
 
 class TimeMixStep(ModelKernel):
-    """For a step: decay, state update, group norm and gate. A block computes one head of one sequence."""
+    """For a step: decay, state update, group norm and gate. A block computes one head of one sequence. W is the rank of
+    the decay's factors `low` and `up`."""
 
     file = "rwkv6/time_mix_step"
     arguments = TIME_MIX
@@ -124,8 +126,8 @@ class DecodeFew(ModelKernel):
     """A whole decoding step of one sequence in one launch, on Hopper. Blocks wait for each other's results without
     barriers: each number is stored as a word that also says of which layer it is.
 
-    Of each matrix product a block multiplies tiles of ROWS rows. It copies the weights to shared memory in slots, a
-    ring of `stages` x 16 KB, and the product's input to an area of shared memory, the *input area*.
+    In each matrix product a block computes tiles of ROWS rows. Shared memory holds a ring of `stages` *slots* of 16 KB
+    for weights, and an *input area* for the product's input.
     """
 
     file = "rwkv6/decode_few"
@@ -139,7 +141,7 @@ class DecodeFew(ModelKernel):
     shared, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
     ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
-    DIGITS_AT_ONCE: ClassVar[int] = 7168  # int8 weights: input numbers that share a power of 2 with a warp's others
+    DIGITS_AT_ONCE: ClassVar[int] = 7168  # the most input numbers in the area for int8 weights, which take digits
     dtype: np.dtype
     state: np.dtype
     stages: int
@@ -148,8 +150,8 @@ class DecodeFew(ModelKernel):
     def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
         """(the instance, the bytes of its input area), or None if shared memory is too small.
 
-        The area holds the operands of two mixes and the norm that they come from. It also holds the whole input of the
-        widest product if at least 8 stages then fit; otherwise that input is copied in several turns.
+        The area holds the operands of two mixes and the norm from which they are computed. It also holds the whole
+        input of the widest product if at least 8 stages then fit; otherwise that input is copied piece by piece.
         """
         widest, scratch = max(sizes["D"], sizes["F"]), TimeMixStep(dtype, dtype, state, 1).shared_bytes
         for input_size, least_stages in ((widest, 8), (sizes["D"], cls.STAGES[-1])):
@@ -180,7 +182,7 @@ class DecodeFew(ModelKernel):
 
     @property
     def bytes_of_float(self) -> int:
-        """Bytes per channel that the input area holds of a norm, besides operands; 0 if these overwrite the norm."""
+        """Bytes per channel of the norm in the input area, besides its operands; 0 if these overwrite the norm."""
         return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
 
 
@@ -195,7 +197,7 @@ class Argmax(ModelKernel):
 
 # -- decoding and prompts ----------------------------------------------------------------------------------------------
 class ChosenNorm(ModelKernel):
-    """Layer norms of the rows of x whose numbers are `chosen`: tokens' embeddings, or some tokens of a prompt."""
+    """Layer norms of some rows of x, those with the indices `chosen`: tokens' embeddings, or tokens of a prompt."""
 
     file = "rwkv6/chosen_norm"
     arguments = members("pointers chosen x weight bias y, integers D, reals eps")
@@ -257,7 +259,7 @@ class DataMix(ModelKernel):
 
 
 class FiveMixes(ModelKernel):
-    """`DataMix` for steps of many sequences on Hopper: a block computes all five mixes. `low` must come from the kernel
+    """`DataMix` for steps of many sequences on Hopper: a block computes all five mixes. `low` must be the result of
     `model_products.NarrowProduct`, in its parts."""
 
     file = "rwkv6/five_mixes"
@@ -265,8 +267,8 @@ class FiveMixes(ModelKernel):
     shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
-    LEAST: ClassVar[int] = 17  # sequences: fewer give too few blocks to fill the card
-    LEAST_INT8: ClassVar[int] = 65  # sequences, if the model's matrices are int8
+    LEAST: ClassVar[int] = 17  # the fewest sequences; fewer do not fill the card
+    LEAST_INT8: ClassVar[int] = 65  # the fewest sequences if the model's matrices are int8
     arch = "sm_90a"
     dtype: np.dtype
     RANK: int
@@ -335,7 +337,7 @@ class ShiftMix(ModelKernel):
     file = "rwkv6/shift_mix"
     arguments = members("pointers x weight bias maa before shift starts ends xx d mixed, integers T D C, reals eps")
     shared = ("Shared",)
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH: 2048 channels times it
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
     threads = 512
     X: np.dtype
     EACH: int
@@ -347,8 +349,9 @@ class ShiftMix(ModelKernel):
 
 
 class Openings(ModelKernel):
-    """What depends on a token's data by MATRICES products of low rank R. RWKV-6 has one product: for w, the log of the
-    decay. RWKV-7 has four: `openings` are its learning rate, gate, and share of the first layer's value, in dtype Y."""
+    """The MATRICES quantities of a token that products of low rank R compute from its channels: w, the log of the
+    decay; and, for RWKV-7 alone, three `openings` in dtype Y: the learning rate, the gate, and the share of the first
+    layer's value."""
 
     file = "rwkv6/openings"
     arguments = members("pointers low up bases w, pointers? openings, integers tokens D R")
@@ -359,11 +362,11 @@ class Openings(ModelKernel):
     PARTS: int
     TILES: int
     MATRICES: int
-    PASS: int = 32  # of the rank at a time
+    PASS: int = 32  # of the R columns at a time
 
     @classmethod
     def of_step(cls, dtype, matrices):
-        """A step waits for few passes, each a round trip to memory."""
+        """The instance for a step. A pass waits for memory, so it takes few of them, with a large PASS."""
         return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1, matrices, 64 if dtype == FLOAT32 else 128)
 
     @classmethod
@@ -377,7 +380,7 @@ class Openings(ModelKernel):
 class HeadKernel(ModelKernel):
     """The base of kernels whose warps compute one head of one token each; a lane has PAIRS pairs of channels."""
 
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible PAIRS: 64 channels times it
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible PAIRS, for heads of at most 64 PAIRS channels
     threads = 256
     X: np.dtype
     PAIRS: int
@@ -393,7 +396,8 @@ class HeadKernel(ModelKernel):
 
 
 class GatedNorm(HeadKernel):
-    """y = GroupNorm(o) silu(gate), by heads. With BONUS, for RWKV-7: y = (GroupNorm(o) + (sum r k bonus) v) gate."""
+    """y = GroupNorm(o) silu(gate), a group for each head. With BONUS, for RWKV-7: y = (GroupNorm(o) + (sum r k bonus)
+    v) gate, the sum over a head's channels."""
 
     file = "rwkv6/gated_norm"
     arguments = members(

@@ -25,7 +25,8 @@ from .kernel import Kernel
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
 HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
-# the argument of kernels that apply dropout: site is the number of the place in the model; rate, that of zeros
+# The argument of kernels that apply dropout. `site`: the number of the place in the model where it is applied, so that
+# places have different zeros; `rate`: the share of zeros.
 DROPOUT = structs("drop", 1, members("pointers seeds, integers site, reals rate"))
 
 
@@ -64,8 +65,9 @@ class Elementwise(Kernel):
 
 
 class AddNorm(TokenKernel):
-    """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": the array first; "Gated":
-    sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is no change."""
+    """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": it is the array `first`;
+    "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is none, y =
+    x."""
 
     file = "training/add_norm"
     arguments = (
@@ -165,7 +167,7 @@ class ColumnSums(Kernel):
 
 
 class SquareSums(Kernel):
-    """For each block the sum of the squares of its part of x, for the norm of a gradient."""
+    """The sum of the squares of each block's part of x, from which the norm of a gradient is computed."""
 
     file = "training/square_sums"
     arguments = members("pointers x parts, integers count blocks")

@@ -1,5 +1,6 @@
-"""The kernels of RWKV-7 models besides those of the operator and those of `rwkv6_model_kernels`, whose words these use:
-X is the dtype of a kernel's output that is an operand of the next matrix product.
+"""The kernels of RWKV-7 models besides those of the operator and those of `rwkv6_model_kernels`. As there, X is the
+dtype of a kernel's output that is an operand of the next matrix product, and TERMS is how many numbers of dtype X,
+whose sum is exact, represent each float32 number of it; H heads have N channels each.
 """
 
 from __future__ import annotations

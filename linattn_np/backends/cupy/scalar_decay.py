@@ -18,7 +18,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_backward, segments
-from .backward_tiles import Reused, tiles_of
+from .backward_tiles import DraftOfTiles, tiles_of
 from .elementwise_kernels import (
     FEATURE_MAPS,
     Divide,
@@ -91,7 +91,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     gla = with_float32_gate(draft, gla)
     read = {name: draft.mapped(gla[name], name) for name in "qkv"}
     do, _ = draft.cotangents(gla, do, None)
-    launches = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
+    launches = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=True)
     read["do_"] = draft.mapped(do, "do")
     return launches.summary_plan(cut.summary, read, len(problem.op.gates), g=gla["g"])
 
@@ -107,7 +107,7 @@ def plan_vjp(problem, device, do, dht, saved=(), summaries=()):
         dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         launch_warp_per_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
-    gla_plan = plan_gla_vjp(draft, gla, device, do, dht, reason, summaries, exact_gate=bool(problem.op.gates))
+    gla_plan = plan_gla_vjp(draft, gla, device, do, dht, reason, summaries, wants_dg=bool(problem.op.gates))
     (dq, dk, dv, dg), dh0 = draft.include(gla_plan)
     if phi := feature_map(problem):
         dq, dk = (feature_gradient(draft, phi, problem[name], dx, name) for name, dx in (("q", dq), ("k", dk)))
@@ -221,7 +221,7 @@ def side_by_side(draft, parts, shape, dtype, phi, reason):
 
 
 def split_state(draft, problem, joined, dtypes):
-    """(S, z) of [S | z | zeros], in `dtypes`."""
+    """(S, z) of the state `joined`, [S | z | zeros], in `dtypes`."""
     V = problem.sizes["V"]
     return tuple(draft.cast(x, dtype) for x, dtype in zip((joined[..., :V], joined[..., V]), dtypes))
 
@@ -345,9 +345,9 @@ def weighted_sum(
 def launch_sums(draft, problem, kernel, sums, g, shape, columns, decays=None, segments=1, computed=1, **gate_arrays):
     """Launches `kernel` for the given `sums`, which have at most so many `columns`.
 
-    `decays`: where the products of the segments' decays are written, or None. Each sequence has so many `segments` in
-    `shape`, of which the first `computed` are computed. `gate_arrays`: those of `arrays_for_gate`, if the gate's
-    gradient is wanted.
+    decays : where the products of the segments' decays are written, or None
+    segments, computed : each sequence has so many segments in `shape`, of which the first `computed` are computed
+    gate_arrays : those of `arrays_for_gate`, if the gate's gradient is wanted
     """
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(columns, kernel.BV) * len(sums)
     gate_arrays = {"parts": 0} | gate_arrays
@@ -361,17 +361,17 @@ def launch_sums(draft, problem, kernel, sums, g, shape, columns, decays=None, se
 SUMS = {"dq": ("do_", "v", "k"), "dk": ("v", "do_", "q"), "dv": ("k", "q", "do_")}
 
 
-def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), exact_gate=True):
+def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=True):
     """A plan of the pullback of gla with a gate [B, H, T, 1]; `draft` and `reason` are as in `plan_gla`.
 
     Its dg is [B, H, T] in the dtype in which the kernels read g, or [B, H, T, C] in float32, whose last axis is to be
-    summed, or None if tokens share the gate. `exact_gate`: whether dg is wanted.
+    summed, or None if tokens share the gate. `wants_dg`: whether the caller wants it.
     """
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     cut = segments.scalar_backward_cut(gla, device, bool(summaries))
     if cut.way == PORTABLE:
-        gate = SHARED_GATE if exact_gate else UNWANTED_GATE
+        gate = SHARED_GATE if wants_dg else UNWANTED_GATE
         return gated_backward.plan_vjp(with_gate_of_every_channel(draft, gla, reason), device, do, dht, gate=gate)
     gla_draft = Draft()
     if cut.way == TILED or cut.kernels[0].gate == FLOAT32:
@@ -387,20 +387,19 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), exact_gate=T
     return gla_draft.plan(((*gradients[:3], dg), gla_draft.stored_gradient(gla, dh0)), tiles=tiles)
 
 
-def launch_sums_tile_by_tile(draft, whole_state, device):
+def launch_sums_tile_by_tile(draft, backward, device):
     """Launches the kernels for one tile of the state after the other, as `gated_backward.launch_tile_by_tile` does.
-    `whole_state` is the `GatedBackwardPass` of the problem. Returns (the gate's gradient, or None if tokens share the
-    gate; the tile sizes of the first tile's kernels)."""
-    memory, tiles, sizes = Reused(draft), tiles_of(whole_state.problem), []
-    shape, own_gates = whole_state.problem.shape("B H T"), segments.has_own_gates(whole_state.problem)
+    Returns (the gate's gradient, or None if tokens share the gate; the tile sizes of the first tile's kernels)."""
+    draft_of_tiles, tiles, sizes = DraftOfTiles(draft), tiles_of(backward.problem), []
+    shape, own_gates = backward.problem.shape("B H T"), segments.has_own_gates(backward.problem)
     dg_of_tiles = draft.empty((len(tiles), *shape), FLOAT32) if own_gates else None
     for n, tile in enumerate(tiles):
-        tile_draft = memory.again()
-        backward = whole_state.of_tile(tile, tile_draft)
-        cut = segments.sums_backward_cut(backward.problem, device, one_part=own_gates)
-        sizes.append(launch_gradient_sums(tile_draft, backward, cut, dg=dg_of_tiles and dg_of_tiles[n])[1])
-        if whole_state.dh0 is not None:
-            draft.copy(backward.dh0, tile.state(whole_state.dh0))
+        tile_draft = draft_of_tiles.next_tile()
+        tile_pass = backward.of_tile(tile, tile_draft)
+        cut = segments.sums_backward_cut(tile_pass.problem, device, one_part=own_gates)
+        sizes.append(launch_gradient_sums(tile_draft, tile_pass, cut, dg=dg_of_tiles and dg_of_tiles[n])[1])
+        if backward.dh0 is not None:
+            draft.copy(tile_pass.dh0, tile.state(backward.dh0))
     if dg_of_tiles is None:
         return None, sizes[0] | {"tiles": len(tiles)}
     dg = draft.empty(shape, FLOAT32)
@@ -421,7 +420,7 @@ def launch_gradient_sums(draft, backward, cut, summaries=(), dg=None):
     """
     gla, read, written = backward.problem, backward.read, backward.written
     (K, V), computes_dg = gla.shape("K V"), cut.kernels[0].gives_gate
-    hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(summaries))
+    hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=bool(summaries))
     read["do_"] = draft.mapped(backward.do, "do")
     mapped = {name: x for name, x in read.items() if name != "g"}
     initial, dht, P = hopper.initial, draft.aligned(backward.dht, "dht"), hopper.P

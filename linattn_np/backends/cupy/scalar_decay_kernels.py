@@ -16,7 +16,7 @@ WEIGHTED_SUM = members(
     "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
     "integers K V state_k state_v, reals output_scale value_scale, integers backwards adds_to_o"
 )
-# WeightedSums.what -> the sums that one launch computes
+# WeightedSums.what -> how many sums one launch computes
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
@@ -70,8 +70,7 @@ class WeightedSums(TiledKernel):
 
 
 class ScalarBackwardSegments(TiledKernel):
-    """The summary of each segment for the backward pass: its final state and its initial state's gradient, from 0, and
-    its decays."""
+    """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
 
     file = "scalar_decay/sm90/backward_segments"
     arguments = members(

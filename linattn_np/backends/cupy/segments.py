@@ -69,20 +69,20 @@ from .wide_head_kernels import GatedWideForward, GatedWideOperands
 RESERVED = 1024  # bytes of shared memory that the driver reserves for every block
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
 MOST_PARTS = 16  # the most parts of a segment that is summarised
-HARDLY_MORE = 1.01  # a cut into fewer segments is taken if it costs at most so many times the least cost
+COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal; the fewest segments are then taken
 
 # Heads of at most 16 channels and columns.
 SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # the least B * H * T for which their own kernels are faster
-SMALL_SPARED = 128  # sequences are cut if each block then has fewer tokens by so many, which two launches more cost
+SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
 
 # Forward on Hopper, `forward_cost`: 70 shapes, each within 3 % of its best cut.
 CUT_SMALL, CUT_LARGE = 300, 520  # the launches that a cut adds: for up to 64 channels and columns, and for more
 CUT_TOKEN = 0.3  # to summarise a token
 CUT_JOINED, CUT_STATE = 5, 0.5  # each segment: to join it; and for each head, its state of 128 columns
 CUT_HEAD, CUT_SHARED = 1, 3  # each head: if every block has a multiprocessor of its own; if two blocks share one
-UNSAVED = 14  # the pullback's summaries, if the chunks of a segment are no power of 2: the forward pass saves no states
-SPARED = 600  # sequences are cut, where no cost decides, if each block then has fewer tokens by so many
-SPLIT_AND_CUT = 4096  # the least tokens of sequences that are cut in two for clusters that share columns
+UNSAVED = 14  # the pullback's summaries: needed if a segment's chunks are no power of 2, as no states are saved then
+SPARED = 600  # where no cost decides: sequences are cut if that spares each block so many tokens
+SPLIT_AND_CUT = 4096  # the least tokens of sequences that are cut in two if the blocks of a cluster split the columns
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # in `cut_in_two`: a block's start; to summarise a token
 PART_START = 256  # a part that is summarised: its start and its state
 
@@ -103,7 +103,7 @@ TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile: for gates of 
 NARROW_TILE = 0.8  # the time of a tile with half of the channels or columns, in times of a whole tile
 PORTABLE_START, PORTABLE_SHARED_GATE_START = 160, 400  # the portable kernels' launches; those for a shared gate
 PORTABLE_CHANNELS, PORTABLE_COLUMNS = 0.25, 0.88  # portable, a token: for each 64 channels; for each 128 columns too
-PORTABLE_FINER = 1.7  # the portable kernels in tf32 take so many times as long
+PORTABLE_TF32 = 1.7  # the portable kernels take so many times as long if they multiply tf32 numbers
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
@@ -115,15 +115,17 @@ def resident_blocks(kernel, device) -> int:
 
 def segments_that_fill(blocks, longest, capacity, spared=0) -> int:
     """The most segments of a sequence for which `blocks` blocks of the uncut problem become at most `capacity` blocks;
-    1 if a block would then have fewer tokens by less than `spared`."""
+    1 if that would spare a block less than `spared` tokens."""
     P = max(1, min(capacity // max(blocks, 1), longest // SEGMENT))
     return P if longest * (P - 1) >= spared * P else 1
 
 
 def widest_that_fills(kernels, blocks, device):
-    """The kernel with the widest blocks that still fill the card, or that with the narrowest if none does. `kernels`:
-    by rising width; `blocks`: a function of a kernel. Wide blocks need fewer loads: their columns share decays and
-    keys.
+    """The kernel with the widest blocks that still fill the card, or that with the narrowest if none does. Wide blocks
+    need fewer loads: their columns share decays and keys.
+
+    kernels : by rising width of their blocks
+    blocks : a function of a kernel, the number of its blocks
     """
     return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
 
@@ -179,10 +181,10 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
 # -- forward -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class BackwardSegments:
-    """The segments of every sequence in Hopper's own backward kernels.
+    """The segments of every sequence in Hopper's own backward kernels: `count` equal ones; or two, if `short` is not 0.
 
-    Either `count` equal segments; or, if `short` is not 0, one pass begins with a segment of so many tokens at the
-    sequence's start, the other pass with one at its end, and the rest of the sequence is one long segment.
+    Then the kernel of dq, which goes forwards in time, has a short segment of so many tokens at the sequence's start,
+    and the kernel of dk and dv, which goes backwards, has one at its end. The rest is each kernel's long segment.
     """
 
     count: int = 0  # 0 if these kernels cannot compute the problem
@@ -200,11 +202,12 @@ class ForwardCut:
     kernel: Any = None  # the kernel that computes o
     summary: Any = None  # the kernel that summarises segments
     segments: int = 1  # of every sequence
-    first: int = 0  # if there are two unequal segments: the tokens of the first; 0 for equal segments
+    first_tokens: int = 0  # if there are two unequal segments: the tokens of the first; 0 for equal segments
     spans: Any = None  # the token ranges of all segments, a `varlen.Spans`
-    parts: tuple[int, int] = (1, 1)  # of a segment, if all but each sequence's last one are summarised; if all are
-    starts_are_the_backwards: bool = False  # whether the pullback has the same segments, and can reuse their states
-    marks: int = 0  # the kernel stores a state every so many chunks, where the pullback's segments start; 0 for never
+    # into how many parts a summary divides a segment: if each sequence's last segment is not summarised; if it is
+    parts: tuple[int, int] = (1, 1)
+    same_as_pullback: bool = False  # whether the pullback has these segments, and can reuse the states at their starts
+    mark_every: int = 0  # the kernel stores a state every so many chunks, at the pullback's segments; 0 for never
     backward_segments: int = 0  # of every sequence in the pullback that may reuse the states
 
     @property
@@ -218,7 +221,7 @@ class ForwardCut:
     @property
     def gives_starts(self) -> bool:
         """Whether this pass computes the states at the starts of the pullback's segments."""
-        return self.starts_are_the_backwards or self.marks > 0
+        return self.same_as_pullback or self.mark_every > 0
 
     @property
     def tiles(self) -> dict:
@@ -226,22 +229,24 @@ class ForwardCut:
         return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
 
 
-def cut_into(problem, device, way, kernel, summary, P, first=0, backward=NO_PULLBACK) -> ForwardCut:
-    """The cut into P equal segments; or, if `first` is not 0, into two, of which the first has `first` tokens.
+def cut_into(problem, device, way, kernel, summary, P, first_tokens=0, backward=NO_PULLBACK) -> ForwardCut:
+    """The cut into P equal segments; or, if `first_tokens` is not 0, into two, of which the first has so many tokens.
     `backward`: the segments of the pullback that follows."""
-    N, H, V = problem.shape("N H V")
-    spans = problem.spans.split_at(first) if first else problem.spans.segments(P, summary.CHUNK)
-    but_last, of_all = (
-        1 if way == SMALL else parts_per_segment(summary, N * H, V, P, longest_sequence(problem), last, device)
-        for last in (0, 1)
+    (N, H, V), longest, unequal = problem.shape("N H V"), longest_sequence(problem), first_tokens > 0
+    spans = problem.spans.split_at(first_tokens) if unequal else problem.spans.segments(P, summary.CHUNK)
+    without_last, with_last = (
+        1 if way == SMALL else parts_per_segment(summary, N * H, V, P, longest, last, device) for last in (False, True)
     )
-    same_starts = not first and 1 < P == backward.count
-    chunks = 0 if first or not backward.count or backward.short else chunks_between_marks(problem, P, backward.count)
-    return ForwardCut(way, kernel, summary, P, first, spans, (but_last, of_all), same_starts, chunks, backward.count)
+    same = not unequal and 1 < P == backward.count
+    no_marks = unequal or not backward.count or backward.short
+    mark_every = 0 if no_marks else chunks_between_marks(problem, P, backward.count)
+    return ForwardCut(
+        way, kernel, summary, P, first_tokens, spans, (without_last, with_last), same, mark_every, backward.count
+    )
 
 
 def chunks_between_marks(problem, P, backward_segments) -> int:
-    """`ForwardCut.marks`: the chunks of a segment of the pullback, if these are a power of 2, each of the forward
+    """`ForwardCut.mark_every`: the chunks of a segment of the pullback, if these are a power of 2, each of the forward
     pass's P segments consists of several whole ones of them, all sequences have the same length, and no segment is
     empty; else 0."""
     shortest, longest, chunk = int(problem.spans.lengths.min()), longest_sequence(problem), GatedForwardSm90.CHUNK
@@ -255,7 +260,7 @@ def chunks_between_marks(problem, P, backward_segments) -> int:
 def without_a_short_segment(problem, device, cut) -> ForwardCut:
     """`cut`, or the cut into whole sequences if the segments of `cut` are unequal. A pass that only summarises
     sequences takes no unequal segments."""
-    return cut_into(problem, device, cut.way, cut.kernel, cut.summary, 1) if cut.first else cut
+    return cut_into(problem, device, cut.way, cut.kernel, cut.summary, 1) if cut.first_tokens else cut
 
 
 def forward_cut(problem, device) -> ForwardCut:
@@ -275,7 +280,7 @@ def forward_cut(problem, device) -> ForwardCut:
 
 
 def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
-    """The cut into as many segments as fill the card, if each block then has fewer tokens by at least `spared`."""
+    """The cut into as many segments as fill the card, if that spares each block at least `spared` tokens."""
     (N, H, V), longest = problem.shape("N H V"), longest_sequence(problem)
     P = segments_that_fill(N * H * kernel.grid(V), longest, resident_blocks(kernel, device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
@@ -310,7 +315,7 @@ def portable_forward_cut(problem, device):
 
 
 def hopper_forward_kernel(problem, schedule, gate, columns):
-    """Hopper's own kernel for a schedule, a dtype of gates (or SCALAR) and blocks of at most so many columns."""
+    """Hopper's own kernel for a schedule, a dtype of gates (or SCALAR) and blocks of at most so many `columns`."""
     order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(problem.op)
     return GatedForwardSm90.fitting(order, schedule, problem.dtype, gate, problem.sizes["K"], columns)
 
@@ -322,18 +327,18 @@ def hoppers_forward_cut(problem, device, backward):
     narrow = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # for bfloat16 clusters are faster
     columns = TILES[0] if narrow else V
     schedules = SINGLE_PASS, CLUSTER_SPLIT_V
-    unshared, shared = (hopper_forward_kernel(problem, schedule, gate, columns) for schedule in schedules)
+    single, cluster = (hopper_forward_kernel(problem, schedule, gate, columns) for schedule in schedules)
     if K > TILES[-1]:
         kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
-        kernel = shared if split_columns(N * H, V, longest, device, unshared, shared) else unshared
+        kernel = cluster if split_columns(N * H, V, longest, device, single, cluster) else single
     blocks, capacity = N * H * kernel.grid(V), resident_blocks(kernel, device)
     summary = hopper_forward_kernel(problem, SEGMENT_STATE, gate, V)
     P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
     if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
         P = backward.count
-    first = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
-    return cut_into(problem, device, HOPPER, kernel, summary, 2 if first else P, first, backward)
+    first_tokens = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
+    return cut_into(problem, device, HOPPER, kernel, summary, 2 if first_tokens else P, first_tokens, backward)
 
 
 def short_first_segment_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
@@ -366,15 +371,15 @@ def forward_cost(P, heads, blocks, longest, widest, multiprocessors) -> float:
 def short_first_segment(blocks, T, capacity) -> int:
     """The tokens of the best short first segment, or 0 if uncut sequences take less time."""
     cost, length = cut_in_two(blocks, T, capacity, SEGMENT, FORWARD_START, FORWARD_SUMMARY)
-    return length if HARDLY_MORE * (cost + PART_START) < T + FORWARD_START else 0
+    return length if COST_TOLERANCE * (cost + PART_START) < T + FORWARD_START else 0
 
 
-def cut_in_two(blocks, T, capacity, aligned, start, summary) -> tuple[float, int]:
+def cut_in_two(blocks, T, capacity, multiple, start, summary) -> tuple[float, int]:
     """(the least cost, the tokens of the short segment that has it), for sequences of T tokens that are cut into a
     short and a long segment. Of the `capacity` blocks that the card holds, `blocks` compute the long segments. The
     others compute the short ones, which must be summarised first.
 
-    aligned : the tokens of which the short segment has a multiple
+    multiple : the tokens of the short segment are a multiple of it
     start, summary : the costs of a block's start and of summarising a token
     """
     others = capacity - blocks
@@ -385,13 +390,13 @@ def cut_in_two(blocks, T, capacity, aligned, start, summary) -> tuple[float, int
         main = max(T - length + start, ceil_div(blocks, others) * (length + start))
         return main + summary * blocks / capacity * length
 
-    return min(((cost(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
+    return min(((cost(length), length) for length in range(multiple, T // 2 + 1, multiple)), default=(inf, 0))
 
 
-def parts_per_segment(summary, heads, V, P, longest, last, device) -> int:
+def parts_per_segment(summary, heads, V, P, longest, with_last, device) -> int:
     """How many parts each of P segments is cut into for the pass that summarises them: the number with the least cost.
-    `last`: whether a sequence's last segment is summarised, too."""
-    blocks, at_once = heads * ceil_div(V, summary.BV) * (P if last else P - 1), resident_blocks(summary, device)
+    `with_last`: whether each sequence's last segment is summarised, too."""
+    blocks, at_once = heads * ceil_div(V, summary.BV) * (P if with_last else P - 1), resident_blocks(summary, device)
 
     def cost(R):
         return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
@@ -399,17 +404,17 @@ def parts_per_segment(summary, heads, V, P, longest, last, device) -> int:
     return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=cost)
 
 
-def split_columns(heads, V, longest, device, unshared, shared) -> bool:
+def split_columns(heads, V, longest, device, single, cluster) -> bool:
     """Whether the two blocks of a cluster compute one head, with half of its columns each, and share the operands that
-    their producer warps make (kernel `shared`). Otherwise one block computes a head (kernel `unshared`).
+    their producer warps make (kernel `cluster`). Otherwise one block computes a head (kernel `single`).
 
-    Sharing is faster if the card holds all clusters, and if sequences need no cut, or are long and cut in two where
-    `unshared` would have four segments. It is not faster if a block of `shared` has fewer producer warps.
+    Clusters are faster if the card holds all of them, and if sequences need no cut, or are long and cut in two where
+    `single` would have at most four segments. They are not faster if their blocks have fewer producer warps.
     """
     blocks, capacity = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
     P = segments_that_fill(blocks, longest, capacity, SPARED) if V > PANEL and blocks <= capacity else 0
     fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, capacity) <= 2 * P
-    return fits and shared.producer_groups >= unshared.producer_groups
+    return fits and cluster.producer_groups >= single.producer_groups
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
@@ -511,7 +516,8 @@ def hoppers_backward_cut(problem, device, backward, starts_known, summarised=Fal
 
     backward : the segments, a `BackwardSegments`
     starts_known : whether the states at the starts of equal segments are saved, or computed by the pass `forward`
-    summarised : whether the segments are summarised already; two empty ones are then around them
+    summarised : whether the segments are summarised already; each sequence then has two more segments, which are empty
+        (see `gated_backward.HopperBackward`)
     """
     N, H, K, V = problem.shape("N H K V")
     short = 0 if starts_known or summarised else backward.short
@@ -553,11 +559,11 @@ def tiles_segments(problem, device, arrays, shared=False) -> int:
 
 
 def backward_segments(blocks, longest, capacity, K, V) -> int:
-    """The fewest segments of a sequence whose cost is at most HARDLY_MORE times the least, on a card of `capacity`
+    """The fewest segments of a sequence whose cost is at most COST_TOLERANCE times the least, on a card of `capacity`
     multiprocessors."""
     most = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * capacity // max(blocks, 1))
     costs = [backward_cost(P, blocks, longest, capacity, K, V) for P in range(1, max(1, most) + 1)]
-    return 1 + next(n for n, cost in enumerate(costs) if cost <= HARDLY_MORE * min(costs))
+    return 1 + next(n for n, cost in enumerate(costs) if cost <= COST_TOLERANCE * min(costs))
 
 
 def backward_cost(P, *sizes) -> float:
@@ -586,7 +592,7 @@ def length_of_segments(P, longest) -> int:
 
 
 def short_segment_of(problem, device, P) -> int:
-    """`short_segment` for a problem that is to have P segments, or for its largest tile."""
+    """`short_segment` for a problem, or for its largest tile, where equal segments would be P."""
     if problem.varlen:
         return 0
     N, H, T, K, V = problem.shape("N H T K V")
@@ -594,30 +600,30 @@ def short_segment_of(problem, device, P) -> int:
     return short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def short_segment(P, blocks, T, capacity, K, V, aligned) -> int:
-    """`BackwardSegments.short` for sequences of T tokens: the best length, a multiple of `aligned`; 0 if P equal
+def short_segment(P, blocks, T, capacity, K, V, multiple) -> int:
+    """`BackwardSegments.short` for sequences of T tokens: the best length, a multiple of `multiple`; 0 if P equal
     segments are faster. More than half of the card computes the long segments, the rest of it the short ones at the
     same time. Only the short ones are summarised, each in one direction."""
-    if T % aligned:
+    if T % multiple:
         return 0
-    cost, length = cut_in_two(blocks, T, capacity, aligned, BLOCK_START, SUMMARY)
+    cost, length = cut_in_two(blocks, T, capacity, multiple, BLOCK_START, SUMMARY)
     cost += joining_cost(2, blocks, T, capacity, K, V)
-    return length if HARDLY_MORE * cost < backward_cost(P, blocks, T, capacity, K, V) else 0
+    return length if COST_TOLERANCE * cost < backward_cost(P, blocks, T, capacity, K, V) else 0
 
 
 def worth_tiles(problem, P, device, shared) -> bool:
     """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
     kernels. The latter have chunks of 64 tokens, read every chunk again for every 64 channels, and compute scores for
     128 columns at a time. If channels share a gate (`shared`), a tile takes half of its time, and the portable kernels,
-    which then multiply in float32, take PORTABLE_FINER times theirs."""
+    which then multiply float32 numbers as tf32 ones, take PORTABLE_TF32 times theirs."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
     sizes = P, N * H, int(lengths.max()), capacity, min(K, TILES[-1]), min(V, TILES[-1])
     tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
     chunks, column_tiles = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
     cost_of_64_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * column_tiles)
-    finer = PORTABLE_FINER if shared or problem.dtype != BFLOAT16 else 1
+    tf32 = PORTABLE_TF32 if shared or problem.dtype != BFLOAT16 else 1
     start = PORTABLE_SHARED_GATE_START if shared else PORTABLE_START
-    portable_cost = start + ceil_div(K, TILES[0]) * cost_of_64_channels * finer
+    portable_cost = start + ceil_div(K, TILES[0]) * cost_of_64_channels * tf32
     return equivalent_tiles(K) * equivalent_tiles(V) * tile_cost < portable_cost
 
 
@@ -671,8 +677,8 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
         kernel = hopper_forward_kernel(problem, SINGLE_PASS, SCALAR, narrow)
     summary = hopper_forward_kernel(problem, SEGMENT_STATE, SCALAR, V)
     cut = cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
-    first = short_first_segment_of(problem, device, kernel) if cut.segments == 1 else 0
-    return cut_into(problem, device, HOPPER, kernel, summary, 2, first) if first else cut
+    first_tokens = short_first_segment_of(problem, device, kernel) if cut.segments == 1 else 0
+    return cut_into(problem, device, HOPPER, kernel, summary, 2, first_tokens) if first_tokens else cut
 
 
 def scalar_backward_cut(problem, device, summarised=False) -> BackwardCut:

@@ -65,8 +65,9 @@ class GatedSmallForward(GatedSmall):
 
 
 class GatedSmallStates(GatedSmall):
-    """The summaries of segments: each segment's final state if its initial state is 0 (`left`), and its `decays`; with
-    `both` the same backwards in time, for the state's gradient. Of the first `needed` of `of` segments per sequence."""
+    """The summaries of the first `computed` of the `segments` of each sequence: each segment's final state if its
+    initial state is 0 (`states`), and the product of its `decays`; with `both` also the same backwards in time, for the
+    state's gradient."""
 
     file = "gated/small_states"
     arguments = members(

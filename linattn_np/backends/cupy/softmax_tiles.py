@@ -146,7 +146,7 @@ def other_tiles(tiles: np.ndarray) -> np.ndarray:
 
 
 def longest_first(tiles: np.ndarray) -> np.ndarray:
-    """[all tiles, WORDS], by falling work."""
+    """[all tiles, WORDS]: the tiles by falling work."""
     listed = tiles.swapaxes(0, 1).reshape(-1, WORDS)
     return listed[np.argsort(-other_tiles(listed), kind="stable")]
 
@@ -159,14 +159,15 @@ def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.
     """
     listed = np.concatenate([longest_first(tiles[n : n + heads_at_once]) for n in range(0, len(tiles), heads_at_once)])
     count = min(multiprocessors, len(listed))
-    loads, taken = [(0.0, block) for block in range(count)], np.empty(len(listed), np.int64)
+    loads, block_of = [(0.0, block) for block in range(count)], np.empty(len(listed), np.int64)
     for n, cost in enumerate((other_tiles(listed) + SETUP).tolist()):
-        load, taken[n] = loads[0]
-        heapreplace(loads, (load + cost, int(taken[n])))
-    order, each = np.argsort(taken, kind="stable"), np.bincount(taken, minlength=count)
-    table = np.zeros((each.max(initial=0) + 1, count, WORDS), np.int32)
-    place = np.arange(len(listed)) - np.repeat(np.cumsum(each) - each, each)
-    table[place, taken[order]] = listed[order]
+        load, block_of[n] = loads[0]
+        heapreplace(loads, (load + cost, int(block_of[n])))
+    order, tiles_per_block = np.argsort(block_of, kind="stable"), np.bincount(block_of, minlength=count)
+    table = np.zeros((tiles_per_block.max(initial=0) + 1, count, WORDS), np.int32)
+    first_of_block = np.cumsum(tiles_per_block) - tiles_per_block
+    rounds = np.arange(len(listed)) - np.repeat(first_of_block, tiles_per_block)
+    table[rounds, block_of[order]] = listed[order]
     return table
 
 

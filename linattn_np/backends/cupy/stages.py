@@ -2,13 +2,12 @@
 
 `linattn_np.stages` has their equations. The arrays between stages are
 
-    b, e    [B, H, T, K]      sums of the log gates from a chunk's first token to this one, and behind it to its last
+    b, e    [B, H, T, K]      sums of a chunk's log gates: b up to and with this token, e of the tokens after it
     qg, kg  [B, H, T, K]      q exp(b) and k exp(e): queries decayed from the chunk's start, keys to its end
     h       [B, H, NC, K, V]  the state before every chunk
-    A       [B, H, T, chunk]  the weight of each token of a chunk in the output of another one
+    A       [B, H, T, chunk]  the weight of each token of the chunk in this token's output
 
-with B batch, H heads, T tokens, K channels, V columns and NC chunks. The kernels compute data in float64 by files of
-their own for the stages 3 to 5.
+with B batch, H heads, T tokens, K channels, V columns and NC chunks. Stages 3 to 5 have other kernels for float64.
 """
 
 from __future__ import annotations
@@ -82,12 +81,16 @@ class Combine(Kernel):
 
 
 class Float64InterChunk(Kernel):
+    """Stage 3 in float64."""
+
     file = "float64/inter_chunk"
     arguments = members("rows kg b v, pointers h initial final, shape")
     threads = 128
 
 
 class Float64IntraChunk(Kernel):
+    """Stage 4 in float64."""
+
     file = "float64/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape")
     threads = 128
@@ -95,6 +98,8 @@ class Float64IntraChunk(Kernel):
 
 
 class Float64Combine(Kernel):
+    """Stage 5 in float64."""
+
     file = "float64/combine"
     arguments = members("rows qg h A v o, shape, reals scale")
     threads = 128
@@ -142,7 +147,8 @@ def plan_vjp(problem, device, do, dht, saved):
 
 
 class Stages:
-    """Adds the launches of stages to a draft. A stage's method has the name and the arrays of its public function.
+    """Adds the launches of stages to a draft. A stage's method has the name and the arrays of its public function, and
+    returns the arrays of its results.
 
     new_array : a function of (a prototype, a dtype, a shape or None for the prototype's) that makes arrays of results
     """
@@ -154,6 +160,7 @@ class Stages:
         self.read_order = "BeforeWrite" if exclusive else "AfterWrite"
 
     def launch(self, kernel, blocks, **arrays):
+        """Launches a kernel; `arrays`: its arguments but `shape`."""
         self.draft.launch(kernel, blocks, **arrays, shape=self.shape)
 
     def chunk_cumsum(self, g):
@@ -168,7 +175,7 @@ class Stages:
         return qg, kg
 
     def inter_chunk(self, kg, v, b):
-        """(h, the final state or None)"""
+        """(h, the final state or None)."""
         shape, final = self.shape, self.draft.final(self.problem)
         h = self.draft.empty((shape.B, shape.H, shape.NC, shape.K, shape.V), self.real)
         access = {}
@@ -197,7 +204,7 @@ class Stages:
         return A
 
     def combine(self, qg, h, A, v):
-        """o, in memory with the strides that kernels can write."""
+        """o in an array that the kernel can write, which may be the caller's `out`."""
         o, shape = self.draft.output(self.problem), self.shape
         B, H, NC, K, V = h.shape
         if h.strides[2] != K * h.strides[3]:  # the kernel reads chunks and channels as one axis

@@ -10,7 +10,6 @@ Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, NC chunks
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -42,7 +41,6 @@ class ValueGateForward(TiledKernel):
         "integers channel segments computed bytes"
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    WITHOUT_COLUMN_GATES: ClassVar[type] = GatedForward  # the kernel whose chunks and threads this one has
     SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
@@ -70,12 +68,12 @@ class ValueGateForward(TiledKernel):
 
     @property
     def without_column_gates(self):
-        """The instance of `GatedForward` with the same template arguments."""
+        """The instance of `GatedForward` with the same template arguments, whose chunks and threads this one has."""
         instance = self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV
-        return self.WITHOUT_COLUMN_GATES("AfterWrite", *instance)
+        return GatedForward("AfterWrite", *instance)
 
     def with_channels(self, channels_left):
-        """The instance for a launch, of which there is one kind, however many channels are left."""
+        """The instance for the next launch: always this one, however many channels are left."""
         return self
 
     @property
@@ -92,10 +90,15 @@ class ValueGateForward(TiledKernel):
 
 
 class ValueGateBackwardScores(Kernel):
-    """For one side and each chunk of 64 tokens: `starts`, the queries decayed from the chunk's start; `ends`, the keys
-    decayed to its end; `scores`, those of a query with the keys of earlier tokens; `diagonal`, those with its own key;
-    `decays`, the product of the chunk's decays; `growth`, the logarithm of the most by which the chunk's gates let the
-    state grow, or 0 if none is far above 0."""
+    """For one side and each chunk of 64 tokens:
+
+    starts : the queries decayed from the chunk's start
+    ends : the keys decayed to its end
+    scores, diagonal : the scores of each query with the keys of earlier tokens; the score with its own token's key
+    decays : the product of the chunk's decays
+    growth : the logarithm of the largest factor by which the chunk's gates let the state grow; 0 if no gate is far
+        above 0
+    """
 
     file = "value_gate/backward_scores"
     arguments = members(
@@ -110,9 +113,9 @@ class ValueGateBackwardScores(Kernel):
 
 
 class ValueGateBackwardStates(Kernel):
-    """`kept`: the states before all chunks and the gradients of the states after them. It reads what
-    `ValueGateBackwardScores` wrote: `starts` and `ends` of both sides as q, k, do_ and v; or, where a chunk's gates let
-    the state grow too much, the call's own arrays (`given_q` ...)."""
+    """The states before all chunks and the gradients of the states after them (`kept`). It reads what
+    `ValueGateBackwardScores` wrote, `starts` and `ends` of both sides, as q, k, do_ and v; in chunks whose gates let
+    the state grow too much it reads the call's own arrays instead (`given_q` ...)."""
 
     file = "value_gate/backward_states"
     arguments = members(
@@ -241,7 +244,7 @@ class ValueGateSide:
     """The arrays and launches of one side: the keys' side, or, if `transposed`, the values' side.
 
     read : {"q", "k", "g"}: the arrays that the kernels read in these places
-    written : {"dq", "dk", "dg"}: the gradients of these; dq is None on the values' side, where it would be that of do
+    written : {"dq", "dk", "dg"}: their gradients; dq is None on the values' side, where do stands in the place of q
     starts, ends, scores, growth : what `ValueGateBackwardScores` writes for the other kernels
     """
 

@@ -32,9 +32,7 @@ class GatedWideForward(TiledKernel):
     shared = ("WideShared<{dtype}, {channel_tiles}>",)
     CHUNK: ClassVar[int] = 32
     TILE: ClassVar[int] = 128  # channels of a tile
-    SCORES: ClassVar[int] = (
-        2 * 32 * 40
-    )  # numbers per chunk in the array `scores`: two matrices of 32 rows, padded to 40
+    SCORES: ClassVar[int] = 2 * 32 * 40  # numbers per chunk in `scores`: two matrices [32, 32], rows padded to 40
     BV: ClassVar[int] = 64
     MOST_TILES: ClassVar[int] = 4  # tiles of channels that a block's registers can hold
     constants = (("CHUNK<bf16>", "CHUNK"), ("WIDE", "TILE"), ("SCORES", "SCORES"), ("BV", "BV"))

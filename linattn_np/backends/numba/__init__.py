@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from ...declarations import DELTA_RULES, GATED, STAGES, STEPS
 from .modes import MODES, mode
 
-LONGEST_KEY = 256  # the recurrence keeps the state's columns in registers, up to this many channels
-KERNELS = {  # of each stage
+LONGEST_KEY = 256  # the most channels of the recurrence, which keeps the state's columns in registers
+KERNELS = {  # {stage: its kernels}
     "chunk_cumsum": ("chunk_cumsum",),
     "gated_qk": ("gated_qk",),
     "inter_chunk": ("inter_chunk",),
@@ -24,6 +24,7 @@ STAGED = tuple(kernel for stage in KERNELS.values() for kernel in stage)
 
 
 def why_not(problem) -> str | None:
+    """Why this backend cannot run a call; None when it can."""
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
     if problem.op not in (*GATED, *DELTA_RULES, *STEPS, *STAGES):
         return "it has the gated family, the delta rules, their steps of one token and the five stages only"

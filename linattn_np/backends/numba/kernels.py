@@ -136,10 +136,10 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
                 h[row, head, c, k0 + first + r, v0 + col] = r_h[r]
         start, stop = chunks[c, 0], chunks[c, 1]
         for t0 in range(start, stop, INNER):
-            cuda.syncthreads()  # the tile before this one has been read
+            cuda.syncthreads()  # the previous tiles have been read
             load(s_kg, INNER, ROWS, kg[row, head], t0, stop, k0)
             load(s_v, INNER, COLS, v[row, head], t0, stop, v0)
-            if t0 == start:  # as many threads as rows
+            if t0 == start:  # a thread for each of the ROWS rows
                 inside = k0 + thread < K
                 s_decay[thread] = real(math.exp(b[row, head, stop - 1, k0 + thread])) if inside else real(0)
             cuda.syncthreads()  # the tile is complete
@@ -157,16 +157,16 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
 
 @cuda.jit
 def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
-    """Stage 4, A's tiles below the diagonal: products, factored at the start of the queries' tile. Real: A.
+    """Stage 4, the tiles of A below the diagonal, as products of decayed queries and decayed keys. Real: A.
 
         A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik) = (q_i exp(d_i)) . (k_j exp(e_j))
-        d_i = gates from that start to query i (to i - 1 when `exclusive`: RWKV-6)
-        e_j = gates after key j up to that start
+        d_i = the sum of the gates from the start of the queries' sub-chunk to query i (to i - 1 if `exclusive`: RWKV-6)
+        e_j = the sum of the gates after key j up to that start
 
-    Both are sums of gates, so no exponent is positive for g <= 0, and a gate of -inf is an ordinary value.
+    Both are sums of gates, so that for g <= 0 no exponent is positive, and gates may be -inf.
 
-    grid: one block a (row, head, chunk, sub-chunk of 16 queries, sub-chunk of 16 keys before it), for the
-    `subs` sub-chunks of the longest chunk.
+    grid: a block for each (batch row, head, chunk, sub-chunk of 16 queries, earlier sub-chunk of 16 keys); `subs` is
+    the number of sub-chunks of the longest chunk.
     shared memory: two tiles of 16 x 32, 8.3 KiB in float64. Half of the threads decay the queries, a channel
     each, the other half the keys; then a thread sums one column and 4 rows of the product.
     """
@@ -225,17 +225,17 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
 
 @cuda.jit
 def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
-    """Stage 4, the tiles of A on the diagonal, decay by decay, and the zeros right of them. Real: u, A.
+    """Stage 4, the tiles of A on the diagonal, token by token, and the zeros to the right of them. Real: u, A.
 
         w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w   (RWKV-6: A_ij first)
         A_jj = q_j . (u k_j), with u = 1 for GLA
 
-    No query meets a key through a difference of cumulated gates, so any gate is exact here.
+    There are no differences of cumulated gates, so that scores are exact for any gate.
 
-    grid: one block a (row, head, chunk, sub-chunk of 16 tokens), for the `subs` sub-chunks of the longest
-    chunk.
-    shared memory: three tiles of 16 x 32 and the partial sums, 20.4 KiB in float64. A thread walks down from
-    one key, for a quarter of the channels; the quarters are summed at the end.
+    grid: a block for each (batch row, head, chunk, sub-chunk of 16 tokens); `subs` is the number of sub-chunks of the
+    longest chunk.
+    shared memory: three tiles of 16 x 32 and the partial sums, 20.4 KiB in float64. A thread computes the column of
+    one key for a quarter of the channels; the quarters are summed at the end.
     """
     real = A.dtype.type
     s_q = cuda.shared.array((SUB, PADDED), A.dtype)
@@ -270,7 +270,7 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
                     s_part[group, i, j] += s_q[i, x] * (before if exclusive else w)
                 elif i == j:
                     s_part[group, i, j] += s_q[i, x] * (u[head, k0 + x] * w)
-        cuda.syncthreads()  # they have been read; in the end, A is summed
+        cuda.syncthreads()  # the tiles have been read; after the last ones, all partial sums are written
 
     for p in range(thread, SUB * SUB, THREADS):
         m, x = p // SUB, p % SUB
@@ -287,12 +287,12 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
 
 @cuda.jit
 def combine(qg, h, A, v, chunks, subs, o, scale):
-    """Stage 5: what the past chunks and the present one give. Real: qg, h, A, scale.
+    """Stage 5: o, from the state before the chunk and from the chunk's own tokens. Real: qg, h, A, scale.
 
         o = scale * (qg h_c + A v)
 
-    grid: one block a (row, head, chunk, tile of 64 of its tokens, tile of 16 value channels), for the `subs`
-    sub-chunks of the longest chunk.
+    grid: a block for each (batch row, head, chunk, tile of 64 of its tokens, tile of 16 columns of V); `subs` is the
+    number of sub-chunks of the longest chunk.
     shared memory: 32 columns of the left and 32 rows of the right factor, 20.5 KiB in float64. A thread sums
     one column and 16 rows in registers.
     """
@@ -332,7 +332,7 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
         cuda.syncthreads()  # both tiles are complete
         for m in range(INNER):
             for r in range(ROWS_EACH):
-                if j0 + m <= first_row + first + r:  # or its zero weight would meet a NaN that is yet to come
+                if j0 + m <= first_row + first + r:  # 0 times a later token's NaN would be NaN
                     r_o[r] += s_left[first + r, m] * s_right[m, col]
         cuda.syncthreads()  # both tiles have been read
 
@@ -343,9 +343,9 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
 
 @cache
 def recurrent(key_channels, delta):
-    """The kernel for K up to `key_channels`, a multiple of 4: the registers of the state must be counted.
+    """The kernel for K up to `key_channels`, a multiple of 4, which determines the registers for the state.
 
-    `delta`: of the delta rules, which alone read a and b; all others read u.
+    `delta`: whether for a delta rule. Those kernels read a and b, the others u.
     """
     each = key_channels // GROUPS
     tokens = min(INNER // 2, 512 // key_channels) if delta else min(INNER, 1024 // key_channels)
@@ -364,8 +364,8 @@ def recurrent(key_channels, delta):
         `state` [N, H, K, V], or a pool with sequence n in row slots[n], is read first and overwritten with
         the final state; sequence s of a row has the tokens bounds[s]:bounds[s+1].
 
-        grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of
-        one column of S in registers; the four of a column add their parts of q^T S and a^T S' through shared memory.
+        grid: a block for each (sequence, head, tile of 16 columns of V). A thread keeps every fourth channel of one
+        column of S in registers; the four threads of a column add their parts of q^T S and a^T S' in shared memory.
         shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32; with `delta` half as many) and their partial
         sums, up to 45 KiB.
         """
@@ -377,7 +377,7 @@ def recurrent(key_channels, delta):
         s_decay = cuda.shared.array((tokens, key_channels), u.dtype)
         s_v = cuda.shared.array((tokens, COLS), u.dtype)
         s_part = cuda.shared.array((tokens, GROUPS, COLS), u.dtype)
-        s_read = cuda.shared.array((2, GROUPS, COLS), u.dtype)  # of a^T S', for tokens in turn
+        s_read = cuda.shared.array((2, GROUPS, COLS), u.dtype)  # parts of a^T S', for even and for odd tokens
         s_u = cuda.shared.array(key_channels, u.dtype)
         r_s = cuda.local.array(each, u.dtype)
 
@@ -409,7 +409,7 @@ def recurrent(key_channels, delta):
             if delta:
                 load(s_a, count, key_channels, a[row, head], t0, stop, 0)
                 load(s_b, count, key_channels, b[row, head], t0, stop, 0)
-            cuda.syncthreads()  # the tokens are here, the parts before are summed
+            cuda.syncthreads()  # the tokens are in shared memory; the previous tokens' parts have been summed
             for m in range(count):
                 read = real(0)
                 if delta:
@@ -418,7 +418,7 @@ def recurrent(key_channels, delta):
                         x = group + r * GROUPS
                         part += s_a[m, x] * (r_s[r] if exclusive else s_decay[m, x] * r_s[r])
                     s_read[m % 2, group, col] = part
-                    cuda.syncthreads()  # the four parts are there; those of the token before have been read
+                    cuda.syncthreads()  # the four parts are written; those of the previous token have been read
                     for quarter in range(GROUPS):
                         read += s_read[m % 2, quarter, col]
                 part = real(0)
@@ -433,7 +433,7 @@ def recurrent(key_channels, delta):
                     if delta or not exclusive:
                         part += s_q[m, x] * r_s[r]
                 s_part[m, group, col] = part
-            cuda.syncthreads()  # every part is there, the tokens have been read
+            cuda.syncthreads()  # all parts are written; the tokens have been read
             for i in range(thread, count * COLS, THREADS):
                 m, y = i // COLS, i % COLS
                 total = real(0)

@@ -1,11 +1,11 @@
-"""The one place that imports numba.cuda, and the one that launches."""
+"""Imports numba.cuda, and launches kernels. Other modules import neither themselves."""
 
 import sys
 import warnings
 
 import numpy as np
 
-# numba-cuda 0.30 registers np.row_stack, which NumPy 2.5 no longer has, as its array code is imported.
+# When numba-cuda 0.30 is imported it reads np.row_stack, which NumPy 2.5 no longer has.
 _missing = not hasattr(np, "row_stack")
 if _missing:
     np.row_stack = np.vstack
@@ -18,30 +18,31 @@ finally:
 from numba import cuda
 from numba.core import config
 
-SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # which Numba makes from the environment
+SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # Numba reads this from the environment
 
 
 def launch(kernel, blocks, threads, *arguments):
-    """Enqueues `kernel` on CuPy's current stream. An empty array leaves nothing to do: states stay."""
+    """Enqueues `kernel` on CuPy's current stream; does nothing if an array is empty, as no state then changes."""
     if blocks == 0 or any(getattr(x, "size", 1) == 0 for x in arguments):
         return
     if SIMULATED:
         kernel[blocks, threads](*map(simulated, arguments))
     else:
         stream = cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
-        with warnings.catch_warnings():  # of a small grid: the problem is small
+        with warnings.catch_warnings():  # Numba warns of small grids, which small problems have
             warnings.filterwarnings("ignore", ".*Grid size")
             configured = kernel[blocks, threads, stream]
         configured(*map(on_device, arguments))
 
 
 def on_device(x):
-    """Numba synchronises the stream of every foreign array; one that is wrapped it takes as it is."""
+    """An array wrapped for Numba, which would otherwise synchronise the array's stream; other arguments unchanged."""
     return cuda.as_cuda_array(x, sync=False) if hasattr(x, "__cuda_array_interface__") else x
 
 
 def simulated(x):
-    """Arrays of any strides, in place; the simulator would copy them, and refuses some."""
+    """An array wrapped for the simulator, which would otherwise copy it, or refuse its strides; other arguments
+    unchanged."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
     return FakeCUDAArray(x) if isinstance(x, np.ndarray) else x
