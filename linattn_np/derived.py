@@ -108,7 +108,7 @@ def order_of_axes(g) -> Literal["K", "C"]:
 
 
 def in_groups(repeated, x):
-    """A view of `repeated` [B, H, ...] as [B, HK, H // HK, ...]; HK is the number of heads of `x` [B, HK, ...]."""
+    """A view of `repeated` [B, H, ...] as [B, HK, H // HK, ...], as only one axis is split; HK: heads of `x`."""
     return repeated.reshape(*x.shape[:2], repeated.shape[1] // max(x.shape[1], 1), *x.shape[2:])
 
 

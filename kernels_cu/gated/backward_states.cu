@@ -4,25 +4,28 @@
 // math      per step of 32 tokens, D [K] their decay:  S <- D S + (k decayed to their end)^T v;   backwards
 //           C <- D C + scale (q decayed from their start)^T do
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: every chunk's S and C in the layout of tile_at (backward.cuh),
-//           bfloat16 or float32; initial, dht, dh0 [N, H, K, V] float32.
-//           Segments: states [2, N, H, K, V] and decays [2, N, H, K] float32. states: S (then C) for the segments of
-//           each sequence: in either direction the first has the given state, the second the state from which it
-//           starts, and every other one the final state of the segment before it from zero; scan_both_ways.cu joins
-//           these
+//           bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with kept, of N segments; dh0
+//           [N, H, K, V] float32 of sequences.
+//           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; first
+//           those of S, then those of C. A block stores the state that its segment leaves in the slot of the segment
+//           that its walk would go on with. A walk's first segment starts from the given state, which is in its own
+//           slot, and the others from zero; scan_both_ways.cu joins them. The last segment of a walk has no block, and
+//           no decays
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
 // smem      Stage: a step of k, v and g, or q, do and g, STAGES times; copied by all threads, read by all warps
-// barriers  one every 32 tokens: they have been copied, and the previous ones have been read. Segments also have one
-//           for every 32 tokens whose gates are read beforehand, another every 256, and one at the end of that
-// numerics  S and C in float32 accumulators; products as in fragments.cuh. A segment's tokens are left out if every
-//           channel has forgotten them at the end of the walk: later gates add up to FORGOTTEN_NATS, and none is
-//           positive
+// barriers  one every 32 tokens: they have been copied, and the previous ones have been read. For summaries also
+//           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
+// numerics  S and C in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
+//           channels of the block have forgotten at the end of the walk: the gates walked after them sum to
+//           FORGOTTEN_NATS, which is negative, or less, and none of these is positive
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
-// limits    BV of 64, 128
+// limits    BV of 64, 128; summaries of two segments or more
 #include "backward.cuh"
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a stage
-constexpr int STEPS_WORTH_READING = 16;           // steps of a segment from which on gates are read beforehand
+constexpr int STEPS_WORTH_READING = 16;           // a shorter segment is walked whole, without a look at its gates
+static_assert(TILE == 16 * WARPS);                // channels of a block
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
@@ -34,7 +37,7 @@ template <typename T, typename G> struct Args {
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
-  i64 P;        // segments of a sequence
+  i64 P;        // segments of a sequence, for summaries
 };
 
 template <typename T, typename G, int BV> struct alignas(16) Stage {
@@ -43,8 +46,8 @@ template <typename T, typename G, int BV> struct alignas(16) Stage {
   G g[STEP * LD<G, TILE>];  // [32, 64]
 };
 
-// STAGES: as many as leave shared memory for three blocks on a multiprocessor. blocks: on a multiprocessor, as many as
-// its registers suffice for.
+// STAGES: as many as leave shared memory for three blocks on a multiprocessor, or four with half of BV. blocks: on a
+// multiprocessor, as many as its registers suffice for.
 template <typename T, int BV> constexpr int STAGES = sizeof(T) == 4 && BV > TILE ? 2 : 3;
 template <class M, typename T, int BV> constexpr int blocks() {
   if (M::SPLIT || sizeof(typename M::Stored) > sizeof(T)) return 2;
@@ -61,9 +64,10 @@ struct StateTile {
   Span span;
 };
 
-// Reads gates from the last step of the walk to the first. Returns the first step that the result still depends on,
-// that is, after which some channel's gates sum to more than FORGOTTEN_NATS; 0 if nothing is forgotten, or if the mean
-// of the gates read so far predicts that less than a quarter of the steps are. fetch(step, stage) copies gates.
+// Reads gates from the last step of the walk to the first. Returns the first step that the result still depends on:
+// after earlier ones every channel's gates sum to FORGOTTEN_NATS or less. Every STEPS_A_VERDICT steps it gives up, and
+// returns 0, if the mean of the gates read so far predicts that less than a quarter of the steps are forgotten.
+// fetch(step, stage) copies gates.
 template <typename T, typename G, int BV, class Fetch>
 __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
   constexpr int STAGES = ::STAGES<T, BV>, STEPS_A_VERDICT = 8;  // steps between judgements
@@ -241,7 +245,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
         args.decays[slot * K + channel + 8 * row] = total_decay[row];
   } else if (backwards && args.dh0 && segment == P - 1) {
     const int n =
-        sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // so that at.n needs no register
+        sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // = at.n, which would spill
     to = args.dh0 + (n / P * shape.H + at.h) * state;
   }
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });

@@ -1,14 +1,14 @@
 // what      Up to seven products of weights with up to 8 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
-// grid      a block for every 16 rows of a product, products in turn; THREADS threads: a warp a slice of K, a
-//           lane 8 neighbours of every 32 in two rows
+// grid      a block for every 16 rows of every product, numbered product by product; THREADS threads: a warp takes a
+//           slice of K, and of every 32 numbers of it a lane 8 neighbours, in two rows
 // smem      Shared: two stages of weights for each thread, and the warps' parts of y
 // barriers  one: the parts of y are in shared memory
 // numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
-//           float32 sums in a fixed order. A column does not depend on the others, and not on B.
+//           float32 sums in a fixed order. What a vector yields does not depend on the other vectors, nor on B
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
-// limits    B up to 8, K a multiple of 8; weights aligned to 16 bytes
+// limits    B up to 8, K a multiple of 8; w and x start on 16 bytes; as many blocks as products have rows, by 16
 //
 // A lane copies its own operands of the tensor core: any order of k is right if W and x have the same. The copies are
 // under way before the kernel waits for x: two stages of 64 bytes a thread, with 1024 threads a multiprocessor. That is
@@ -49,7 +49,9 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4& first, const 
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Args<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
-  constexpr int VECTORS = EXACT ? 2 : 1, STEPS = 2 / VECTORS;  // 16-byte copies a row and step; steps a stage
+  constexpr int VECTORS = EXACT ? 2 : 1;     // 16-byte copies of a row in a step
+  constexpr int STEPS = 2 / VECTORS;         // in a stage
+  static_assert(THREADS >= ROWS * COLUMNS);  // each result has a thread
   constexpr int WARPS = THREADS / 32;
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
   launch_next();
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
       vectors[step][0] = from[0];
       vectors[step][1] = from[1];
     }
-    cp_async_wait<STAGES - 1>();
+    cp_async_wait<STAGES - 1>();  // a lane reads only what it has copied itself
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const auto copied = [&](int i) { return s.weights[stage % STAGES][step * 2 * VECTORS + i][threadIdx.x]; };

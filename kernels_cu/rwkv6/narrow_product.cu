@@ -1,22 +1,23 @@
-// what      The product of few rows of weights with a batch's vectors, by blocks with little shared memory.
-// math      the sum of y_b's parts is W x_b
+// what      The product of a matrix of few rows (low ranks) with a batch's vectors: K is cut into PARTS, so that there
+//           are blocks for the whole card.
+// math      the sum of y_b's parts, which the next kernel adds up, is W x_b
 // shapes    w [M, K] of type W, with int8 scales [M], x [B, K] of the type that W is multiplied as, y [PARTS, B, M]
 // grid      a block for every part of K of every 32 rows and VECTORS vectors, parts fastest, then rows; 256 threads:
-//           a warp has an eighth of every SLICE numbers of the part, a lane neighbours of K in rows and vectors
+//           a warp has an eighth of every SLICE numbers of the part, a lane 8 neighbours along K of rows and vectors
 // smem      Shared: the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  tensor cores: x and weights as they are, int8 ones as bfloat16 numbers; float32 sums in a fixed order,
 //           times the row's scale
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14, for the products
-// limits    K a multiple of 8, with int8 of 16; w and x start on 16 bytes; sm_90a
+// limits    K a multiple of 8, with int8 of 16; w and x start on 16 bytes; M K and B K below 2^31; sm_90a
 //
-// Weights are loaded to registers before x is complete.
+// Weights are loaded to registers before the previous kernel has completed x; no kernel of a step writes weights.
 #include "decode.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32, PARTS = 4;
-constexpr int STEP = 32, STEPS = 2,
-              SLICE = WARPS * STEPS *
-                      STEP;  // numbers of K in a step; steps of a warp at a time; numbers of a block at a time
+constexpr int STEP = 32;                     // numbers of K in a step
+constexpr int STEPS = 2;                     // steps of a warp in a slice
+constexpr int SLICE = WARPS * STEPS * STEP;  // numbers of K that a block loads at a time
 
 template <typename W> struct Args {
   const W* w;
@@ -42,25 +43,27 @@ template <int VECTORS> struct Shared {
 template <typename W, int VECTORS>
 __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W> args) {
   typedef typename MultipliedAs<W>::Type T;
+  static_assert(VECTORS % 16 == 0);
   auto& s = *reinterpret_cast<Shared<VECTORS>*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-  const int K = int(args.K), B = int(args.B), M = int(args.M), across = (M + ROWS - 1) / ROWS;
-  const int part = blockIdx.x % PARTS, row = blockIdx.x / PARTS % across * ROWS;
-  const int first = blockIdx.x / PARTS / across * VECTORS;
+  const int K = int(args.K), B = int(args.B), M = int(args.M), row_tiles = (M + ROWS - 1) / ROWS;
+  const int part = blockIdx.x % PARTS, row = blockIdx.x / PARTS % row_tiles * ROWS;
+  const int first_vector = blockIdx.x / PARTS / row_tiles * VECTORS;
   const int slices = (K + PARTS * SLICE - 1) / (PARTS * SLICE);
   const uint4 none = {0, 0, 0, 0};
   uint4 w[STEPS][ROWS / 8], x[STEPS][VECTORS / 8];
-  const auto column = [&](int slice, int step) {
+  const auto k_of = [&](int slice, int step) {
     return (part * slices + slice) * SLICE + (warp * STEPS + step) * STEP + 8 * t;
   };
-  // What leaves the arrays takes others' numbers: zeros of x, or sums that nobody stores, have no need of their own.
+  // Indices beyond the arrays are clamped: the weights read there meet zeros of x (beyond K), or are of rows whose sums
+  // are not stored (beyond M).
   const auto load_weights = [&](int slice) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
       for (int n = 0; n < ROWS / 8; ++n)
-        w[step][n] = eight(args.w + min(row + 8 * n + g, M - 1) * K + min(column(slice, step), K - 8));
+        w[step][n] = eight(args.w + min(row + 8 * n + g, M - 1) * K + min(k_of(slice, step), K - 8));
   };
   load_weights(0);
   wait_for_previous();
@@ -72,22 +75,22 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
       for (int half = 0; half < VECTORS / 8; ++half) {
-        const int k = column(slice, step), b = min(first + g + 8 * half, B - 1);
+        const int k = k_of(slice, step), b = min(first_vector + g + 8 * half, B - 1);
         x[step][half] = k < K ? *reinterpret_cast<const uint4*>(args.x + b * K + k) : none;
       }
     if (slice > 0) load_weights(slice);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-      for (int of = 0; of < VECTORS / 16; ++of) {
+      for (int tile = 0; tile < VECTORS / 16; ++tile) {
         // Any order of K will do if w and x have the same.
-        const uint4 &a = x[step][2 * of], &b = x[step][2 * of + 1];
+        const uint4 &a = x[step][2 * tile], &b = x[step][2 * tile + 1];
         const u32 lower[4] = {a.x, b.x, a.y, b.y}, upper[4] = {a.z, b.z, a.w, b.w};
 #pragma unroll
         for (int n = 0; n < ROWS / 8; ++n) {
           const u32 w_lower[2] = {w[step][n].x, w[step][n].y}, w_upper[2] = {w[step][n].z, w[step][n].w};
-          multiply_halves(sums[of][n], lower, w_lower, T{});
-          multiply_halves(sums[of][n], upper, w_upper, T{});
+          multiply_halves(sums[tile][n], lower, w_lower, T{});
+          multiply_halves(sums[tile][n], upper, w_upper, T{});
         }
       }
   }
@@ -100,11 +103,11 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
   __syncthreads();  // the warps' sums are in shared memory
 #pragma unroll
   for (int n = tid; n < VECTORS * ROWS; n += THREADS) {
-    const int of = n / ROWS, b = first + of, m = row + n % ROWS;
+    const int vector = n / ROWS, b = first_vector + vector, m = row + n % ROWS;
     if (b >= B || m >= M) continue;
     float sum = 0.f;
 #pragma unroll
-    for (int from = 0; from < WARPS; ++from) sum += s.sums[from][of][n % ROWS];
+    for (int of_warp = 0; of_warp < WARPS; ++of_warp) sum += s.sums[of_warp][vector][n % ROWS];
     args.y[(i64(part) * B + b) * M + m] = sizeof(W) > 1 ? sum : args.scales[m] * sum;
   }
 }

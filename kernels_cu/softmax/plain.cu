@@ -5,9 +5,10 @@
 //           k_j, ds_ij = scale p_ij (do_i . v_j - delta_i) (1 - (s_ij / cap)^2).  Keys: dv_j = sum_i p_ij do_i, dk_j =
 //           sum_i ds_ij q_i, over all heads that share the keys.  Sinks: dsink = - sum_i e^(sink - lse_i) delta_i.
 //           Merge: lse = log(e^sink + sum_n e^lse_n), o = sum_n e^(lse_n - lse) o_n over parts n
-// shapes    q dq [B, H, Tq, K], k dk [B, H / group, Tk, K], v dv [.., V], o do [B, H, Tq, V], L dL [B, H, Tq] or null,
-//           sinks dsinks [H], statistics as in softmax_work.cuh, but in Real<T> and base e. Merge: o [parts B, H, Tq,
-//           V] and L [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B, H, Tq]
+// shapes    q dq [B, H, Tq, K], k dk [B, H / group, Tk, K], v dv [.., V], o do [B, H, Tq, V], L (lse) dL
+//           (dlse) [B, H, Tq] or null, sinks dsinks [H], statistics as in softmax_work.cuh, but in Real<T> and base e.
+//           Merge: o [parts B, H, Tq, V] and L [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B, H,
+//           Tq]
 // grid      a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for each token. Sinks: a
 //           block for each head. Merge: a warp for each query
 // smem      none
@@ -115,10 +116,10 @@ struct Forward {
       for (int distance = 16; distance > 0; distance /= 2)
         new_largest = max(new_largest, __shfl_xor_sync(0xffffffffu, new_largest, distance));
       new_largest = max(new_largest, largest);
-      const R weight = lane < count ? decay_of(score - new_largest) : R(0), before = decay_of(largest - new_largest);
-      largest = new_largest, total = fma(total, before, warp_sum(weight));
+      const R weight = lane < count ? decay_of(score - new_largest) : R(0), rescale = decay_of(largest - new_largest);
+      largest = new_largest, total = fma(total, rescale, warp_sum(weight));
 #pragma unroll
-      for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] *= before;
+      for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] *= rescale;
       add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.t, count, place.column, args.V);
     }
     if (total > 0)
@@ -144,7 +145,7 @@ struct Queries {
       L = args.L[pair * args.Tq + token], delta = dot(g, args.o.row(work.batch, work.head, token), args.V);
       if (args.dL) delta -= args.dL[pair * args.Tq + token];
     }
-    if (L == minus_infinity()) L = -L;
+    if (L == minus_infinity()) L = -L;  // no key is seen, or there is no such query: its weights become e^-inf = 0
     if (place.column == 0) {
       R* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.n;
       to[0] = L, to[CHUNK_QUERIES] = delta;
@@ -166,7 +167,7 @@ struct Queries {
 struct Keys {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
-    const Place place(args.works, args.tiles, args.right, args.left);
+    const Place place(args.works, args.tiles, args.right, args.left);  // a key's queries: the window turned round
     const Work& work = place.work;
     if (place.n >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32;
@@ -233,7 +234,7 @@ struct Merge {
   }
 };
 
-// 3 blocks on a multiprocessor: without this bound the compiler takes too few registers and spills.
+// 3 blocks on a multiprocessor: without this bound the compiler aims at more, has fewer registers for each, and spills.
 template <class Pass, typename T> __global__ void __launch_bounds__(32 * WARPS, 3) softmax_plain(const Args<T> args) {
   Pass::template run<T>(args);
 }

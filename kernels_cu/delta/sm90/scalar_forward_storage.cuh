@@ -1,7 +1,9 @@
 // what      Shared memory, arguments, and registers by role of scalar_forward.cu: the delta rule's forward pass on
 //           Hopper, with one gate per token and head.
-// math      The matrices A, M, N, B, W and Z of a chunk of 32 tokens are defined in the head of scalar_forward.cu
-// smem      Stage: a chunk of tokens and its matrices; unions name what overwrites what
+// math      The matrices A, M, N, B, W and Z of a chunk of 32 tokens, its decays D, E and L, and the roles of
+//           warpgroups are defined in the head of scalar_forward.cu
+// smem      Stage: a chunk of tokens and its matrices. In a union the member below overwrites the one above, which
+//           has been read by then
 // barriers  by stage, in this order. full: queries and keys have arrived; values_full: values have arrived; then
 //           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N;
 //           operands_ready: B, W and Z; outputs_ready: o, and all of the stage has been read
@@ -20,7 +22,7 @@ template <typename T> struct Args {
   const float* initial;      // null: zeros
   float* final;              // null: no final state is wanted
   i64 group;                 // value heads that share a head of queries and keys
-  i64 state_k, state_v;      // the states' strides along K and V
+  i64 state_k, state_v;      // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
   i64 normalized;            // whether the kernel divides queries and keys x by sqrt(|x|^2 + 1e-6)
   double scale;
@@ -35,20 +37,20 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, later overwritten by W; rows 32 to 63: keys
   union {
     struct {
-      // The two blocks [16, 16] on the diagonal of -diag(beta) M. The block above it, where M is zero, holds the block
-      // below the diagonal of -M, split and without beta.
+      // On its diagonal the two blocks [16, 16] of -diag(beta) M. M's block at the lower left is stored at the upper
+      // right, where M is zero: -M, without beta, split.
       float minus_beta_M[CHUNK][32];
       Panel<T> A;  // [query, key], split
     };
     Panel<T> Z[BK / 64];
   };
   union {
-    Panel<T> N_to_end;  // N_ij beta_j L_i, [key j, query i], split
+    Panel<T> N_to_end;  // N_ij beta_j L_i, [j, i], split: for Z
     Panel<T> B;         // [query, key], split
   };
   union {
     float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
-    Panel<T> N_beta;     // N_ij beta_j, [key j, query i], split
+    Panel<T> N_beta;     // N_ij beta_j, [j, i], split: for B
   };
   Tile<T, BV> v;  // overwritten by o
 };
@@ -73,14 +75,14 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 5;
   Stage<T, BK, BV> stages[STAGES];
-  Panel<T> minus_BE[2];  // -B_ij E_j, [query, key], split; [chunk % 2]
+  Panel<T> minus_BE[2];  // -B_ij E_j, [query, key], split: for W; of a chunk and the one before it, [chunk % 2]
   Gates gates[STAGES];
   Upcoming upcoming;
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-constexpr int OPERAND_THREADS = 128, OTHER_THREADS = 128;
+constexpr int OPERAND_THREADS = 128, OTHER_THREADS = 128;  // others: copies, decays, inverses
 template <int BV> constexpr int CONSUMERS = 2 * BV;
 template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHER_THREADS;
 

@@ -1,8 +1,10 @@
-// what      Hopper's backward of GLA and RWKV-6: decays of a chunk's queries and keys, products with pairs of tokens.
+// what      Hopper's backward of GLA and RWKV-6: decays of a chunk's queries and keys, and products of queries or
+//           keys with a matrix [query, key] of a chunk.
 // math      g are log gates; a chunk of 32 tokens has four sub-chunks of 8. The decay between query i and key j < i is
 //           a factor of the query times a factor of the key, in one of three ways:
 //           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: within gate 4, half of it before m):
-//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
+//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g); a sum backwards in time is minus the
+//                                 sum of the gates
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g after j to the end
 //                                 of its sub-chunk): queries of sub-chunk 1 with keys of 0, and 3 with 2 (`by8`);
 //                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: times the decay of the sub-chunk
@@ -10,18 +12,19 @@
 //           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
 // numerics  Exponents across sub-chunks are sums of the gates between two tokens and never differences of sums, so that
-//           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST counts as LEAST, so that e^-16
-//           (1e-7) of a token is left within its own sub-chunk. GLA's middle is within gate 4, so that 3.5
-//           gates, e^56 at most, are inverted; float32 ends at e^88. In RWKV-6 three gates are inverted, and four for
-//           the first query and the last key, which are in no pair of the sub-chunk. Sums of gates are products with 0,
-//           1, -1 and their halves, times log2 e as two numbers of the gate's type; float32 gates are two bfloat16
-//           numbers.
+//           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST counts as LEAST, so that the
+//           inverse of a decay is finite: what should be forgotten keeps e^-16 (1e-7) of itself within its sub-chunk.
+//           GLA's middle is within gate 4, so that 3.5 gates, e^56 at most, are inverted; float32 ends at e^88. In
+//           RWKV-6 three gates are inverted, and four for the first query and the last key, which are in no pair of the
+//           sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (Counts: 0, 1, -1, 1/2 or
+//           -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type; float32 gates are
+//           multiplied by it first and then split in two bfloat16 numbers.
 #include "read_order.cuh"
 #include "tf32.cuh"
 
-constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;
+constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;  // BC: tokens of a sub-chunk
 
-#include "warpgroup.cuh"
+#include "warpgroup.cuh"  // after CHUNK, which it uses
 
 // A lane's values of a sub-chunk: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk
 // has four sub-chunks.
@@ -61,7 +64,7 @@ __device__ __forceinline__ int lane_offset() {
 }
 
 // Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels; at:
-// lane_offset(), here and in all functions below.
+// lane_offset(), here and in all functions below, which for float32 do not need it.
 template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int at) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + at + 2048 * s);
@@ -120,8 +123,9 @@ template <> struct GateFormat<float> {
 
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST if CLAMPED; float32 gates are
 // multiplied by log2 e. A product of gates and Counts sums a sub-chunk's 8 gates twice, once for each number of ONE;
-// for 16-bit gates both halves of the left operand are the same registers. MINUS: the second half of both operands is
-// negated, which leaves the product as it is; the compiler would copy a register that an operand has twice.
+// for 16-bit gates both halves of the left operand are the same numbers, and the compiler copies their registers, since
+// no operand has a register twice. MINUS: the second half of both operands is negated instead, which leaves the product
+// as it is (no effect for float32, whose halves differ).
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -165,14 +169,15 @@ template <bool MINUS> struct Gates<float, MINUS> {
 template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
   // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads; early:
-  // gates before the middle.
+  // gates before the middle, which count -1 times; mask ^ early are the gates between the middle and the token.
   int written, read, early;
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
     const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
-    // GLA's gates 1 to 7 lie between tokens. Half of gate 4 is before the middle: its mask lacks the bit HALVES.
+    // GLA's gates 1 to 7 lie between tokens, and the middle is within gate 4: mask ^ early lacks the bit HALVES of that
+    // gate for every i, so that it counts 1/2 or, for i < 4, -1/2 times.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
   // Sets b[half] to masked(ONE[half] for both gates of a register, negated in the second half if MINUS).
@@ -188,7 +193,8 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
     make_operand(b, [&](u32 one) { return (mask ^ early) & (one ^ minus); });
   }
   __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { from_middle(b, read); }
-  __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { from_middle(b, written, true); }  // negative
+  // Minus the sum from the middle: the exponent of a key's decay, in RWKV-6.
+  __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { from_middle(b, written, true); }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
     const int mask = opaque(read);
     make_operand(b, [&](u32 one) { return mask & one; });
@@ -259,8 +265,8 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
-// The same, from decays from the start of a sub-chunk and to its end: their product at a lane's first token (from the
-// start: at its second one, if queries read before the write) covers every gate once.
+// The same from decays that are known: from the start of a sub-chunk through token 2t, times from there to the end. If
+// queries read before the write, the decay of query 2t + 1 is the one that ends with gate 2t.
 template <class ReadOrder>
 __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
   each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
@@ -357,8 +363,8 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const C
 
 // ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of pairs [query, key] in tf32, for keys up to the query. pair_index puts two keys of each of eight queries in
-// different banks, and also eight keys of every second query.
+// Values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index: add_keys reads 8 keys
+// of 4 neighbouring queries at a time, add_queries 8 keys of queries 0, 2, 4 and 6 of a sub-chunk: both from 32 banks.
 using Pairs = float[CHUNK][CHUNK];
 __device__ __forceinline__ int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
@@ -366,8 +372,8 @@ __device__ __forceinline__ int pair_index(int query, int key) {
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
 // The value to store for a pair: rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// RWKV-6: scale do_i . v_i of a token, stored in Pairs at an index that no pair has; a sub-chunk's values are
-// neighbours.
+// RWKV-6: scale do_i . v_i of a token, stored in Pairs where pair_index puts keys after the query, which no pair has; a
+// sub-chunk's values are neighbours.
 __device__ __forceinline__ float& self_weight_at(Pairs& x, int token) {
   return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
 }

@@ -3,16 +3,17 @@
 // numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers, or in one float16 number.
 //           These roundings add up in the gate's gradient from chunk to chunk, so the first pass stores a state every
 //           CHECKPOINT_EVERY tokens, and the second pass starts again from each of them. A chunk's addition to a state
-//           is a product in T. In bfloat16 its queries or keys are two numbers, since the rounding error of one would
-//           not cancel in the gate's gradient.
+//           is a product in T. In bfloat16 its queries or keys are two numbers: the gate's gradient is a difference
+//           of what both passes compute from them, and a rounding error of one pass alone would remain in it.
 //           float16 has no numbers below 6e-8: products of queries with a state take the queries times a power of 2
-//           that the chunk's first gate decides, and C times a power of 2 that its largest value decides.
+//           that the chunk's first gate decides, and C (the state's gradient) times one that its largest value decides.
+// limits    BK of 64, 128; BV of 64, 128
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
-// The index from which a sequence's stored states are counted: the state before its token n CHECKPOINT_EVERY has an
-// index greater by n. Only states with n >= 1 are stored, so that no two sequences of a batch row share one: the last
+// The index from which a sequence's stored states are counted: the state before its token n * CHECKPOINT_EVERY has this
+// index + n. Only states with n >= 1 are stored, so that no two sequences of a batch row share one: the last
 // index of a sequence is at most its end / CHECKPOINT_EVERY, and the first of the next sequence is greater.
 __device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& at) {
   return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
@@ -24,15 +25,17 @@ template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float
 
 // The segment of a sequence that a block of a pass computes. `joined`: a sequence has three segments; one block
 // computes the segment that the pass starts with, another block the other two as one, so that only the pass's first
-// segment needs a summary. The blocks of joined segments come first. `last` is the pair index of the block's last
-// segment.
+// segment needs a summary (the state that it leaves if it starts from zero; backward_segments.cu). The blocks of joined
+// segments come first. `last` is the number of the block's last segment, by which work_tile finds it. P: segments of a
+// sequence.
 struct Segment : WorkTile {
   i64 last;
 };
 __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i64 P) {
   WorkTile at = work_tile(shape, block);
   const u32 segment = u32(at.sequence) % u32(shape.count);
-  at.chunk += i64(segment / u32(P)) - segment;  // a chunk's number does not depend on the cut into segments
+  // work_tile numbers chunks as if each segment had one more; here each sequence has, whatever its segments.
+  at.chunk += i64(segment / u32(P)) - segment;
   return at;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
@@ -74,7 +77,7 @@ __device__ __forceinline__ void each_segment(const Args& args, F f) {
 // Iterates over the chunks of all sequences of this block; in shared memory, since registers are scarce.
 template <bool BACKWARDS> struct Cursor {
   WorkTile at;
-  u32 block;  // the segment's index; after the last chunk it is all_segments or more
+  u32 block;  // the segment's number; after the last chunk it is all_segments or more
   int token;  // the chunk's first token, counted from the segment's
 
   __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
@@ -100,7 +103,7 @@ template <bool BACKWARDS> struct Cursor {
 // The places of the chunks that a warp copies, of which COUNT are being copied at the same time. OneEach needs none.
 template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
 template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
-  WorkTile chunks[COUNT];  // the first member, at the struct's own address
+  WorkTile chunks[COUNT];  // the first member, so that at() adds nothing to the struct's address
   Cursor<BACKWARDS> cursor;
 
   __device__ __forceinline__ const WorkTile& at(int number) const { return chunks[number % COUNT]; }
@@ -118,7 +121,8 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
   }
 };
 
-// Whether T's exponents have fewer bits than float32's.
+// Whether T's exponents have fewer bits than float32's: float16's do. Its numbers have three more bits than bfloat16's,
+// and one of them is enough where a bfloat16 operand takes two.
 template <typename T> constexpr bool IS_NARROW = false;
 template <> constexpr bool IS_NARROW<f16> = true;
 
@@ -147,7 +151,7 @@ __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& outer_decays
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
-      // 2^90 at most: a state's values are below 2^30, so that their product is in float32's range.
+      // 2^90 at most: a state's values are below 2^30, and times `up` (decay_state) stay in float32's range.
       const int own = max(int(__float_as_uint(first) >> 23), 127 - 90), exponent = own < 127 - 8 ? own : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
@@ -190,7 +194,8 @@ template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
-  // Of 8 lanes four have the row of the other four XOR 5, so that neither loads nor stores have bank conflicts.
+  // Of 8 lanes four have one row, and four the row which is that one XOR 5: in the tile's swizzle neither loads nor
+  // stores have bank conflicts then.
   const int row = (lane >> 2 & 1) * 5 ^ lane / (2 * PIECES) * 2, piece = lane & 3 | lane >> 1 & PIECES - 4;
   const int source = piece / 8 * CHUNK * 128 + swizzled_offset(row, piece % 8),
             target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
@@ -206,7 +211,7 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
 }
 
 // Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32; a part contracts
-// BV / SUBCHUNKS columns. columns: memory for the part's copy of S.
+// BV / SUBCHUNKS columns. columns: registers for the part's copy of S.
 // It first waits for the previous part, whose copy of S is in the same registers.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
@@ -228,8 +233,8 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// The same product with S as two bfloat16 numbers and tokens as copied; calls `put` with the first numbers of every 16
-// columns.
+// The same product with S as two bfloat16 numbers, rounded numbers and rounding errors, and tokens as copied; calls
+// `put` with the rounded numbers of every 16 columns.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           bf16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -322,8 +327,8 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOpera
   if (!IS_NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
 }
 // Two queries or keys with the values that they have in the product which adds them to a state. The other pass
-// multiplies them by their gradients. In the gate's gradient these products cancel with the state's only if both passes
-// use the same values.
+// multiplies them by their gradients. The gate's gradient is these products less those of the state: what should cancel
+// does only if both passes use the same values. Two bfloat16 numbers hold so much of x that x itself is taken.
 template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
   return IS_NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
@@ -359,8 +364,8 @@ __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
   const u32 one = __float_as_uint(1.f);
   counted[0] = token < i ? one : 0, counted[1] = token + 1 < i ? one : 0;
 }
-// The same sums without tensor cores, where these compute a state's products, for which sums on them would wait; or,
-// FROM_TOKEN_ON, sums over token i and the tokens after it.
+// The sums of sum_earlier_tokens by shuffles, for places where a sum on tensor cores would wait for a product with a
+// state that they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
 template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   // Whether the sums of the other lane of a pair count, and those of the other pair.

@@ -17,7 +17,8 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
 
 class RecurrentStep(GatedKernel):
     """o and the new state. `slots`: the row of `state` that each sequence uses, or null if these are 0 ... B - 1;
-    `pieces`: whether rows of the state allow accesses of 16 bytes."""
+    `pieces`: whether rows of the state allow accesses of 16 bytes; u: null for operators without it. The order and
+    types are those of struct Args in the kernel's file."""
 
     file = "recurrent/step"
     arguments = members(
@@ -29,7 +30,7 @@ class RecurrentStep(GatedKernel):
 
     @property
     def threads(self):
-        return 64 * self.BV * self.state.itemsize // (4 * 16)  # of 64 channels a thread has 4 pieces of 16 bytes
+        return 64 * self.BV * self.state.itemsize // (4 * 16)  # a thread accesses 4 times 16 bytes of a tile [64, BV]
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
