@@ -427,7 +427,13 @@ def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states
     for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
         assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
     for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
-        assert rms(double(backend.tohost(x)) - y) <= 3 * limit * rms(y), name
+        size = rms(y)
+        if name in op.decays and y.ndim == 3:  # it sums over channels, where kda's may cancel
+            q, k, v, g, beta = map(double, arrays)
+            g = np.repeat(g[..., None], q.shape[-1], -1)
+            *_, (_, _, _, dg, *_) = exact_vjp(linattn_np.kda, (q, k, v, g, beta), do, dht, initial_state=start)
+            size = rms(np.sum(dg**2, -1) ** 0.5)
+        assert rms(double(backend.tohost(x)) - y) <= 3 * limit * size, name
 
 
 @pytest.mark.pairwise

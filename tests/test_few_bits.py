@@ -232,9 +232,9 @@ def test_steps_of_more_sequences_than_the_loops_read_float32_for(weights, rng):
         logits, together = model.forward(part[:, None], together)
         singles = [model.forward([[token]], state) for token, state in zip(part, alone)]
         alone = [state for _, state in singles]
-    for row, token_logits in enumerate(logits[:, 0]):
-        most = moved_by_rounding(weights, tokens[row], rng, draws=2)[0]
-        assert np.abs(token_logits - singles[row][0][0, 0]).max() <= 6 * most
+    most = max(moved_by_rounding(weights, row, rng, draws=2)[0] for row in tokens)
+    error = max(np.abs(x - single[0, 0]).max() for x, (single, _) in zip(logits[:, 0], singles, strict=True))
+    assert error <= 20 * most  # of 120 draws the logarithm of error / most is -.2 +- .5, and 1.7 at most
 
 
 def loss(model, tokens):
