@@ -95,7 +95,8 @@ class Batch:
 
         how : one `Sampling` for all prompts, or a list with one for each. Sequences with the same seed get the same
             random numbers.
-        states : the state of one sequence for each prompt, which the prompt continues; None starts a sequence.
+        states : a state of one sequence for each prompt, which the prompt continues, or None, with which a sequence
+            starts; by default None for all.
 
         ContractError if an argument does not fit; then no sequence has joined.
         """
