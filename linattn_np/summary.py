@@ -63,15 +63,21 @@ class Summary:
         return Summary(self.transition, own, factors)
 
     def transitioned(self, S):
-        """F S. What is 0 stays 0, also where growth makes F infinite; under a matrix, channels of zeros add nothing."""
+        """F S. A factor that growth has made infinite counts as 0 where it meets only zeros of S: 0 times it is NaN.
+
+        The factor is replaced and not the product, so that JAX's gradients of zeros are right where factors are finite.
+        """
         if not self.factors:
             return S
-        where = getattr(S, "__array_namespace__", lambda: np)().where
+        xp = getattr(S, "__array_namespace__", lambda: np)()
         F, *columns = (for_value_heads(factor, S.shape[1]) for factor in self.factors)
         if self.transition is Transition.RANK_ONE:
-            return where((S == 0).all(-1)[..., None, :], F.dtype.type(0), F) @ S
-        F = F[..., None, None] if self.transition is Transition.SCALAR else F[..., None]
-        return where(S == 0, S, (F * columns[0][..., None, :] if columns else F) * S)
+            meets_zeros = (S == 0).all(-1)[..., None, :]
+        else:
+            F = F[..., None, None] if self.transition is Transition.SCALAR else F[..., None]
+            F, meets_zeros = F * columns[0][..., None, :] if columns else F, S == 0
+        F = xp.where(meets_zeros & ~xp.isfinite(F), F.dtype.type(0), F)
+        return F @ S if self.transition is Transition.RANK_ONE else F * S
 
 
 def for_value_heads(factor, heads: int):

@@ -50,6 +50,17 @@ def test_the_gradients_map_is_the_adjoint(transition, rng):
     assert np.isclose((dS * one.transitioned(S)).sum(), (back.transitioned(dS) * S).sum())
 
 
+@pytest.mark.parametrize("transition", list(Transition)[1:])
+def test_jax_differentiates_at_zeros(transition, rng):
+    """As a trained initial state has them at first."""
+    jax, of = pytest.importorskip("jax"), tokens(rng, transition)[0]
+    summary = Summary(transition, (), tuple(map(jax.numpy.asarray, of.factors)))
+    weights = rng.standard_normal((N, 2 * H, K, V))
+    gradient = jax.grad(lambda S: (summary.transitioned(S) * weights).sum())(jax.numpy.zeros(weights.shape))
+    transposed = Summary(transition, (), of.factors).of_gradient(()).transitioned(weights)
+    np.testing.assert_allclose(gradient, transposed, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("transition", list(Transition)[1:])
 def test_zeros_stay_where_a_segment_grows_out_of_range(transition, library, rng):
