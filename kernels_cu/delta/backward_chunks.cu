@@ -1,37 +1,39 @@
 // what      The delta rule backward, a block for each chunk of 32 tokens: dq, dk, dbeta and dg, from what
 //           backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it; e_t: what v_t differs from
-//           what k_t reads (the residual); w_t: the gradient of beta_t e_t, what is written. Decays: D_ij from token j
-//           to i, D_i from the chunk's start to i, D_end from i to the chunk's end.
+// math      S is the state [K, V] before the chunk, dS the gradient of the state after it. e_t is the residual: v_t
+//           minus what k_t reads from the state. w_t is the gradient of beta_t e_t, the value that token t writes.
+//           Decays: D_ij from after token j through token i, D_i from the chunk's start through i, E_i from after i to
+//           the chunk's end.
 //           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; dbeta_i = w_i . e_i
 //           dA_ij = scale beta_j do_i . e_j, j <= i;   dM_ij = -beta_i beta_j w_i . e_j, j < i
 //           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j
-//           dk_i = D_end beta_i C e_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
-//           dg_t = the sum of all terms that gate t multiplies: of rows from t on that read S, of keys before t that C
-//           has, <S, C> times the chunk's decay, and A dA + M dM of pairs with j < t <= i. No differences of sums
-// shapes    as in backward_states.cu; dq dk [B, H, T, K]; or, if several heads of values share a head of queries, parts
-//           [2, B, HV, T, K] float32 of each, of queries and keys after their division; dbeta dg [B, HV, T] float32
+//           dk_i = E_i beta_i dS e_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
+//           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the
+//           keys j < t, A dA + M dM of pairs j < t <= i, and <S, dS> times the chunk's decay. Nothing is subtracted
+// shapes    as in backward_states.cu; dq dk [B, H, T, K]; dbeta dg [B, HV, T] float32. If heads of values share a head
+//           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of q and k after
+//           the division by their lengths, for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
-// smem      Shared: the chunk's q and k; 64 columns of S, C, do, e and w at a time
-// barriers  q, k and decays are in shared memory; for every 64 columns: they are, as lengths are | they have
-//           been read; then: terms over channels, matrices of dq and dk, terms of pairs are in shared memory | sums of
-//           dg; with normalized rows: those have been read | products of rows and their gradients, over a warp's
-//           channels, are in shared memory | over all channels
-// numerics  products of T are summed in float32; those of pairs take e, and those with q or k a matrix [32, 32], in two
-//           numbers of T. No division by a decay or by beta
+// smem      Shared: the chunk's q and k; 64 columns of S, dS, do, e and w at a time
+// barriers  q, k and decays are in shared memory. Two for every 64 columns: the columns have arrived (the first time
+//           also: inverse lengths are in shared memory) | they have been read. Then: gate_terms, the matrices of tokens
+//           and `pairs` are in shared memory | pair_terms are. With normalized rows three more: gate_terms have been
+//           read | dot products of a warp's channels are in shared memory | `parallel` is
+// numerics  products of T are summed in float32. Pairs multiply e, and the gradients q or k, by the sum of two numbers
+//           of T. No division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16; K <= BK; BK of 64, 128; tokens and columns past the end are zeros in shared memory
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, e, w;  // e: its numbers, then what rounding leaves of them
-  Rows<const G> g, beta;          // rows of one number, for each token
-  const T* kept;                  // S and C: backward_storage.cuh
+  Rows<const T> q, k, do_, e, w;  // a row of e: padded(V) rounded numbers, then their rounding errors
+  Rows<const G> g, beta;          // of each token a row of one number
+  const T* chunk_states;          // S and dS: backward_storage.cuh
   Rows<T> dq, dk;
-  float* parts;           // not null: gets dq and dk of each head of values
-  Rows<float> dbeta, dg;  // rows of one number, for each token; dg null without gates
+  float* parts;           // null if a head of queries has one head of values
+  Rows<float> dbeta, dg;  // of each token a row of one number; dg null without gates
   Shape shape;            // H: heads of values
   i64 group;              // heads of values that share a head of queries and keys
   double scale;
@@ -39,114 +41,119 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, do, dq and dk start on multiples of it, and are multiples long
 };
 
-constexpr int COLUMNS = KEPT;
+constexpr int COLUMNS = TILE;  // columns of V that are in shared memory at a time
 
 template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16;
-  T q[C * BK], k[C * BK];
+  T q[BT * BK], k[BT * BK];
   union {
-    T states[2][COLUMNS * BK];  // S, C
+    T states[2][COLUMNS * BK];  // S, dS
     struct {
-      Matrix<T> of_dq, of_dk, of_queries;  // factors [token, token]: of keys for dq; of keys, of queries for dk
+      Matrix<T> dq_from_k, dk_from_k, dk_from_q;  // [BT, BT]: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q
     };
   };
   union {
     struct {
-      T do_[C * COLUMNS], e[C * COLUMNS], rest[C * COLUMNS], w[C * COLUMNS];
+      T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[BT * COLUMNS], w[BT * COLUMNS];
     };
-    float pairs[C][LD];  // A_ij dA_ij + M_ij dM_ij, j < i
+    float pairs[BT][LD];  // A_ij dA_ij + M_ij dM_ij, j < i
   };
-  Decayed of;
-  float reads[WARPS][2 * C];  // of a warp's channels: dg's terms of rows that read S, then those of keys that C has;
-                              // at the end k . dk, then q . dq
-  float own[WARPS][C];        // dg's terms of pairs, of a warp's rows
-  float dots[2];              // <S, C>, of the first and of the second half of every 64 columns
-  float along[2 * C];         // k . dk / k . k, then q . dq / q . q
+  TokenFactors factors;
+  union {
+    float gate_terms[WARPS][2 * BT];  // over a warp's channels: of S with row i, at i; of dS with key j, at BT + j
+    float dots[WARPS][2 * BT];        // over a warp's channels: k . dk, then q . dq
+  };
+  float pair_terms[WARPS][BT];  // the sums of dg over pairs of a warp's rows
+  float state_dots[2];          // <S, dS>, of the first and of the second half of every 64 columns
+  float parallel[2 * BT];       // k . dk / |k|^2, then q . dq / |q|^2
 };
 
-// Has L2 fetch 64 columns from `column` on, as fetch_columns will ask for them; a thread a line, of 64 numbers.
+// Starts loading the 64 columns that fetch_columns copies into L2; a thread loads lines of 64 numbers.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, i64 h, const Span& span, i64 chunk,
                                                  int column) {
-  constexpr int PANELS = BK / KEPT;
-  const int panel = threadIdx.x / KEPT, kind = threadIdx.x / C;
-  const i64 token = span.start + threadIdx.x % C;
-  const i64 state = kept_at(args.shape, panel / PANELS, b, h, chunk, panel % PANELS * KEPT);
-  prefetch_line(args.kept + state + i64(column + threadIdx.x % KEPT) * KEPT);
+  static_assert(2 * BK >= 4 * BT, "a thread for every row of do, e, its errors and w");
+  constexpr int TILES = BK / TILE;
+  const int tile = threadIdx.x / TILE, kind = threadIdx.x / BT;
+  const i64 token = span.start + threadIdx.x % BT;
+  const i64 state = state_index(args.shape, tile / TILES, b, h, chunk, tile % TILES * TILE);
+  prefetch_line(args.chunk_states + state + i64(column + threadIdx.x % TILE) * TILE);
   if (kind < 4 && token < span.stop) {
     const Rows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
     prefetch_line(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
   }
 }
 
-// Starts copying 64 columns from `column` on of S, C, do, e and w.
+// Starts copying 64 columns from `column` on of S, dS, do, e and w.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
   constexpr int THREADS = 2 * BK, PIECE = 8;
-  const int rows = int(span.stop - span.start), wide = padded(args.shape.V) - column;
+  const int rows = int(span.stop - span.start), padded_columns = padded(args.shape.V) - column;
 #pragma unroll
-  for (int way = 0; way < 2; ++way)
+  for (int backwards = 0; backwards < 2; ++backwards)
 #pragma unroll
-    for (int panel = 0; panel < BK / KEPT; ++panel) {
-      const T* from = args.kept + kept_at(args.shape, way, b, h, chunk, panel * KEPT) + i64(column) * KEPT;
-      for (int at = threadIdx.x * PIECE; at < COLUMNS * KEPT; at += THREADS * PIECE)
-        cp_async<16>(s.states[way] + panel * COLUMNS * KEPT + at, from + at, true);
+    for (int tile = 0; tile < BK / TILE; ++tile) {
+      const T* from =
+          args.chunk_states + state_index(args.shape, backwards, b, h, chunk, tile * TILE) + i64(column) * TILE;
+      for (int i = threadIdx.x * PIECE; i < COLUMNS * TILE; i += THREADS * PIECE)
+        cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i, true);
     }
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.t, rows,
                                int(args.shape.V) - column, int(args.bytes));
-  copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.t, rows, wide, 16);
-  copy_chunk<COLUMNS, THREADS>(s.rest, args.e.row(b, h, span.start) + padded(args.shape.V) + column, args.e.t, rows,
-                               wide, 16);
-  copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.t, rows, wide, 16);
+  copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.t, rows, padded_columns, 16);
+  copy_chunk<COLUMNS, THREADS>(s.e_error, args.e.row(b, h, span.start) + padded(args.shape.V) + column, args.e.t, rows,
+                               padded_columns, 16);
+  copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.t, rows, padded_columns, 16);
   cp_async_commit();
 }
 
-// Adds products of rows and states' transposes, of 64 columns: [32 tokens, 16 channels of the warp].
+// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T.
 template <int BK, typename T>
-__device__ __forceinline__ void multiply_states(Columns& S_do, Columns& S_w, Columns& C_e, const Shared<T, BK>& s) {
+__device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
+                                                const Shared<T, BK>& s) {
   const int lane = own_lane(), matrix = lane >> 3, warp = threadIdx.x >> 5;
   const LeftReader<COLUMNS, T> reader(lane);
   const int first =
-      warp / 4 * COLUMNS * KEPT + ((matrix & 1) * 8 + 2 * (warp % 4) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+      warp / 4 * COLUMNS * TILE + ((matrix & 1) * 8 + 2 * (warp % 4) + (matrix >> 1)) * 64 + (lane & 7) * 8;
 #pragma unroll
   for (int c = 0; c < COLUMNS / 16; ++c) {
-    u32 b[4];
-    const auto add = [&](Columns& d, const T* rows) {
+    u32 state[4];
+    const auto add = [&](Accumulators& sums, const T* rows) {
 #pragma unroll
-      for (int m = 0; m < C / 16; ++m) {
+      for (int m = 0; m < BT / 16; ++m) {
         u32 a[4];
         ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
-        multiply_halves(d[m][0], a, {b[0], b[1]}, T{});
-        multiply_halves(d[m][1], a, {b[2], b[3]}, T{});
+        multiply_halves(sums[m][0], a, {state[0], state[1]}, T{});
+        multiply_halves(sums[m][1], a, {state[2], state[3]}, T{});
       }
     };
-    ldmatrix_x4_trans(b, s.states[0] + first + 2 * c * KEPT * 8);
+    ldmatrix_x4_trans(state, s.states[0] + first + 2 * c * TILE * 8);
     add(S_do, s.do_), add(S_w, s.w);
-    ldmatrix_x4_trans(b, s.states[1] + first + 2 * c * KEPT * 8);
-    add(C_e, s.e);
+    ldmatrix_x4_trans(state, s.states[1] + first + 2 * c * TILE * 8);
+    add(dS_e, s.e);
   }
 }
 
-// dot += the products of x and y, S and C, over 32 columns of the 64, from `column` on: two diagonals of matrices
-// [8, 8], whose row g is in dot[0] and dot[1], and in dot[2] and dot[3].
+// Adds <S, dS> over 32 columns of the 64, from `column` on. They are the diagonals of two products [8, 8], of which the
+// lanes hold row g = lane / 4: in dot[0] and dot[1], and in dot[2] and dot[3].
 template <int BK, typename T>
-__device__ __forceinline__ void multiply_both(float (&dot)[4], const T* x, const T* y, int column) {
+__device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {
   const int lane = own_lane(), matrix = lane >> 3;
-  const int first = (column / 8 + (matrix & 1)) * KEPT * 8 + (matrix >> 1) * 64 + (lane & 7) * 8;
+  const int first = (column / 8 + (matrix & 1)) * TILE * 8 + (matrix >> 1) * 64 + (lane & 7) * 8;
 #pragma unroll 4
   for (int n = 0; n < BK / 8; ++n) {
-    const int at = first + n / 8 * COLUMNS * KEPT + n / 4 % 2 * 2 * KEPT * 8 + n % 4 * 128;
+    const int offset = first + n / 8 * COLUMNS * TILE + n / 4 % 2 * 2 * TILE * 8 + n % 4 * 128;
     u32 a[4], b[4];
-    ldmatrix_x4(a, x + at);
-    ldmatrix_x4(b, y + at);
+    ldmatrix_x4(a, S + offset);
+    ldmatrix_x4(b, dS + offset);
     multiply_halves(dot, {a[0], 0, a[2], 0}, {b[0], b[2]}, T{});
     multiply_halves(dot, {0, a[1], 0, a[3]}, {b[1], b[3]}, T{});
   }
 }
 
-// The sum of the x of the lanes below.
-__device__ __forceinline__ float sum_below(float x) {
+// The sum of the x of all lanes with lower numbers than this one.
+__device__ __forceinline__ float sum_of_lower_lanes(float x) {
   const int lane = own_lane();
   x = __shfl_up_sync(0xffffffffu, x, 1);
   if (lane == 0) x = 0.f;
@@ -158,8 +165,8 @@ __device__ __forceinline__ float sum_below(float x) {
   return x;
 }
 
-// The sum of the x of this lane and of those above.
-__device__ __forceinline__ float sum_from(float x) {
+// The sum of the x of this lane and of all lanes with higher numbers.
+__device__ __forceinline__ float sum_of_this_and_higher_lanes(float x) {
   const int lane = own_lane();
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -170,28 +177,29 @@ __device__ __forceinline__ float sum_from(float x) {
 }
 
 // Stores x as the sum of two numbers of T.
-template <typename T> __device__ __forceinline__ void put_one(Matrix<T>& M, int i, int j, float x) {
-  const T first = from_float<T>(x);
-  *M.at(i, j) = first;
-  M.at(i, j)[M.REST] = from_float<T>(x - to_float(first));
+template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, int i, int j, float x) {
+  const T rounded = from_float<T>(x);
+  *M.at(i, j) = rounded;
+  M.at(i, j)[M.REST] = from_float<T>(x - to_float(rounded));
 }
 
-// What a warp computes beside products with states. Part 0 to 5: dA and dM of 16 rows and 8 keys, those that have pairs
-// j <= i. Part 6 and 7: <S, C>, of half of the columns.
-struct Part {
+// A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of 16 rows and 8 keys; blocks that
+// have no pair j <= i are left out. Tasks 6 and 7: <S, dS>, each of half of the columns.
+struct Task {
   static constexpr int COUNT = 8;
-  bool of_pairs;
+  bool has_pairs;
   int row, key, column;
-  __device__ __forceinline__ explicit Part(int part)
-      : of_pairs(part < 6), row(part < 2 ? 0 : 16), key(8 * (part < 2 ? part : part - 2)), column(32 * (part - 6)) {}
+  __device__ __forceinline__ explicit Task(int task)
+      : has_pairs(task < 6), row(task < 2 ? 0 : 16), key(8 * (task < 2 ? task : task - 2)), column(32 * (task - 6)) {}
 };
 
 template <typename T, typename G, int BK>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     delta_backward_chunks(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, OWN = Part::COUNT / WARPS;
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, TASKS = Task::COUNT / WARPS;  // TASKS: of a warp
+  static_assert(Task::COUNT % WARPS == 0 && BT == 32, "a lane has a token");
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
-  Decayed& of = s.of;
+  TokenFactors& factors = s.factors;
   const Shape& shape = args.shape;
   const u32 chunk = blockIdx.x % u32(shape.NC), pair = blockIdx.x / u32(shape.NC);
   const u32 h = pair % u32(shape.H), b = pair / u32(shape.H), head = h / u32(args.group);
@@ -207,31 +215,31 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   for (int column = COLUMNS; column < shape.V; column += COLUMNS)
     prefetch_columns<BK>(args, opaque(b), opaque(h), span, chunk, column);
   const TokenNumbers numbers(args.g, args.beta, b, h, span.start, rows);
-  decay_pairs<WARPS>(of, numbers.decay);
-  if (warp == 0) of.beta[lane] = numbers.beta;
+  set_decays<WARPS>(factors, numbers.decay);
+  if (warp == 0) factors.beta[lane] = numbers.beta;
   cp_async_wait<1>();
   __syncthreads();  // q and k have arrived; decays are in shared memory
-  measure_rows<BK, WARPS>(of, s.q, s.k, args.normalized);
+  set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);
 
-  Columns of_q = {}, of_k = {}, of_end = {};  // S do, S w and C e; of_q and of_k become dq and dk
-  float products[OWN][2][4] = {};             // of the warp's parts: do . e and w . e; or <S, C>
+  Accumulators dq = {}, dk = {}, dS_e = {};  // dq and dk begin as S do and S w
+  float products[TASKS][2][4] = {};          // of the warp's tasks: do . e and w . e; or <S, dS>
 #pragma unroll 1
   for (int column = 0;; column += COLUMNS) {
     cp_async_wait<0>();
-    __syncthreads();  // the columns have arrived; lengths are in shared memory
-    multiply_states(of_q, of_k, of_end, s);
+    __syncthreads();  // the columns have arrived; inverse lengths are in shared memory
+    multiply_states(dq, dk, dS_e, s);
 #pragma unroll
-    for (int n = 0; n < OWN; ++n) {
-      const Part part(warp + n * WARPS);
-      if (!part.of_pairs) {
-        if (args.dg.p) multiply_both<BK>(products[n][0], s.states[0], s.states[1], part.column);
+    for (int n = 0; n < TASKS; ++n) {
+      const Task task(warp + n * WARPS);
+      if (!task.has_pairs) {
+        if (args.dg.p) add_state_dots<BK>(products[n][0], s.states[0], s.states[1], task.column);
         continue;
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         float sums[2][4] = {};
-        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e, part.row, part.key);
-        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.rest, part.row, part.key);
+        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e, task.row, task.key);
+        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e_error, task.row, task.key);
 #pragma unroll
         for (int x = 0; x < 4; ++x) products[n][m][x] += sums[0][x] + sums[1][x];
       }
@@ -240,159 +248,167 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     if (column + COLUMNS >= shape.V) break;
     fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, column + COLUMNS);
   }
-  // The terms of S and C: of_q and of_k become these terms of dq and dk, and dg's sums over channels are stored.
+  // Scales the products with S and dS to terms of dq and dk, and stores gate_terms.
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m)
+  for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int i = 16 * m + g + 8 * down;
-      const float of_query = scale * of.start[i], of_key = -of.start[i] * of.beta[i], to_end = of.end[i] * of.beta[i];
-      float read = 0.f, written = 0.f;
+      const float q_factor = scale * factors.decay_from_start[i],
+                  k_factor = -factors.decay_from_start[i] * factors.beta[i],
+                  end_factor = factors.decay_to_end[i] * factors.beta[i];
+      float S_term = 0.f, dS_term = 0.f;
 #pragma unroll
       for (int across = 0; across < 2; ++across) {
         const float2 q = unpack_pair(place<BK>(s.q, i, channel + 8 * across + 2 * t));
         const float2 k = unpack_pair(place<BK>(s.k, i, channel + 8 * across + 2 * t));
-        float *dq = of_q[m][across] + 2 * down, *dk = of_k[m][across] + 2 * down;
-        const float* end = of_end[m][across] + 2 * down;
-        const float key = of.unit[i], query = of.unit[C + i];
+        float *dq_pair = dq[m][across] + 2 * down, *dk_pair = dk[m][across] + 2 * down;
+        const float* dS_e_pair = dS_e[m][across] + 2 * down;
+        const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          const float of_k_end = to_end * end[x], one_k = x ? k.y : k.x, one_q = x ? q.y : q.x;
-          dq[x] *= of_query, dk[x] *= of_key;
-          read = fmaf(query * one_q, dq[x], fmaf(key * one_k, dk[x], read));
-          written = fmaf(key * one_k, of_k_end, written);
-          dk[x] += of_k_end;
+          const float dk_end = end_factor * dS_e_pair[x], k_x = x ? k.y : k.x, q_x = x ? q.y : q.x;
+          dq_pair[x] *= q_factor, dk_pair[x] *= k_factor;
+          S_term = fmaf(q_inverse * q_x, dq_pair[x], fmaf(k_inverse * k_x, dk_pair[x], S_term));
+          dS_term = fmaf(k_inverse * k_x, dk_end, dS_term);
+          dk_pair[x] += dk_end;
         }
       }
-      read = sum_of_lanes<4>(read), written = sum_of_lanes<4>(written);
-      if (t == 0) s.reads[warp][i] = read, s.reads[warp][C + i] = written;
+      S_term = sum_of_lanes<4>(S_term), dS_term = sum_of_lanes<4>(dS_term);
+      if (t == 0) s.gate_terms[warp][i] = S_term, s.gate_terms[warp][BT + i] = dS_term;
     }
 #pragma unroll
-  for (int n = 0; n < OWN; ++n) {
-    const Part part(warp + n * WARPS);
-    if (!part.of_pairs) {
+  for (int n = 0; n < TASKS; ++n) {
+    const Task task(warp + n * WARPS);
+    if (!task.has_pairs) {
       const float (&dot)[4] = products[n][0];
       const float sum = warp_sum(t == g / 2 ? (g % 2 ? dot[1] + dot[3] : dot[0] + dot[2]) : 0.f);
-      if (lane == 0) s.dots[part.column != 0] = sum;
+      if (lane == 0) s.state_dots[task.column != 0] = sum;
       continue;
     }
-    float of_A[2][4] = {}, of_M[2][4] = {};  // q . k and k . k, each in two sums
-    multiply_rows<BK>(of_A, s.q, s.k, part.row, part.key);
-    multiply_rows<BK>(of_M, s.k, s.k, part.row, part.key);
+    float q_k[2][4] = {}, k_k[2][4] = {};  // q . k and k . k, each in two sums
+    multiply_rows<BK>(q_k, s.q, s.k, task.row, task.key);
+    multiply_rows<BK>(k_k, s.k, s.k, task.row, task.key);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      const int i = part.row + g + x / 2 * 8, j = part.key + 2 * t + x % 2;
-      const float key = of.unit[i], query = of.unit[C + i], D = of.between[i][j], of_key = D * of.unit[j];
-      const float read = products[n][0][x], written = products[n][1][x];
-      const float dA = j <= i ? scale * of.beta[j] * read : 0.f, dM = j < i ? -of.beta[i] * of.beta[j] * written : 0.f;
-      put_one(s.of_dq, i, j, dA * of_key);
-      put_one(s.of_queries, j, i, dA * D * query);
+      const int i = task.row + g + x / 2 * 8, j = task.key + 2 * t + x % 2;
+      const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
+      const float D = factors.decay_between[i][j], D_k = D * factors.inverse_length[j];
+      const float do_e = products[n][0][x], w_e = products[n][1][x];
+      const float dA = j <= i ? scale * factors.beta[j] * do_e : 0.f;
+      const float dM = j < i ? -factors.beta[i] * factors.beta[j] * w_e : 0.f;
+      put_split(s.dq_from_k, i, j, dA * D_k);
+      put_split(s.dk_from_q, j, i, dA * D * q_inverse);
       if (j <= i) {
-        put_one(s.of_dk, i, j, dM * of_key);
-        put_one(s.of_dk, j, i, dM * D * key);
+        put_split(s.dk_from_k, i, j, dM * D_k);
+        put_split(s.dk_from_k, j, i, dM * D * k_inverse);
       }
-      const float A = query * of_key * (of_A[0][x] + of_A[1][x]), M = key * of_key * (of_M[0][x] + of_M[1][x]);
+      const float A = q_inverse * D_k * (q_k[0][x] + q_k[1][x]), M = k_inverse * D_k * (k_k[0][x] + k_k[1][x]);
       s.pairs[i][j] = fmaf(A, dA, M * dM);
-      if (i == j && i < rows) *args.dbeta.row(b, h, span.start + i) = written;
+      if (i == j && i < rows) *args.dbeta.row(b, h, span.start + i) = w_e;
     }
   }
-  __syncthreads();  // terms over channels, matrices that multiply q and k, and terms of pairs are in shared memory
+  __syncthreads();  // gate_terms, the matrices that multiply q and k, and pairs are in shared memory
   if (args.dg.p) {
-    float passed = 0.f;  // of this warp's rows, the terms of pairs that gate `lane` multiplies
+    float dg = 0.f;  // gate `lane`: the sum of pairs j < lane <= i, of this warp's rows i
 #pragma unroll
-    for (int n = 0; n < C / WARPS; ++n) {
+    for (int n = 0; n < BT / WARPS; ++n) {
       const int i = warp + n * WARPS;
-      const float before = sum_below(lane < i ? s.pairs[i][lane] : 0.f);
-      passed += lane <= i ? before : 0.f;
+      const float earlier_keys = sum_of_lower_lanes(lane < i ? s.pairs[i][lane] : 0.f);
+      dg += lane <= i ? earlier_keys : 0.f;
     }
-    s.own[warp][lane] = passed;
+    s.pair_terms[warp][lane] = dg;
   }
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) {
-    multiply_tokens<LOWER, BK>(of_q[m], s.of_dq, s.k, 16 * m, channel);
-    multiply_tokens<WHOLE, BK>(of_k[m], s.of_dk, s.k, 16 * m, channel);
-    multiply_tokens<UPPER, BK>(of_k[m], s.of_queries, s.q, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) {
+    multiply_tokens<LOWER, BK>(dq[m], s.dq_from_k, s.k, 16 * m, channel);
+    multiply_tokens<WHOLE, BK>(dk[m], s.dk_from_k, s.k, 16 * m, channel);
+    multiply_tokens<UPPER, BK>(dk[m], s.dk_from_q, s.q, 16 * m, channel);
   }
-  __syncthreads();  // dg's terms of pairs are in shared memory
+  __syncthreads();  // pair_terms are in shared memory
   if (args.dg.p && warp == 0) {
-    float dg = 0.f, read = 0.f, kept = 0.f;
+    float dg = 0.f, S_term = 0.f, dS_term = 0.f;
 #pragma unroll
     for (int other = 0; other < WARPS; ++other) {
-      dg += s.own[other][lane];
-      read += s.reads[other][lane], kept += s.reads[other][C + lane];
+      dg += s.pair_terms[other][lane];
+      S_term += s.gate_terms[other][lane], dS_term += s.gate_terms[other][BT + lane];
     }
-    dg += sum_from(read) + sum_below(kept);
-    if (lane < rows) *args.dg.row(b, h, span.start + lane) = fmaf(of.start[C - 1], s.dots[0] + s.dots[1], dg);
+    dg += sum_of_this_and_higher_lanes(S_term) + sum_of_lower_lanes(dS_term);
+    if (lane < rows)
+      *args.dg.row(b, h, span.start + lane) =
+          fmaf(factors.decay_from_start[BT - 1], s.state_dots[0] + s.state_dots[1], dg);
   }
   const bool divided = args.normalized && !args.parts;
   if (divided) {
-    __syncthreads();  // dg's sums have been read: the next lines overwrite `reads`
+    __syncthreads();  // gate_terms have been read: dots overwrite them
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m)
+    for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
         const int i = 16 * m + g + 8 * down;
-        float queries = 0.f, keys = 0.f;
+        float q_dot = 0.f, k_dot = 0.f;
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
           const float2 q = unpack_pair(place<BK>(s.q, i, channel + 8 * across + 2 * t));
           const float2 k = unpack_pair(place<BK>(s.k, i, channel + 8 * across + 2 * t));
-          const float *dq = of_q[m][across] + 2 * down, *dk = of_k[m][across] + 2 * down;
-          queries = fmaf(q.x, dq[0], fmaf(q.y, dq[1], queries)), keys = fmaf(k.x, dk[0], fmaf(k.y, dk[1], keys));
+          const float *dq_pair = dq[m][across] + 2 * down, *dk_pair = dk[m][across] + 2 * down;
+          q_dot = fmaf(q.x, dq_pair[0], fmaf(q.y, dq_pair[1], q_dot));
+          k_dot = fmaf(k.x, dk_pair[0], fmaf(k.y, dk_pair[1], k_dot));
         }
-        queries = sum_of_lanes<4>(queries), keys = sum_of_lanes<4>(keys);
-        if (t == 0) s.reads[warp][i] = keys, s.reads[warp][C + i] = queries;
+        q_dot = sum_of_lanes<4>(q_dot), k_dot = sum_of_lanes<4>(k_dot);
+        if (t == 0) s.dots[warp][i] = k_dot, s.dots[warp][BT + i] = q_dot;
       }
-    __syncthreads();  // products of rows and their gradients, over a warp's channels, are in shared memory
-    if (threadIdx.x < 2 * C) {
-      const float unit = of.unit[threadIdx.x];
+    __syncthreads();  // dots are in shared memory
+    if (threadIdx.x < 2 * BT) {
+      const float inverse = factors.inverse_length[threadIdx.x];
       float sum = 0.f;
 #pragma unroll
-      for (int other = 0; other < WARPS; ++other) sum += s.reads[other][threadIdx.x];
-      s.along[threadIdx.x] = unit * unit * sum;
+      for (int other = 0; other < WARPS; ++other) sum += s.dots[other][threadIdx.x];
+      s.parallel[threadIdx.x] = inverse * inverse * sum;
     }
-    __syncthreads();  // those over all channels are in shared memory
+    __syncthreads();  // `parallel` is in shared memory
   }
-  // Stores a gradient, over the rows x of a warp's channels; kind: 0 for queries, 1 for keys. If rows were divided by
-  // their lengths, the part along the row is removed, and the rest is divided by the length.
-  const auto store = [&](const Columns& d, T* x, const Rows<T>& to, int kind) {
+  // Stores dx, the warp's channels of dq or dk, by way of x: the tile of q or k, which it overwrites. If rows were
+  // divided by their lengths, removes the part of dx along x and divides the rest by the length.
+  enum Kind { OF_Q, OF_K };
+  const auto store = [&](const Accumulators& dx, T* x, const Rows<T>& to, Kind kind) {
     if (args.parts) {
       each_pair([&](int i, int c, int m, int across, int down) {
         if (i >= rows) return;
         float* row = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + span.start + i) * shape.K;
-        if (c < channels) row[c] = d[m][across][2 * down];
-        if (c + 1 < channels) row[c + 1] = d[m][across][2 * down + 1];
+        if (c < channels) row[c] = dx[m][across][2 * down];
+        if (c + 1 < channels) row[c + 1] = dx[m][across][2 * down + 1];
       });
       return;
     }
     each_pair([&](int i, int c, int m, int across, int down) {
-      float one = d[m][across][2 * down], two = d[m][across][2 * down + 1];
+      float2 dx_pair = {dx[m][across][2 * down], dx[m][across][2 * down + 1]};
       T* pair = place<BK>(x, i, c);
       if (divided) {
-        const int at = (kind ? 0 : C) + i;
-        const float2 value = unpack_pair(pair);
-        const float unit = of.unit[at], along = s.along[at];
-        one = unit * fmaf(-along, value.x, one), two = unit * fmaf(-along, value.y, two);
+        const int row = (kind == OF_K ? 0 : BT) + i;
+        const float2 x_pair = unpack_pair(pair);
+        const float inverse = factors.inverse_length[row], parallel = s.parallel[row];
+        dx_pair = {inverse * fmaf(-parallel, x_pair.x, dx_pair.x), inverse * fmaf(-parallel, x_pair.y, dx_pair.y)};
       }
-      put_pair(pair, {one, two});
+      put_pair(pair, dx_pair);
     });
     __syncwarp();  // the warp's channels of the gradient are in shared memory
     T* const first = to.row(b, head, span.start);
     if (bytes == 16) {
 #pragma unroll
-      for (int n = 0; n < C; n += 16) {
+      for (int n = 0; n < BT; n += 16) {
         const int i = n + lane / 2, c = channel + lane % 2 * 8;
         if (i < rows && c < channels)
           *reinterpret_cast<uint4*>(first + i * to.t + c) = *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
       }
     } else {
 #pragma unroll 1
-      for (int n = lane; n < C * 16; n += 32) {
+      for (int n = lane; n < BT * 16; n += 32) {
         const int i = n / 16, c = channel + n % 16;
         if (i < rows && c < channels) first[i * to.t + c] = *place<BK>(x, i, c);
       }
     }
   };
-  store(of_q, s.q, args.dq, 0);
-  store(of_k, s.k, args.dk, 1);
+  store(dq, s.q, args.dq, OF_Q);
+  store(dk, s.k, args.dk, OF_K);
 }

@@ -1,24 +1,27 @@
-// what      The delta rules backward, from chunk to chunk of 32 tokens, as they were prepared. Forwards: the state S
-//           [K, V] before every chunk, and what every token's value lacks, the residual. Backwards: the gradient C of
-//           the state after every chunk, the gradients of residuals, and dv. Without OUTPUTS, what a segment of a
-//           sequence does to a state, from S to F S + G, and to the gradient of one, from C to F^T C + G.
-// math      E, W, Z, Zb, B, H, D, R, L, beta: prepared.cuh. Forwards: Y = E S;  X = v + Y;  residual = R X, or, TWO,
-//           R Y + L v;  S <- D S + Z^T beta X, or, TWO, D S + Zb^T Y + Z^T v
-//           Backwards: P = Z C;  dresidual = P + scale B^T do, dv = beta dresidual;  C <- D C + scale W^T do +
-//           E^T beta P;  or, TWO: P = Zb C, dresidual = P + scale H^T do, dv = Z C + scale B^T do,
-//           C <- D C + scale W^T do + E^T P
-// shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; residual dresidual [B, HV, T, V padded to a
-//           multiple of 64], a residual, unless TWO, twice: its numbers, and what rounding leaves of them; prepared
-//           [B, HV, NC]; kept, S and C: backward_storage.cuh; without OUTPUTS: scan.cu
+// what      The delta rules' walks over prepared chunks of 32 tokens, for gradients. Forwards: the state S [K, V]
+//           before every chunk, and the residual of every token: its value minus what its key reads from the state
+//           (RWKV-7: what its vector a reads). Backwards: the gradient dS of the state after every chunk, the gradients
+//           of the residuals, and dv. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G,
+//           and to a state's gradient, from dS to F^T dS + G
+// math      E, W, Z, Zb, B, H, D, R, L, beta: prepared.cuh
+//           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
+//           TWO_WRITES (RWKV-7): residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
+//           Backwards: P = Z dS;  dresidual = P + scale B^T do;  dv = beta dresidual;
+//           dS <- D dS + scale W^T do + E^T beta P
+//           TWO_WRITES: P = Zb dS;  dresidual = P + scale H^T do;  dv = Z dS + scale B^T do;
+//           dS <- D dS + scale W^T do + E^T P
+// shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
+//           [B, HV, T, V padded with zeros to a multiple of 64]; residual: the same with TWO_WRITES, else such a row of
+//           rounded numbers, then one of their rounding errors; chunk_states: backward_storage.cuh; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
-//           16 columns. Columns of F come behind those of G, forwards
-// smem      a ring of STAGES: a chunk as it was prepared, and its v or do
-// barriers  one: whether states from which segments start are finite; one a chunk: it is in shared memory, and the
+//           16 columns. Forwards the blocks of F's columns follow those of G's
+// smem      a ring of STAGES: a prepared chunk, and its v or do
+// barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
-// numerics  S and C in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and the kept states
-//           are rounded to T
+// numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and chunk_states are
+//           rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
+// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128; STAGES >= 2
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
@@ -26,73 +29,80 @@
 
 template <typename T> struct Args {
   Rows<const T> v, do_;
-  Rows<const float> initial, dht;   // null: zero
-  Rows<float> dh0;                  // or null
-  Rows<T> dv, residual, dresidual;  // these and `kept`: null without OUTPUTS
-  T* kept;
-  float *starts, *F;     // null if no sequence is cut, and F with OUTPUTS
-  const void* prepared;  // PreparedForGradients of each chunk
-  Shape shape;           // H: heads of values; segments are sequences here
-  i64 P;                 // segments of a sequence
+  Rows<const float> initial, dht;   // null: zeros
+  Rows<float> dh0;                  // null: not wanted
+  Rows<T> dv, residual, dresidual;  // null without OUTPUTS
+  T* chunk_states;                  // null without OUTPUTS
+  float *starts, *F;                // null if no sequence is cut into segments; F: also with OUTPUTS
+  const void* prepared;             // PreparedForGradients of each chunk
+  Shape shape;                      // H: heads of values; segments are sequences here
+  i64 P;                            // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v, do and dv start on multiples of it, and are multiples long
 };
 
-template <typename T, int BK, int BV, bool TWO> struct alignas(16) Stage {
-  PreparedForGradients<T, BK, TWO> of;
-  T values[C * BV];
+template <typename T, int BK, int BV, bool TWO_WRITES> struct alignas(16) Stage {
+  PreparedForGradients<T, BK, TWO_WRITES> prepared;
+  T values[BT * BV];
 };
 
-template <typename T, int BK, int BV, bool TWO, int STAGES> struct Shared {
-  Stage<T, BK, BV, TWO> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared {
+  Stage<T, BK, BV, TWO_WRITES> stages[STAGES];
 };
 
-// Goes over the chunks of a segment in one direction. S in the code is C if BACKWARDS. block: the number of the
-// (segment, head, BV columns); the first `value_tiles` of `tiles` have columns of values.
-template <bool BACKWARDS, bool OUTPUTS, int STAGES, bool TWO, int BK, int BV, typename T>
-__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO> (&stages)[STAGES], const Args<T>& args, u32 block,
+// Goes over the chunks of a segment in one direction; if BACKWARDS, the code's S is dS, and `values` are do. `block` is
+// the number of the (segment, head, BV columns): of a head's `tiles`, the first `value_tiles` have columns of V, the
+// others columns of F.
+template <bool BACKWARDS, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, typename T>
+__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAGES], const Args<T>& args, u32 block,
                                      u32 value_tiles, u32 tiles) {
-  using Image = PreparedForGradients<T, BK, TWO>;
-  constexpr int THREADS = 2 * BV, RESIDUALS = (1 + TWO) * sizeof(Matrix<T>);
-  constexpr int OF_BOTH = (2 + TWO) * C * BK * sizeof(T) + (BK + C) * sizeof(float);
-  constexpr int FROM = BACKWARDS || !OUTPUTS ? RESIDUALS : 0;
-  constexpr int STOP = BACKWARDS ? sizeof(Image) - !OUTPUTS * sizeof(Image::B) : RESIDUALS + OF_BOTH;
+  using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
+  static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
+  constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
+  constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
+  // The walk reads bytes FROM ... STOP - 1 of a prepared chunk, whose members stand in this order: those of the walk
+  // forwards, COMMON_BYTES of both walks, those of the walk backwards.
+  constexpr int FROM = BACKWARDS || !OUTPUTS ? RESIDUAL_BYTES : 0;
+  constexpr int STOP =
+      BACKWARDS ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B) : RESIDUAL_BYTES + COMMON_BYTES;
   const Shape& shape = args.shape;
-  const u32 pair = block / tiles, tile_of = block % tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 pair = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
-  const bool of_F = !OUTPUTS && !BACKWARDS && tile_of >= value_tiles;
-  const int v_tile = (of_F ? tile_of - value_tiles : tile_of) * BV;
-  const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), n, h, args.starts, v_tile, BV);
+  const bool computes_F = !OUTPUTS && !BACKWARDS && tile >= value_tiles;
+  const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
+  const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), n, h, args.starts, first_column, BV);
   const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), n, h, BACKWARDS ? args.dht : args.initial,
                                              args.starts, BACKWARDS ? args.dh0 : Rows<float>{}, whole);
-  if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
-  const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
+  if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
+  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
   const Span span = segment.tokens;
   const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
-  const int channels = int(shape.K), columns = int(min(width - v_tile, i64(BV))), t = threadIdx.x & 3;
-  const int column = threadIdx.x / 32 * 16, kept_columns = padded(shape.V) - v_tile, chunks = (tokens + C - 1) / C;
+  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))), t = threadIdx.x & 3;
+  const int column = threadIdx.x / 32 * 16, padded_columns = padded(shape.V) - first_column,
+            chunks = (tokens + BT - 1) / BT;
   const i64 first_chunk = segment.chunks.start;
-  const auto* prepared = static_cast<const Image*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
+  const auto* prepared_chunks =
+      static_cast<const PreparedChunk*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
   const Rows<const T>& values = BACKWARDS ? args.do_ : args.v;
-  const Rows<T>& residual = BACKWARDS ? args.dresidual : args.residual;
+  const Rows<T>& residuals = BACKWARDS ? args.dresidual : args.residual;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
 
   State<BK> S;
-  const auto each = [&](auto f) { each_number<BK>(S, 0, width, v_tile, channels, columns, f); };
+  const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
   each([&](float& x, i64 at, bool inside) {
-    x = !inside ? 0.f : of_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
+    x = !inside ? 0.f : computes_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
   });
 
   const auto chunk_of = [&](int step) { return BACKWARDS ? chunks - 1 - step : step; };
   const auto fetch = [&](int step, int stage) {
     if (step < chunks) {
       auto& to = stages[stage];
-      const int token = chunk_of(step) * C;
-      copy_image<FROM, STOP, THREADS>(&to.of, prepared + chunk_of(step));
-      if (!of_F)
-        copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + v_tile, values.t, tokens - token,
-                                columns, bytes);
+      const int token = chunk_of(step) * BT;
+      copy_prepared<FROM, STOP, THREADS>(&to.prepared, prepared_chunks + chunk_of(step));
+      if (!computes_F)
+        copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + first_column, values.t,
+                                tokens - token, columns, bytes);
     }
     cp_async_commit();
   };
@@ -102,99 +112,100 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO> (&stages)[STAGES], co
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
     fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);
-    const auto& of = stages[stage].of;
-    const T* tile = stages[stage].values;
+    const auto& prepared = stages[stage].prepared;
+    const T* values_tile = stages[stage].values;
     if (++stage == STAGES) stage = 0;
-    const int chunk = chunk_of(step), token = C * chunk;
-    const auto write = [&](const Rows<T>& to, const auto& two, int width, int pieces) {
-      store_tokens<T>(to.row(b, h, span.start + token) + v_tile, to.t, two, tokens - token, column, width, pieces);
+    const int chunk = chunk_of(step), token = BT * chunk;
+    const auto store = [&](const Rows<T>& to, const auto& pair_at, int width, int bytes) {
+      store_tokens<T>(to.row(b, h, span.start + token) + first_column, to.t, pair_at, tokens - token, column, width,
+                      bytes);
     };
 
-    if (OUTPUTS && column < kept_columns) {
+    if (OUTPUTS && column < padded_columns) {
 #pragma unroll
       for (int c = 0; c < BK / 8; ++c) {
-        T* to = args.kept + kept_at(shape, BACKWARDS, b, h, first_chunk + chunk, c / 8 * KEPT);
-        if (c / 8 * KEPT < channels)
+        T* to = args.chunk_states + state_index(shape, BACKWARDS, b, h, first_chunk + chunk, c / 8 * TILE);
+        if (c / 8 * TILE < channels)
 #pragma unroll
           for (int right = 0; right < 2; ++right)
-            *reinterpret_cast<u32*>(to + (((v_tile + column) / 8 + right) * 8 + c % 8) * 64 + 2 * (threadIdx.x & 31)) =
-                pack<T>(S[c][2 * right], S[c][2 * right + 1]);
+            *reinterpret_cast<u32*>(to + (((first_column + column) / 8 + right) * 8 + c % 8) * 64 +
+                                    2 * (threadIdx.x & 31)) = pack<T>(S[c][2 * right], S[c][2 * right + 1]);
       }
     }
-    u32 v[C / 16][4] = {}, x[C / 16][4];  // v: of values, or of do
-    if (!of_F) load_packed<BV>(v, tile, column);
-    const auto strength = [&](int first) { return *reinterpret_cast<const float2*>(of.beta + first + 2 * t); };
-    const auto as_they_are = [&](const u32(&packed)[C / 16][4]) {
+    u32 packed_values[BT / 16][4] = {}, packed[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
+    if (!computes_F) load_packed<BV>(packed_values, values_tile, column);
+    const auto betas = [&](int first) { return *reinterpret_cast<const float2*>(prepared.beta + first + 2 * t); };
+    const auto transposed_pairs = [&](const u32(&packed)[BT / 16][4]) {
       return [&](int i, int across) { return transpose_pairs(packed[i / 16][i % 16 / 8 * 2 + across / 8]); };
     };
     if constexpr (BACKWARDS) {
-      float p[C / 8][4] = {}, w[C / 8][4];
-      read_transposed<BK>(p, S, of.Z[TWO]);
-      if constexpr (OUTPUTS && TWO) {
-        float dv[C / 8][4] = {};
-        read_transposed<BK>(dv, S, of.Z[0]);
-        add_tokens(dv, v, of.B[0], scale);
-        pack_tokens<T>(x, dv);
-        write(args.dv, as_they_are(x), columns, bytes);
+      float P[BT / 8][4] = {}, dresidual[BT / 8][4];
+      read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
+      if constexpr (OUTPUTS && TWO_WRITES) {
+        float dv[BT / 8][4] = {};
+        read_transposed<BK>(dv, S, prepared.Z[0]);
+        add_tokens(dv, packed_values, prepared.B[0], scale);
+        pack_tokens<T>(packed, dv);
+        store(args.dv, transposed_pairs(packed), columns, bytes);
       }
       if constexpr (OUTPUTS) {
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n)
+        for (int n = 0; n < BT / 8; ++n)
 #pragma unroll
-          for (int m = 0; m < 4; ++m) w[n][m] = p[n][m];
-        add_tokens(w, v, of.B[TWO], scale);
-        pack_tokens<T>(x, w);
-        write(residual, as_they_are(x), kept_columns, 4);
-        if constexpr (!TWO) {
-          pack_tokens<T>(x, w, strength);
-          write(args.dv, as_they_are(x), columns, bytes);
+          for (int m = 0; m < 4; ++m) dresidual[n][m] = P[n][m];
+        add_tokens(dresidual, packed_values, prepared.B[TWO_WRITES], scale);
+        pack_tokens<T>(packed, dresidual);
+        store(residuals, transposed_pairs(packed), padded_columns, 4);
+        if constexpr (!TWO_WRITES) {
+          pack_tokens<T>(packed, dresidual, betas);
+          store(args.dv, transposed_pairs(packed), columns, bytes);
         }
       }
-      if constexpr (!TWO) pack_tokens<T>(x, p, strength);
-      else pack_tokens<T>(x, p);
-      decay_state<BK>(S, of.whole);
-      write_rows<BK>(S, of.W, v);
-      write_rows<BK>(S, of.E, x);
+      if constexpr (!TWO_WRITES) pack_tokens<T>(packed, P, betas);
+      else pack_tokens<T>(packed, P);
+      decay_state<BK>(S, prepared.decay);
+      write_rows<BK>(S, prepared.W, packed_values);
+      write_rows<BK>(S, prepared.E, packed);
     } else {
-      float y[C / 8][4] = {};
-      read_transposed<BK>(y, S, of.E);
-      if constexpr (!TWO) add_packed<T>(y, v);
-      pack_tokens<T>(x, y);
+      float Y[BT / 8][4] = {};
+      read_transposed<BK>(Y, S, prepared.E);
+      if constexpr (!TWO_WRITES) add_packed<T>(Y, packed_values);
+      pack_tokens<T>(packed, Y);
       if constexpr (OUTPUTS) {
-        Columns r = {};
-        multiply_packed(r, of.of_residual[0], x);
-        if constexpr (TWO) multiply_packed(r, of.of_residual[1], v);
-        write(
-            residual,
+        Accumulators residual = {};
+        multiply_packed(residual, prepared.residual_matrix[0], packed);
+        if constexpr (TWO_WRITES) multiply_packed(residual, prepared.residual_matrix[1], packed_values);
+        store(
+            residuals,
             [&](int i, int across) {
-              const float* two = r[i / 16][across / 8] + i % 16 / 8 * 2;
-              return pack<T>(two[0], two[1]);
+              const float* pair = residual[i / 16][across / 8] + i % 16 / 8 * 2;
+              return pack<T>(pair[0], pair[1]);
             },
-            kept_columns, 4);
-        if constexpr (!TWO) {
-          Rows<T> rest = residual;
-          rest.p += padded(shape.V);
-          write(
-              rest,
+            padded_columns, 4);
+        if constexpr (!TWO_WRITES) {
+          Rows<T> errors = residuals;
+          errors.p += padded(shape.V);
+          store(
+              errors,
               [&](int i, int across) {
-                const float* two = r[i / 16][across / 8] + i % 16 / 8 * 2;
-                const float2 rounded = unpack(pack<T>(two[0], two[1]), T{});
-                return pack<T>(two[0] - rounded.x, two[1] - rounded.y);
+                const float* pair = residual[i / 16][across / 8] + i % 16 / 8 * 2;
+                const float2 rounded = unpack(pack<T>(pair[0], pair[1]), T{});
+                return pack<T>(pair[0] - rounded.x, pair[1] - rounded.y);
               },
-              kept_columns, 4);
+              padded_columns, 4);
         }
       }
-      decay_state<BK>(S, of.whole);
-      if constexpr (!TWO) {
-        pack_tokens<T>(x, y, strength);
-        write_rows<BK>(S, of.Z[0], x);
+      decay_state<BK>(S, prepared.decay);
+      if constexpr (!TWO_WRITES) {
+        pack_tokens<T>(packed, Y, betas);
+        write_rows<BK>(S, prepared.Z[0], packed);
       } else {
-        write_rows<BK>(S, of.Z[0], v);
-        write_rows<BK>(S, of.Z[1], x);
+        write_rows<BK>(S, prepared.Z[0], packed_values);
+        write_rows<BK>(S, prepared.Z[1], packed);
       }
     }
   }
-  float* to = of_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
+  float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
   if (to) {
     each([&](float& x, i64 at, bool inside) {
       if (inside) to[at] = x;
@@ -202,12 +213,13 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO> (&stages)[STAGES], co
   }
 }
 
-template <typename T, int BK, int BV, bool TWO, int STAGES, bool OUTPUTS>
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_states(const Args<T> args) {
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO, STAGES>*>(dynamic_smem())->stages;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
-  const u32 back = u32(shape.V + BV - 1) / BV, forth = back + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
-  const u32 half = u32(shape.B * shape.count * shape.H) * forth;  // blocks that go forwards
-  if (blockIdx.x >= half) walk<true, OUTPUTS>(stages, args, blockIdx.x - half, back, back);
-  else walk<false, OUTPUTS>(stages, args, blockIdx.x, back, forth);
+  const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
+  const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;
+  if (blockIdx.x >= forward_blocks)
+    walk<true, OUTPUTS>(stages, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
+  else walk<false, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
 }

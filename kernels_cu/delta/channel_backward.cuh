@@ -1,41 +1,42 @@
 // what      The steps that the backward kernels of KDA and of RWKV-7 share: gradients of a chunk of 32 tokens and 64
 //           channels, where every channel has a gate of its own.
-// math      A token reads the state by *rows* (KDA: q and k; RWKV-7: q and a) and writes to it by *columns* (KDA: k;
-//           RWKV-7: k and b). A kind is one of these arrays. pair_ij is a number for each row i and column j <= i, D_ij
-//           the decay between both tokens. The gradients of a kind, its *terms*, are sums of
-//             row i:     sum_j pair_ij D_ij column_j, and the product of S with what the row's output receives
-//             column j:  sum_i pair_ij D_ij row_i, and the product of C with what the column writes
-//           The chunk has 4 blocks of 8 tokens. Pairs of one block are added up one by one. A pair of two blocks is
-//           computed by way of a border between them, after 16 tokens or after 8 of 16: the row is decayed from the
-//           border, and the column up to it
+// math      S is the state before the chunk, dS the gradient of the state after it. A token reads the state along
+//           vectors that are called *rows* (KDA: q and k; RWKV-7: q and a) and writes to it along *columns* (KDA: k;
+//           RWKV-7: k and b). A *kind* is one of these arrays. pair_ij is a number for each row i and column j <= i,
+//           D_ij the decay between both tokens. *Terms* are the summands of a kind's gradient:
+//             row i:     sum_j pair_ij D_ij column_j, and the product of S with the gradient of what the row reads
+//             column j:  sum_i pair_ij D_ij row_i, and the product of dS with the value that the column writes
+//           The chunk has 4 blocks of 8 tokens. Pairs within a block are added up one by one. A pair of two blocks is
+//           computed by way of the *border* between them: that after 16 tokens of the chunk, or after 8 of 16. The row
+//           is decayed from the border, and the column up to it
 // numerics  Pairs of two blocks, and their decayed rows and columns, are the sum of two bfloat16 numbers: the rounded
 //           number and its rounding error. Of the four products of these, three are computed
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
-constexpr int THREADS = 2 * KEPT, HALF = C / 2;  // HALF: tokens on a side of the border after 16
-constexpr int BLOCK = 8, BLOCKS = C / BLOCK;     // tokens of a block, blocks of the chunk
+constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
+constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
 
-// What a kernel's shared memory has of pairs of two blocks, and of sums over blocks. dg_t gathers all terms that gate t
-// multiplies; for the gates of one block, other blocks contribute sums over all their tokens.
+// Shared memory for pairs of two blocks and for sums over blocks. dg_t is the sum of all terms that gate t multiplies:
+// to the gates of one block, another block adds one sum over all its tokens.
 template <int COLUMN_KINDS> struct BlockSums {
-  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;  // kinds; terms of columns are stored after those of rows
-  // pair_ij of each kind of rows with each kind of columns, as two numbers: [0] over the border after 16 tokens, [1]
-  // over the two borders after 8 of 16.
+  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;  // numbers of kinds; terms of columns follow those of rows
+  // pair_ij of each kind of rows with each kind of columns, rounded, and the rounding errors: [0] over the border after
+  // 16 tokens, [1] over the two borders after 8 of 16.
   bf16 pairs_across[2][ROWS * COLUMNS][2][HALF * HALF];
-  float block_decays[BLOCKS][KEPT];
-  // Sums over a block of rows times their terms of S, and of columns times their terms of C.
-  float row_sums[BLOCKS][KEPT], column_sums[BLOCKS][KEPT];
+  float block_decays[BLOCKS][TILE];
+  // Sums over a block of rows times their terms of S, and of columns times their terms of dS.
+  float row_sums[BLOCKS][TILE], column_sums[BLOCKS][TILE];
   // Row sum of the last block, [0], and column sum of the first, [1], including pairs over the border after 16 tokens.
-  float end_sums[2][KEPT];
-  float state_product[KEPT];  // the sum over V of S C
+  float end_sums[2][TILE];
+  float state_product[TILE];  // the sum over V of S dS
 };
 
-// A place in a matrix of `pairs_across`.
+// The place of row i and column j in a matrix of `pairs_across`: columns are swapped so that banks differ.
 __device__ __forceinline__ int pair_place(int i, int j) { return i * HALF + ((j / 8 ^ i >> 2 & 1) * 8 | j % 8); }
 
-// The place of channels c and c + 1 of token i in terms [C, KEPT].
-__device__ __forceinline__ int term_place(int i, int c) { return i * KEPT + (c ^ (i & 3) * 8); }
+// The place of channels c and c + 1 of token i in terms [BT, TILE]; c is even.
+__device__ __forceinline__ int term_place(int i, int c) { return i * TILE + (c ^ (i & 3) * 8); }
 
 __device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
 __device__ __forceinline__ float2 plus(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
@@ -57,29 +58,29 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
     const i64 four_rows = 4 * stride * i64(sizeof(T));
     rows = c < width ? rows - first : 0;
 #pragma unroll
-    for (int n = 0; n < C; n += 4, piece += four_rows) cp_async<16>(place<KEPT>(tile, first + n, c), piece, n < rows);
+    for (int n = 0; n < BT; n += 4, piece += four_rows) cp_async<16>(place<TILE>(tile, first + n, c), piece, n < rows);
   } else {
 #pragma unroll 1
-    for (int at = lane; at < C * KEPT; at += 32) {
-      const int row = at / KEPT, column = at % KEPT;
-      *place<KEPT>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
+    for (int at = lane; at < BT * TILE; at += 32) {
+      const int row = at / TILE, column = at % TILE;
+      *place<TILE>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
     }
   }
 }
 
-// Starts copying the warp's half of 64 columns, from `column` on, of S (warps 0 and 1) or C (warps 2 and 3).
+// Starts copying the warp's half of 64 columns, from `column` on, of S (warps 0 and 1) or dS (warps 2 and 3).
 template <typename T, class S>
-__device__ __forceinline__ void fetch_states(S& s, const T* kept, const Shape& shape, i64 b, i64 h, i64 chunk,
+__device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const Shape& shape, i64 b, i64 h, i64 chunk,
                                              int channel, int column) {
-  constexpr int PIECE = 8, SIZE = KEPT * KEPT / 2;
+  constexpr int PIECE = 8, SIZE = TILE * TILE / 2;
   const int warp = threadIdx.x >> 5, state = warp / 2, first = warp % 2 * SIZE + own_lane() * PIECE;
-  const T* from = kept + kept_at(shape, state, b, h, chunk, channel) + i64(column) * KEPT + first;
+  const T* from = chunk_states + state_index(shape, state, b, h, chunk, channel) + i64(column) * TILE + first;
 #pragma unroll
   for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n, true);
 }
 
-// Adds S C, summed over 16 columns of V, for the warp's 16 channels: they are the diagonal of S C^T, so that tensor
-// cores compute them. ldmatrix_x4_trans has loaded S and C. A lane holds four numbers about the diagonal in `d`.
+// Adds S dS, summed over 16 columns of V, for the warp's 16 channels: they are the diagonal of S dS^T, so that tensor
+// cores compute them. ldmatrix_x4_trans has loaded S and dS. A lane holds four numbers about the diagonal in `d`.
 template <typename T>
 __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const u32 (&state)[4], const u32 (&gradient)[4]) {
   const u32 left[4] = {state[0], state[2], state[1], state[3]};
@@ -89,28 +90,28 @@ __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const u32 (&st
   d[0] = product[0][0], d[1] = product[0][1], d[2] = product[1][2], d[3] = product[1][3];
 }
 
-// Stores the diagonal of which the lanes hold `d`, of the warp's channels.
-__device__ __forceinline__ void store_diagonals(float (&to)[KEPT], const float (&d)[4]) {
+// Stores the diagonal that multiply_diagonals left in the lanes' d, of the warp's 16 channels.
+__device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (&d)[4]) {
   const int g = own_lane() >> 2, odd = g & 1, channel = threadIdx.x / 32 * 16 + g;
   if (g / 2 == (own_lane() & 3)) { to[channel] = odd ? d[1] : d[0], to[channel + 8] = odd ? d[3] : d[2]; }
 }
 
-// Adds the products of 64 columns of V with S (kinds of rows) and C (kinds of columns) to `terms` of the warp's 16
-// channels, and the sum of S C to `diagonals`. s.values has for each kind what its products multiply.
+// Adds the products of 64 columns of V with S (kinds of rows) and dS (kinds of columns) to `terms` of the warp's 16
+// channels, and the sum of S dS to `diagonals`. s.values has for each kind what its products multiply.
 template <typename T, int KINDS, class S>
-__device__ __forceinline__ void multiply_states(Columns (&terms)[KINDS], float (&diagonals)[4], const S& s) {
+__device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], float (&diagonals)[4], const S& s) {
   const int lane = own_lane(), matrix = lane >> 3;
-  const LeftReader<KEPT, T> reader(lane);
-  const int at = ((matrix & 1) * (KEPT / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+  const LeftReader<TILE, T> reader(lane);
+  const int at = ((matrix & 1) * (TILE / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
 #pragma unroll 1
-  for (int c = 0; c < KEPT / 16; ++c) {
+  for (int c = 0; c < TILE / 16; ++c) {
     u32 states[2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) ldmatrix_x4_trans(states[n], s.states[n] + at + 2 * c * (KEPT / 8) * 64);
+    for (int n = 0; n < 2; ++n) ldmatrix_x4_trans(states[n], s.states[n] + at + 2 * c * (TILE / 8) * 64);
 #pragma unroll
     for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
-      for (int m = 0; m < C / 16; ++m) {
+      for (int m = 0; m < BT / 16; ++m) {
         const u32(&state)[4] = states[kind / 2];
         u32 values[4];
         ldmatrix_x4(values, reader.at(s.values[kind], 16 * m, 16 * c));
@@ -121,14 +122,15 @@ __device__ __forceinline__ void multiply_states(Columns (&terms)[KINDS], float (
   }
 }
 
-// Stores a lane's pair_ij x, and y in the next column: row g of block `row`, column 2t of block `column`. For pairs of
-// one block calls `store_within(g, 2t)`. Stores zeros above the diagonal, where `pairs_across` of 8 tokens has room.
+// Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`. `kinds`: the
+// index in `pairs_across` of the kinds of both. For pairs within a block calls `store_within(g, 2t)`. The unused half
+// of a matrix over the borders after 8 gets zeros.
 template <class S, class F>
 __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, int column, float x, float y,
                                                       F store_within) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const auto store_across = [&](int border, int i, int j, float x, float y) {
-    put_two<bf16, HALF * HALF>(s.pairs_across[border][kinds][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
+    put_split_pair<bf16, HALF * HALF>(s.pairs_across[border][kinds][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
   };
   if (row == column) store_within(g, 2 * t);
   else if (row < column) store_across(1, row / 2, 1 - column / 2, 0.f, 0.f);
@@ -137,15 +139,16 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, 
 }
 
 // For each border after TOKENS tokens (16, or 8 of 16), decays the terms of the rows after it, or, OF_COLUMNS, of the
-// columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. S: a struct of
-// BlockSums with the `terms` [C, KEPT] of all kinds, and rows and columns `decayed` to their border, as two numbers.
+// columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. S: a struct
+// derived from BlockSums with the `terms` [BT, TILE] of all kinds, and with `decayed`: the rows and columns decayed to
+// their border, rounded, and the rounding errors.
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
-  constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHERS = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
+  constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own = OF_COLUMNS ? 0 : TOKENS, other = TOKENS - own;
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
   const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
   float d[OWN][2][4];
-  // Calls f(two accumulators, the kind's terms, token, channel, 8 rows of the accumulators) for all of this lane's.
+  // Calls f(two sums, the kind's terms, token, channel, 0 or 1: rows 0 to 7 or 8 to 15 of d) for all sums of this lane.
   const auto each_pair_of_channels = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
@@ -164,12 +167,12 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
     to[0] = x.x, to[1] = x.y;
   });
 #pragma unroll
-  for (int m = 0; m < OTHERS; ++m) {
+  for (int m = 0; m < OTHER; ++m) {
     u32 b[2][4];
 #pragma unroll
     for (int number = 0; number < 2; ++number)
       ldmatrix_x4_trans(b[number],
-                        place<KEPT>(s.decayed[m][number], before(lane & 15) + other, channel + (lane >> 4) * 8));
+                        place<TILE>(s.decayed[m][number], before(lane & 15) + other, channel + (lane >> 4) * 8));
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
 #pragma unroll
@@ -217,11 +220,11 @@ template <typename T, int KINDS> struct BlockTokens {
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n) {
       const int i = block * BLOCK + n;
-      const float2 gates = pair_at(place<KEPT>(s.g, i, c));
+      const float2 gates = pair_at(place<TILE>(s.g, i, c));
       decays[n] = {decay_of(gates.x), decay_of(gates.y)};
 #pragma unroll
       for (int kind = 0; kind < KINDS; ++kind)
-        tokens[kind][n] = *reinterpret_cast<const u32*>(place<KEPT>(s.tokens[kind], i, c));
+        tokens[kind][n] = *reinterpret_cast<const u32*>(place<TILE>(s.tokens[kind], i, c));
     }
   }
   __device__ __forceinline__ float2 token(int kind, int n) const { return unpack(tokens[kind][n], T{}); }
@@ -233,7 +236,7 @@ template <typename T, int KINDS> struct BlockTokens {
   }
 };
 
-// The terms of a kind, of token i in channels c and c + 1.
+// The terms of a kind, of token i in channels c and c + 1; c is even.
 template <class S> __device__ __forceinline__ float2& term_at(S& s, int kind, int i, int c) {
   return *reinterpret_cast<float2*>(s.terms[kind] + term_place(i, c));
 }
@@ -247,15 +250,15 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   const int start = block * BLOCK;
   const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
   const auto store_decayed = [&](int kind, int n, float2 x) {
-    put_two<bf16, C * KEPT>(place<KEPT>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
+    put_split_pair<bf16, BT * TILE>(place<TILE>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
   };
-  const auto sum_rows = [&](float (&to)[KEPT], float2 decay) {
+  const auto sum_rows = [&](float (&to)[TILE], float2 decay) {
     float2 sum = {};
     tokens.each_row(decay,
                     [&](int kind, int n, float2 x) { sum = plus_times(sum, x, term_at(s, kind, start + n, c)); });
     put_pair(to + c, sum);
   };
-  const auto sum_columns = [&](float (&to)[KEPT], float2 decay) {
+  const auto sum_columns = [&](float (&to)[TILE], float2 decay) {
     float2 sum = {};
     tokens.each_column(decay,
                        [&](int kind, int n, float2 x) { sum = plus_times(sum, x, term_at(s, kind, start + n, c)); });

@@ -15,7 +15,7 @@
 constexpr int BLOCK = 4;  // tokens of a block
 // Pairs of a block's tokens with j < i; with j <= i; and both.
 constexpr int PAIRS = BLOCK * (BLOCK - 1) / 2, PAIRS_WITH_SELF = PAIRS + BLOCK, PAIRS_OF_BOTH = PAIRS + PAIRS_WITH_SELF;
-constexpr int BLOCKS = C / BLOCK, LEVELS = 3;
+constexpr int BLOCKS = BT / BLOCK, LEVELS = 3;
 
 // A thread's work: a block, and 4 channels from c on. first: the block's first token; lane: among the block's threads.
 template <int BK> struct BlockTask {
@@ -47,7 +47,7 @@ template <typename G> __device__ __forceinline__ float4 decays_at(const G* g) {
 template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {pack<T>(x.x, x.y), pack<T>(x.z, x.w)};
 }
-template <typename T> __device__ __forceinline__ void put_one(T* to, float x) {
+template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
   *to = from_float<T>(x), to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
 }
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, 
   from += first * stride + c;
   rows = c < width ? rows - first : 0;
 #pragma unroll
-  for (int down = 0; down < C; down += AT_ONCE, from += AT_ONCE * stride)
+  for (int down = 0; down < BT; down += AT_ONCE, from += AT_ONCE * stride)
     cp_async<16>(place<BK>(tile, first + down, c), from, down < rows);
 }
 
@@ -81,12 +81,13 @@ __device__ __forceinline__ float max_of_lanes(float x) {
 // Powers of 2 that bring tokens x to ordinary lengths: factor x has a length in [1, 2), and power factor x is x or, if
 // tokens are normalized, x / |x|.
 struct Lengths {
-  float factor[C], power[C];
+  float factor[BT], power[BT];
 
   __device__ __forceinline__ void set(int i, float squares, bool normalized) {
-    const float unit = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
-    const float below = power_below(unit * unit * squares);
-    power[i] = below, factor[i] = unit * __uint_as_float(0x7f000000u - __float_as_uint(below));  // unit / below
+    const float inverse_length = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+    const float below = power_below(inverse_length * inverse_length * squares);
+    power[i] = below,
+    factor[i] = inverse_length * __uint_as_float(0x7f000000u - __float_as_uint(below));  // inverse_length / below
   }
 };
 
@@ -171,7 +172,7 @@ template <int BK> __device__ __forceinline__ void clear_rows(Matrix<f16>& M, con
     *reinterpret_cast<uint4*>(M.at(task.first + n / 8, n % 4 * 8) + n / 4 % 2 * M.REST) = uint4{};
   }
 }
-template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[C][LD], const BlockTask<BK>& task) {
+template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD], const BlockTask<BK>& task) {
 #pragma unroll
   for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
     const int n = piece + task.lane;
@@ -182,8 +183,8 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[C][LD], 
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for the scores of token i with tokens j
 // and j + 1 that are computed by way of borders. task: 0 to 7, a warp's share.
 template <int BK, class F>
-__device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][C * BK],
-                                              const f16 (&columns)[LEVELS][C / 2 * BK], int task, F f) {
+__device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][BT * BK],
+                                              const f16 (&columns)[LEVELS][BT / 2 * BK], int task, F f) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, level = min(task / 2, LEVELS - 1);
   const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
   float d[2][4] = {};
@@ -198,9 +199,9 @@ __device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][C * BK],
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
 // x <- (1 - diag(weight) M)^-1 x by forward substitution, M below the diagonal; for one warp, a lane a column.
-__device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][LD], const float (&weight)[C]) {
+__device__ __forceinline__ void solve_column(float (&x)[BT], const float (&M)[BT][LD], const float (&weight)[BT]) {
 #pragma unroll
-  for (int i = 0; i < C; ++i) {
+  for (int i = 0; i < BT; ++i) {
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j + 1 < i; j += 4) {
@@ -219,10 +220,10 @@ __device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][
 }
 
 // Stores a column, times `factor`, as a row of a matrix whose numbers are sums of two.
-__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C], float factor = 1.f) {
+__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[BT], float factor = 1.f) {
   f16* row = to.at(threadIdx.x & 31, 0);
 #pragma unroll
-  for (int i = 0; i < C; i += 8) {
+  for (int i = 0; i < BT; i += 8) {
     u32 high[4], low[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -244,7 +245,7 @@ __device__ __forceinline__ void load_left(u32 (&a)[2][4], const Matrix<f16>& x, 
     ldmatrix_x4(a[n], x.x + n * x.REST + (row + (lane & 15)) * x.LDA + column + (lane >> 4) * 8);
 }
 // The same, of the part below the diagonal of a float matrix.
-__device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[C][LD], int row, int column) {
+__device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[BT][LD], int row, int column) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
@@ -267,7 +268,7 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
     const int from = (lane >> 4) * Matrix<f16>::REST + (column + (lane & 7)) * Matrix<f16>::LDA + (lane >> 3 & 1) * 8;
     float d[sizeof...(Y)][4] = {};
 #pragma unroll
-    for (int token = 0; token < C; token += 16) {
+    for (int token = 0; token < BT; token += 16) {
       if (token > row || token + 15 < column) continue;
       u32 a[2][4];
       load_left(a, x, row, token);
@@ -297,7 +298,7 @@ template <int BK, typename T> __device__ __forceinline__ void store_channels(T* 
   const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % 2 * 8;
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < C; n += 16) {
+  for (int n = 0; n < BT; n += 16) {
     const int row = n + lane / 2;
     *reinterpret_cast<uint4*>(place<BK>(to, row, c)) = *reinterpret_cast<const uint4*>(place<BK>(tile, row, c));
   }

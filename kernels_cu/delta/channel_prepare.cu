@@ -36,25 +36,25 @@ enum Kind { OF_K, OF_Q };
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   union {
-    T k[C * BK];
-    T E[C * BK];
+    T k[BT * BK];
+    T E[BT * BK];
   };
   union {
-    T q[C * BK];
-    f16 ke[C * BK];
-    T Z[C * BK];
-    T W[C * BK];
+    T q[BT * BK];
+    f16 ke[BT * BK];
+    T Z[BT * BK];
+    T W[BT * BK];
   };
   union {
-    G g[C * BK];
+    G g[BT * BK];
     Matrix<f16> A;
   };
   union {
     struct {
-      f16 rows[LEVELS][C * BK], keys[LEVELS][C / 2 * BK];
+      f16 rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
     };
     struct {
-      float from_start[C][BK + 8];  // q' decayed from the chunk's start
+      float from_start[BT][BK + 8];  // q' decayed from the chunk's start
       Matrix<T> B;
     };
   };
@@ -62,9 +62,9 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     float block_decays[BLOCKS][BK];
     Matrix<f16> N_transposed;  // of N'
   };
-  float M[C][LD];
+  float M[BT][LD];
   Lengths lengths[2];
-  float beta[C], weight[C];  // weight: -beta p^2
+  float beta[BT], weight[BT];  // weight: -beta p^2
 };
 
 // The sums of a block: scores numbered by PairOfBlock (j <= i: of queries, strict: of keys); then squares of keys, and
@@ -98,28 +98,26 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     delta_channel_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
-  const ChunkOfBlock of_block(args.shape);
-  const u32 head = of_block.h / u32(args.group);
+  const ChunkOfBlock chunk(args.shape);
+  const u32 head = chunk.h / u32(args.group);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
-  using Image = typename ImageOf<T, BK, false, GRADIENT>::Type;
-  Image& to = static_cast<Image*>(args.prepared)[of_block.index];
+  using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
+  PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
-  const auto inputs = [&](auto copy) {
-    copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, of_block.h);
-  };
+  const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, chunk.h); };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from, u32 of) {
-      copy_pieces<BK, THREADS>(tile, of_block.row(from, of), from.t, of_block.rows, channels);
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, of), from.t, chunk.rows, channels);
     });
   else
     inputs([&](auto* tile, const auto& from, u32 of) {
-      copy_numbers<BK, THREADS>(tile, of_block.row(from, of), from.t, of_block.rows, channels);
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, of), from.t, chunk.rows, channels);
     });
   cp_async_commit();
-  if (threadIdx.x < C) {
+  if (threadIdx.x < BT) {
     const int i = threadIdx.x;
-    s.beta[i] = i < of_block.rows ? to_float(of_block.row(args.beta, of_block.h)[i * args.beta.t]) : 0.f;
+    s.beta[i] = i < chunk.rows ? to_float(chunk.row(args.beta, chunk.h)[i * args.beta.t]) : 0.f;
     if constexpr (GRADIENT) to.beta[i] = s.beta[i];
   }
   cp_async_wait<0>();
@@ -171,7 +169,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     queries[n] = times(before, queries[n]);
   }
   if (task.block == BLOCKS - 1)
-    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
+    *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   __syncwarp();  // zeros of the block's rows of A are in shared memory
   sums.each([&](int n, float sum) {
     if (n >= SQUARES) return;
@@ -179,14 +177,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     const int i = task.first + of.i, j = task.first + of.j;
     const float score = s.lengths[of.strict ? OF_K : OF_Q].factor[i] * of_k.factor[j] * sum;
     if (of.strict) s.M[i][j] = score;
-    else put_one(s.A.at(i, j), score);
+    else put_split(s.A.at(i, j), score);
   });
   __syncthreads();  // decayed queries and keys are in shared memory
 
 #pragma unroll 1
   for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32)
     score_borders<BK>(s.rows, s.keys, n, [&](int i, int j, float2 key, float2 query) {
-      put_two(s.A.at(i, j), query.x, query.y);
+      put_split_pair(s.A.at(i, j), query.x, query.y);
       *reinterpret_cast<float2*>(&s.M[i][j]) = key;
     });
   __syncthreads();  // M' and A' are in shared memory; their operands have been read, and qd may overwrite them
@@ -196,9 +194,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     const int lane = threadIdx.x;
     s.weight[lane] = -s.beta[lane] * of_k.power[lane] * of_k.power[lane];
     __syncwarp();  // weights are in shared memory
-    float x[C];
+    float x[BT];
 #pragma unroll
-    for (int i = 0; i < C; ++i) x[i] = i == lane;
+    for (int i = 0; i < BT; ++i) x[i] = i == lane;
     solve_column(x, s.M, s.weight);
     put_column(s.N_transposed, x);
   }
@@ -211,8 +209,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         const float2 x = with_powers(j, of_q.power[i], sum[0]);
-        put_two(s.B.at(i, j), s.beta[j] * x.x, s.beta[j + 1] * x.y);
-        if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x.x, x.y);
+        put_split_pair(s.B.at(i, j), s.beta[j] * x.x, s.beta[j + 1] * x.y);
+        if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), x.x, x.y);
       },
       s.N_transposed);
   if constexpr (GRADIENT)
@@ -220,13 +218,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           const float2 x = with_powers(j, of_k.power[i], sum[0]);
-          put_two(to.of_residual[0].at(i, j), float(i == j) - s.beta[j] * x.x, float(i == j + 1) - s.beta[j + 1] * x.y);
+          put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * x.x,
+                         float(i == j + 1) - s.beta[j + 1] * x.y);
         },
         s.N_transposed);
   const int channel = int(threadIdx.x) / 32 * 16;
-  Columns sum = {};
+  Accumulators sum = {};
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.N_transposed, s.ke, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.N_transposed, s.ke, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of ke
   each_pair([&](int i, int c, int m, int across, int down) {
     const float factor = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i], *two = sum[m][across] + 2 * down;
@@ -236,7 +235,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   store_channels<BK>(to.Z[0], s.Z);
   __syncthreads();  // B is in shared memory
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.E, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
@@ -244,6 +243,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     put_pair(place<BK>(s.W, i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.W);
-  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.of_residual[0]);
+  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.residual_matrix[0]);
   else store_pieces<THREADS>(to.B.x, s.B.x);
 }

@@ -10,25 +10,29 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-using Columns = float[C / 16][2][4];  // a warp's accumulators [all tokens of a chunk, 16 columns]
+// A warp's sums [all tokens of a chunk, 16 columns] as tensor cores leave them: [16 tokens][8 columns][4]. Lane l has
+// row l / 4 and columns 2 (l % 4), 2 (l % 4) + 1 at 0 and 1; at 2 and 3 the same columns of row l / 4 + 8.
+using Accumulators = float[BT / 16][2][4];
 
 __device__ __forceinline__ float2 unpack_pair(const bf16* x) {
   return unpack(*reinterpret_cast<const u32*>(x), bf16{});
 }
 __device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*reinterpret_cast<const u32*>(x), f16{}); }
 
-// Stores x and y rounded to T, and their rounding errors REST numbers later.
-template <typename T, int REST = Matrix<T>::REST> __device__ __forceinline__ void put_two(T* to, float x, float y) {
+// Stores x and y, side by side, each as the sum of two numbers of T: rounded, and its rounding error REST numbers
+// later.
+template <typename T, int REST = Matrix<T>::REST>
+__device__ __forceinline__ void put_split_pair(T* to, float x, float y) {
   const u32 pair = pack<T>(x, y);
   const float2 rounded = unpack(pair, T{});
   *reinterpret_cast<u32*>(to) = pair;
   *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
 }
 
-// Stores zeros in the gaps between the rows of a matrix in global memory: copies of the matrix include them.
+// Stores zeros in the gaps between the rows of a matrix in global memory, since copies of the matrix read them, too.
 template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
-  for (int row = threadIdx.x; row < 2 * C; row += THREADS)
-    *reinterpret_cast<uint4*>(M.x + row / C * M.REST + row % C * M.LDA + C) = uint4{};
+  for (int row = threadIdx.x; row < 2 * BT; row += THREADS)
+    *reinterpret_cast<uint4*>(M.x + row / BT * M.REST + row % BT * M.LDA + BT) = uint4{};
 }
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -59,7 +63,7 @@ template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride, int rows, int width) {
 #pragma unroll 1
-  for (int at = threadIdx.x; at < C * COLS; at += THREADS) {
+  for (int at = threadIdx.x; at < BT * COLS; at += THREADS) {
     const int row = at / COLS, column = at % COLS;
     *place<COLS>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
   }
@@ -68,7 +72,7 @@ __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride,
 // Starts to copy a chunk's rows, which are multiples of `bytes` bytes.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 16) copy_rows<16, 8, C, COLS, THREADS>(tile, from, stride, rows, width);
+  if (bytes == 16) copy_rows<16, 8, BT, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_numbers<COLS, THREADS>(tile, from, stride, rows, width);
 }
 
@@ -105,16 +109,17 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
   }
 }
 
-// Fills s.between, s.start and s.end, from `decay`, the decay of token `lane`. A warp has C / WARPS rows.
-template <int WARPS, class Decays> __device__ __forceinline__ void decay_pairs(Decays& s, float decay) {
-  constexpr int ROWS = C / WARPS;
+// Fills s.decay_between, s.decay_from_start and s.decay_to_end, by all warps, each of which has BT / WARPS rows.
+// `decay`: of token `lane`. A barrier must follow.
+template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(Decays& s, float decay) {
+  constexpr int ROWS = BT / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
   const float next = __shfl_down_sync(0xffffffffu, decay, 1);
   float since = lane < first ? next : 1.f;  // the decay from after token `lane` through token i
 #pragma unroll
-  for (int distance = 1; distance < C; distance *= 2) {
+  for (int distance = 1; distance < BT; distance *= 2) {
     const float further = __shfl_down_sync(0xffffffffu, since, distance);
-    if (lane + distance < C) since *= further;
+    if (lane + distance < BT) since *= further;
   }
 #pragma unroll
   for (int i = first; i < first + ROWS; ++i) {
@@ -122,29 +127,29 @@ template <int WARPS, class Decays> __device__ __forceinline__ void decay_pairs(D
       const float own = __shfl_sync(0xffffffffu, decay, i);
       since = i > lane ? since * own : 1.f;
     }
-    s.between[i][lane] = i < lane ? 0.f : since;
-    if (lane == 0) s.start[i] = decay * since;
+    s.decay_between[i][lane] = i < lane ? 0.f : since;
+    if (lane == 0) s.decay_from_start[i] = decay * since;
   }
-  if (warp == WARPS - 1) s.end[lane] = since;
+  if (warp == WARPS - 1) s.decay_to_end[lane] = since;
 }
 
-// Fills s.unit; a barrier must follow.
+// Fills s.inverse_length; all channels from K on are zeros. A barrier must follow.
 template <int BK, int WARPS, typename T>
-__device__ __forceinline__ void measure_rows(Decayed& s, const T* q, const T* k, bool normalized) {
+__device__ __forceinline__ void set_inverse_lengths(TokenFactors& s, const T* q, const T* k, bool normalized) {
   const int lane = threadIdx.x & 31;
   if (!normalized) {
-    if (threadIdx.x < 2 * C) s.unit[threadIdx.x] = 1.f;
+    if (threadIdx.x < 2 * BT) s.inverse_length[threadIdx.x] = 1.f;
     return;
   }
-  for (int row = threadIdx.x >> 5; row < 2 * C; row += WARPS) {
+  for (int row = threadIdx.x >> 5; row < 2 * BT; row += WARPS) {
     float squares = 0.f;
 #pragma unroll
     for (int c = 2 * lane; c < BK; c += 64) {
-      const float2 two = unpack_pair(place<BK>(row < C ? k : q, row % C, c));
+      const float2 two = unpack_pair(place<BK>(row < BT ? k : q, row % BT, c));
       squares = fmaf(two.x, two.x, fmaf(two.y, two.y, squares));
     }
     squares = warp_sum(squares);
-    if (lane == 0) s.unit[row] = inverse_root(squares + float(LEAST_SQUARE));
+    if (lane == 0) s.inverse_length[row] = inverse_root(squares + float(LEAST_SQUARE));
   }
 }
 
@@ -159,7 +164,7 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
   const RightReader<COLS, T> reader;
   const int lane = own_lane();
 #pragma unroll
-  for (int token = 0; token < C; token += 16) {
+  for (int token = 0; token < BT; token += 16) {
     if (FILLED == UPPER && token < row || FILLED == LOWER && token > row) continue;
     u32 b[4];
     ldmatrix_x4_trans(b, reader.at(tokens, token, column));
@@ -173,12 +178,13 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
   }
 }
 
-// Calls f(i, column, m, across, down) for this lane's pairs of neighbouring columns in Columns x: token i and the
-// pair's first column; x[m][across] has the pair at 2 down.
+// Calls f(i, column, m, across, down) for this lane's pairs of neighbouring columns in Accumulators x, if warp w has
+// the columns from 16 w on: token i and the pair's first column; the pair is x[m][across][2 down] and the number after
+// it.
 template <class F> __device__ __forceinline__ void each_pair(F f) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m)
+  for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
     for (int across = 0; across < 2; ++across)
 #pragma unroll

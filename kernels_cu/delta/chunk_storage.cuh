@@ -3,19 +3,21 @@
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-constexpr int C = 32, LD = C + 4;  // tokens of a chunk; distance of rows in a float matrix [C, C]
+constexpr int BT = 32;      // tokens of a chunk
+constexpr int LD = BT + 4;  // distance of rows in a float matrix [BT, BT]: rows are in different banks
 
-// A matrix [C, C] of which each number is the sum of two of T: the rounded number at x, and its rounding error REST
+// A matrix [BT, BT] of which each number is the sum of two of T: the rounded number at x, and its rounding error REST
 // numbers later. LDA: the distance of rows.
 template <typename T> struct alignas(16) Matrix {
-  static constexpr int LDA = C + 8, REST = C * LDA;
+  static constexpr int LDA = BT + 8, REST = BT * LDA;
   T x[2 * REST];
   __device__ __forceinline__ T* at(int i, int j) { return x + i * LDA + j; }
 };
 
-// Numbers of a chunk's tokens. between[i][j]: the decay from after token j through token i; 0 for i < j.
-struct alignas(16) Decayed {
-  float between[C][LD];
-  float beta[C], start[C], end[C];  // start, end: decays from the chunk's start, to its end
-  float unit[2 * C];                // 1 / lengths of keys, then of queries, or 1
+// Numbers of a chunk's tokens. Kernels without normalized rows have inverse lengths of 1.
+struct alignas(16) TokenFactors {
+  float decay_between[BT][LD];  // [i][j]: from after token j through token i; 0 for i < j
+  float beta[BT];
+  float decay_from_start[BT], decay_to_end[BT];  // from the chunk's start through token i; from after it to the end
+  float inverse_length[2 * BT];                  // of keys, then of queries
 };

@@ -1,23 +1,23 @@
 // what      RWKV-7's recurrence backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, da, db and dg,
 //           from what backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it. u_t = S_{t-1}^T a_t is the
+// math      S is the state [K, V] before the chunk, dS the gradient of the state after it. u_t = S_{t-1}^T a_t is the
 //           residual, du_t its gradient. Decays: P_i from the chunk's start through token i, E_i from after token i to
 //           the chunk's end, D_ij from after token j through token i, D_(i-1)j the same without the gate of token i.
 //           Products of pairs: qk_ij = scale do_i . v_j and qb_ij = scale do_i . u_j, j <= i; ak_ij = du_i . v_j and
 //           ab_ij = du_i . u_j, j < i
 //           dq_i = scale P_i S do_i + sum_j D_ij (qk_ij k_j + qb_ij b_j)
 //           da_i = P_{i-1} S du_i + sum_j D_(i-1)j (ak_ij k_j + ab_ij b_j)
-//           dk_j = E_j C v_j + sum_i (qk_ij D_ij q_i + ak_ij D_(i-1)j a_i)
+//           dk_j = E_j dS v_j + sum_i (qk_ij D_ij q_i + ak_ij D_(i-1)j a_i)
 //           db_j is dk_j with u in place of v, and qb and ab in place of qk and ak
-//           dg_t adds up all terms that gate t multiplies: of S with the rows (q and a) from token t on, of C with the
+//           dg_t adds up all terms that gate t multiplies: of S with the rows (q and a) from token t on, of dS with the
 //           columns (k and b) before token t, of pairs with t in between, and the chunk's decay times the sum over V of
-//           S C. Nothing is subtracted
+//           S dS. Nothing is subtracted
 // shapes    as in backward_states.cu; dq dk da db dg [B, H, T, K]
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels
-// smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, C, do, du, v and u at a time
+// smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, dS, do, du, v and u at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and the tokens have arrived. Then:
-//           terms of S and C, and pairs, are stored; four more in add_pairs_of_blocks
-// numerics  products with S and C, and of values, are of T, summed in float32. Pairs within 8 tokens are added up in
+//           terms of S and dS, and pairs, are stored; four more in add_pairs_of_blocks
+// numerics  products with S and dS, and of values, are of T, summed in float32. Pairs within 8 tokens are added up in
 //           float32; all others: channel_backward.cuh. A decay is a product of the decays of the tokens in between, so
 //           that any gate is exact
 // source    Peng et al., 2025 (2503.14456), eq. 17
@@ -26,9 +26,9 @@
 #include "delta/channel_backward.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, a, k, b, do_, du, v, u;  // in the order of Token and Value: a warp fetches one of each
+  Rows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four
   Rows<const G> g;
-  const T* kept;  // S and C: backward_storage.cuh
+  const T* chunk_states;  // S and dS: backward_storage.cuh
   Rows<T> dq, dk, da, db;
   Rows<G> dg;
   Shape shape;
@@ -36,33 +36,34 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of inputs and do start on multiples of it, and are multiples long
 };
 
-enum Token { OF_Q, OF_A, OF_K, OF_B };
-enum Value { DO, DU, V_, U };  // what products of rows q and a, and of columns k and b, multiply
+// The order of arguments q to b, and do to u. Rows (q, a) read the state, columns (k, b) write to it.
+enum Token { Q_ROW, A_ROW, K_COLUMN, B_COLUMN };
+enum Value { DO, DU, V_, U };  // multiply rows q, rows a, columns k, columns b
 
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<2> {
   union {
-    T tokens[4][C * KEPT];
-    // Of tokens after a border: rows q and a, decayed from it; before it: columns k and b, decayed to it. As two
-    // numbers.
-    bf16 decayed[2][2][C * KEPT];
+    T tokens[4][BT * TILE];
+    // Rows q and a after a border, decayed from it; columns k and b before it, decayed to it. A number is the sum of
+    // two.
+    bf16 decayed[2][2][BT * TILE];
   };
-  G g[C * KEPT];
+  G g[BT * TILE];
   union {
     struct {
-      T states[2][KEPT * KEPT];  // S, C
-      T values[4][C * KEPT];
+      T states[2][TILE * TILE];  // S, dS
+      T values[4][BT * TILE];
     };
-    float terms[4][C * KEPT];  // of dq, da, dk and db: of S, C and other blocks; at term_place
+    float terms[4][BT * TILE];  // of dq, da, dk and db: of S, dS and other blocks; at term_place
   };
   float4 pairs[BLOCKS][BLOCK][BLOCK];  // qk, qb, ak, ab within blocks of 8 tokens
 };
 
-// Starts copying 64 columns, from `column` on, of S, C and values; a warp copies values of one kind.
+// Starts copying 64 columns, from `column` on, of S, dS and values; a warp copies values of one kind.
 template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
-  fetch_states(s, args.kept, args.shape, b, h, chunk, channel, column);
+  fetch_states(s, args.chunk_states, args.shape, b, h, chunk, channel, column);
   const Rows<const T>& rows = (&args.do_)[warp];
   const bool is_padded = warp % 2;  // u and du have zeros after their V columns
   fetch_rows(s.values[warp], rows.row(b, h, span.start) + column, rows.t, int(span.stop - span.start),
@@ -73,10 +74,10 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
 // Adds the products of 64 columns of rows x and y to pairs, in blocks [16 rows, 8 columns]: d[0] and d[1] are the first
 // 16 rows' blocks of columns 0 and 1, d[2] to d[5] the last 16 rows' four blocks.
 template <typename T> __device__ __forceinline__ void multiply_values(float (&d)[6][4], const T* x, const T* y) {
-  const RowsReader<KEPT, T> right;
-  const LeftReader<KEPT, T> left;
+  const RowsReader<TILE, T> right;
+  const LeftReader<TILE, T> left;
 #pragma unroll
-  for (int c = 0; c < KEPT; c += 32) {
+  for (int c = 0; c < TILE; c += 32) {
     u32 a[2][2][4];
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -94,19 +95,19 @@ template <typename T> __device__ __forceinline__ void multiply_values(float (&d)
   }
 }
 
-// Stores pairs d times `factor`: warp n has pairs n of qk, qb, ak, ab.
+// Stores the products d times `factor`: warp 0 has qk, 1 qb, 2 ak, 3 ab. d: see multiply_values.
 template <typename T, typename G>
 __device__ __forceinline__ void store_pairs(Shared<T, G>& s, const float (&d)[6][4], float factor) {
-  const int kinds = opaque(threadIdx.x >> 5);  // `opaque`: addresses are computed here, and take no registers before
+  const int kind = opaque(threadIdx.x >> 5);  // `opaque`: addresses are computed here, and take no registers before
 #pragma unroll
   for (int n = 0; n < 6; ++n)
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int row = (n < 2 ? 0 : 2) + down, column = n < 2 ? n : n - 2;  // blocks of 8 tokens
       const float x = factor * d[n][2 * down], y = factor * d[n][2 * down + 1];
-      store_pairs_of_blocks(s, kinds, row, column, x, y, [&](int i, int j) {
-        reinterpret_cast<float*>(&s.pairs[row][i][j])[kinds] = x;
-        reinterpret_cast<float*>(&s.pairs[row][i][j + 1])[kinds] = y;
+      store_pairs_of_blocks(s, kind, row, column, x, y, [&](int i, int j) {
+        reinterpret_cast<float*>(&s.pairs[row][i][j])[kind] = x;
+        reinterpret_cast<float*>(&s.pairs[row][i][j + 1])[kind] = y;
       });
     }
 }
@@ -121,16 +122,16 @@ template <typename T> struct RowsAndColumns : BlockTokens<T, 4> {
   template <class F> __device__ __forceinline__ void each_row(float2 decay, F f) const {
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n) {
-      f(OF_A, n, times(decay, token(OF_A, n)));
+      f(A_ROW, n, times(decay, token(A_ROW, n)));
       decay = times(decay, Tokens::decays[n]);
-      f(OF_Q, n, times(decay, token(OF_Q, n)));
+      f(Q_ROW, n, times(decay, token(Q_ROW, n)));
     }
   }
   template <class F> __device__ __forceinline__ void each_column(float2 decay, F f) const {
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
-      f(OF_K, n, times(decay, token(OF_K, n)));
-      f(OF_B, n, times(decay, token(OF_B, n)));
+      f(K_COLUMN, n, times(decay, token(K_COLUMN, n)));
+      f(B_COLUMN, n, times(decay, token(B_COLUMN, n)));
       decay = times(decay, Tokens::decays[n]);
     }
   }
@@ -141,9 +142,9 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     delta_dplr_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(padded(shape.K)) / KEPT, pair = blockIdx.x / tiles / u32(shape.NC);
+  const u32 tiles = u32(padded(shape.K)) / TILE, pair = blockIdx.x / tiles / u32(shape.NC);
   const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = pair % u32(shape.H), b = pair / u32(shape.H);
-  const int first = blockIdx.x % tiles * KEPT, channels = int(shape.K) - first, bytes = int(args.bytes);
+  const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start);
   const float scale = float(args.scale);
@@ -152,21 +153,21 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   fetch_columns(s, args, b, h, span, chunk, first, 0);
   const auto& x = (&args.q)[warp];
   fetch_rows(s.tokens[warp], x.row(b, h, span.start) + first, x.t, rows, channels, bytes);
-  copy_chunk<KEPT, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
+  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
   cp_async_commit();
 
-  Columns terms[4] = {};  // S do, S du; C v, C u
+  Accumulators terms[4] = {};  // S do, S du, dS v, dS u
   float pairs[6][4] = {}, diagonals[4] = {};
   cp_async_wait<1>();
 #pragma unroll 1
-  for (int column = 0;; column += KEPT) {
+  for (int column = 0;; column += TILE) {
     __syncthreads();  // the columns have arrived
     multiply_values(pairs, s.values[DO + warp / 2], s.values[V_ + warp % 2]);
     multiply_states<T>(terms, diagonals, s);
     cp_async_wait<0>();
     __syncthreads();  // the columns have been read: others, or terms, may overwrite them; tokens have arrived
-    if (column + KEPT >= shape.V) break;
-    fetch_columns(s, args, b, h, span, chunk, first, column + KEPT);
+    if (column + TILE >= shape.V) break;
+    fetch_columns(s, args, b, h, span, chunk, first, column + TILE);
     cp_async_wait<0>();
   }
 #pragma unroll
@@ -185,58 +186,58 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   add_pairs_of_blocks(s, tokens, block, c);
   const float2 one = {1.f, 1.f};
   const auto term = [&](int kind, int n) -> float2& { return term_at(s, kind, start + n, c); };
-  float2 dg[BLOCK] = {};  // terms of pairs within the block, then also of S with rows
+  float2 dg[BLOCK] = {};  // the terms of pairs within the block; then also of S with the block's rows
   {
-    float2 k[BLOCK], key_b[BLOCK], row_terms[BLOCK] = {}, all = one;  // k, key_b: decayed to token i
+    float2 k[BLOCK], b_vectors[BLOCK], row_terms[BLOCK] = {}, since_start = one;  // k, b_vectors: decayed to token i
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) {
-      const float2 q_i = tokens.token(OF_Q, i), a_i = tokens.token(OF_A, i), decay = tokens.decays[i];
-      k[i] = tokens.token(OF_K, i), key_b[i] = tokens.token(OF_B, i);
-      float2 of_q = {}, of_a = {};  // sums over the columns up to j
+      const float2 q_i = tokens.token(Q_ROW, i), a_i = tokens.token(A_ROW, i), decay = tokens.decays[i];
+      k[i] = tokens.token(K_COLUMN, i), b_vectors[i] = tokens.token(B_COLUMN, i);
+      float2 dq = {}, da = {};  // sums over the columns up to j
 #pragma unroll
       for (int j = 0; j <= i; ++j) {
         const float4 pair = s.pairs[block][i][j];
         if (j < i) {
-          of_a = plus_times(plus_times(of_a, pair.w, key_b[j]), pair.z, k[j]);
-          if (j < i - 1) dg[j + 1] = plus_times(dg[j + 1], a_i, of_a);
-          k[j] = times(decay, k[j]), key_b[j] = times(decay, key_b[j]);
+          da = plus_times(plus_times(da, pair.w, b_vectors[j]), pair.z, k[j]);
+          if (j < i - 1) dg[j + 1] = plus_times(dg[j + 1], a_i, da);
+          k[j] = times(decay, k[j]), b_vectors[j] = times(decay, b_vectors[j]);
         }
-        of_q = plus_times(plus_times(of_q, pair.y, key_b[j]), pair.x, k[j]);
-        if (j < i) dg[j + 1] = plus_times(dg[j + 1], q_i, of_q);
+        dq = plus_times(plus_times(dq, pair.y, b_vectors[j]), pair.x, k[j]);
+        if (j < i) dg[j + 1] = plus_times(dg[j + 1], q_i, dq);
       }
-      const float2 state_a = times(all, term(OF_A, i));
-      all = times(all, decay);
-      const float2 state_q = times(all, term(OF_Q, i));
+      const float2 state_a = times(since_start, term(A_ROW, i));
+      since_start = times(since_start, decay);
+      const float2 state_q = times(since_start, term(Q_ROW, i));
       row_terms[i] = times(q_i, state_q);
       if (i) row_terms[i - 1] = plus_times(row_terms[i - 1], a_i, state_a);  // `a` reads the state before its own gate
-      term(OF_Q, i) = plus(of_q, state_q), term(OF_A, i) = plus(of_a, state_a);
+      term(Q_ROW, i) = plus(dq, state_q), term(A_ROW, i) = plus(da, state_a);
     }
     float2 sum = {};
 #pragma unroll
     for (int i = BLOCK - 1; i >= 0; --i) sum = plus(sum, row_terms[i]), dg[i] = plus(dg[i], sum);
   }
-  float2 column_terms[BLOCK];  // columns times their terms of later blocks and of C
+  float2 column_terms[BLOCK];  // products of columns with their terms of later blocks and of dS
   {
-    float2 q[BLOCK], a[BLOCK], all = one;  // decayed to token j
+    float2 q[BLOCK], a[BLOCK], to_end = one;  // q, a: decayed from token j
 #pragma unroll
     for (int j = BLOCK - 1; j >= 0; --j) {
-      const float2 k_j = tokens.token(OF_K, j), b_j = tokens.token(OF_B, j), decay = tokens.decays[j];
-      q[j] = tokens.token(OF_Q, j);
-      float2 of_k = {}, of_b = {};
+      const float2 k_j = tokens.token(K_COLUMN, j), b_j = tokens.token(B_COLUMN, j), decay = tokens.decays[j];
+      q[j] = tokens.token(Q_ROW, j);
+      float2 dk = {}, db = {};  // sums over the rows from i on
 #pragma unroll
       for (int i = BLOCK - 1; i >= j; --i) {
         const float4 pair = s.pairs[block][i][j];
-        of_k = plus_times(of_k, pair.x, q[i]), of_b = plus_times(of_b, pair.y, q[i]);
+        dk = plus_times(dk, pair.x, q[i]), db = plus_times(db, pair.y, q[i]);
         q[i] = times(decay, q[i]);
         if (i == j) continue;
-        of_k = plus_times(of_k, pair.z, a[i]), of_b = plus_times(of_b, pair.w, a[i]);
+        dk = plus_times(dk, pair.z, a[i]), db = plus_times(db, pair.w, a[i]);
         a[i] = times(decay, a[i]);
       }
-      a[j] = tokens.token(OF_A, j);
-      const float2 state_k = times(all, term(OF_K, j)), state_b = times(all, term(OF_B, j));
-      all = times(all, decay);
+      a[j] = tokens.token(A_ROW, j);
+      const float2 state_k = times(to_end, term(K_COLUMN, j)), state_b = times(to_end, term(B_COLUMN, j));
+      to_end = times(to_end, decay);
       column_terms[j] = plus_times(times(k_j, state_k), b_j, state_b);
-      term(OF_K, j) = plus(of_k, state_k), term(OF_B, j) = plus(of_b, state_b);
+      term(K_COLUMN, j) = plus(dk, state_k), term(B_COLUMN, j) = plus(db, state_b);
     }
   }
   add_terms_of_blocks(dg, column_terms, s, block, c);
@@ -244,8 +245,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     store_block(to.row(b, h, span.start + start) + first + c, to.t, rows - start, channels - c, bytes, value);
   };
   store(args.dg, [&](int n) { return dg[n]; });
-  store(args.dq, [&](int n) { return term(OF_Q, n); });
-  store(args.da, [&](int n) { return term(OF_A, n); });
-  store(args.dk, [&](int n) { return term(OF_K, n); });
-  store(args.db, [&](int n) { return term(OF_B, n); });
+  store(args.dq, [&](int n) { return term(Q_ROW, n); });
+  store(args.da, [&](int n) { return term(A_ROW, n); });
+  store(args.dk, [&](int n) { return term(K_COLUMN, n); });
+  store(args.db, [&](int n) { return term(B_COLUMN, n); });
 }

@@ -37,44 +37,44 @@ enum Kind { OF_Q, OF_A, WITH_K, WITH_B };  // rows of scores, and columns
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   union {
-    T q[C * BK];
-    T E[C * BK];
+    T q[BT * BK];
+    T E[BT * BK];
   };
   union {
-    T columns[2][C * BK];  // k and b
-    f16 to_end[2][C * BK];
-    T Z[2][C * BK];
-  };
-  union {
-    struct {
-      T a[C * BK];
-      G g[C * BK];
-    };
-    struct {
-      Matrix<f16> QB;   // Aqb'
-      float QK[C][LD];  // Aqk'
-    };
+    T columns[2][BT * BK];  // k and b
+    f16 to_end[2][BT * BK];
+    T Z[2][BT * BK];
   };
   union {
     struct {
-      f16 rows[LEVELS][C * BK], decayed_columns[LEVELS][C / 2 * BK];
+      T a[BT * BK];
+      G g[BT * BK];
     };
     struct {
-      float from_start[C][BK + 8];             // q' decayed from the chunk's start
+      Matrix<f16> QB;    // Aqb'
+      float QK[BT][LD];  // Aqk'
+    };
+  };
+  union {
+    struct {
+      f16 rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
+    };
+    struct {
+      float from_start[BT][BK + 8];            // q' decayed from the chunk's start
       Matrix<f16> N_transposed, L_transposed;  // of N' and L' divided by `largest`
     };
   };
   union {
     float block_decays[BLOCKS][BK];
     struct {
-      float AB[C][LD], AK[C][LD];  // Aab' and Aak'
+      float AB[BT][LD], AK[BT][LD];  // Aab' and Aak'
     };
     struct {
       Matrix<T> B, H;
     };
   };
   Lengths lengths[4];
-  float weight[C], largest[2];  // weight: p_a p_b; largest: powers of 2 below the numbers of L' and N'
+  float weight[BT], largest[2];  // weight: p_a p_b; largest: powers of 2 below the numbers of L' and N'
 };
 
 // The sums of a block: scores with k, then with b, numbered by PairOfBlock (j <= i: of q, strict: of a); then squares.
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     delta_dplr_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
-  const ChunkOfBlock of_block(args.shape);
+  const ChunkOfBlock chunk(args.shape);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
-  using Image = typename ImageOf<T, BK, true, GRADIENT>::Type;
-  Image& to = static_cast<Image*>(args.prepared)[of_block.index];
+  using PreparedChunk = typename PreparedFor<T, BK, true, GRADIENT>::Type;
+  PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *of_columns = s.lengths + WITH_K;
 
   const auto inputs = [&](auto copy) {
@@ -122,11 +122,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, of_block.row(from, of_block.h), from.t, of_block.rows, channels);
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, chunk.h), from.t, chunk.rows, channels);
     });
   else
     inputs([&](auto* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, of_block.row(from, of_block.h), from.t, of_block.rows, channels);
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, chunk.h), from.t, chunk.rows, channels);
     });
   cp_async_commit();
   cp_async_wait<0>();
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, to_end[kind][n]));
   }
   if (task.block == BLOCKS - 1)
-    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
+    *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   __syncthreads();  // decayed rows and k are in shared memory
   const auto score = [&](auto f) {
 #pragma unroll 1
@@ -203,11 +203,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     const PairOfBlock of(n % PAIRS_OF_BOTH);
     const int i = task.first + of.i, j = task.first + of.j;
     sum *= s.lengths[of.strict ? OF_A : OF_Q].factor[i] * of_columns[kind].factor[j];
-    if (kind && !of.strict) put_one(s.QB.at(i, j), sum);
+    if (kind && !of.strict) put_split(s.QB.at(i, j), sum);
     else (kind ? s.AB : of.strict ? s.AK : s.QK)[i][j] = sum;
   });
   score([&](int i, int j, float2 of_q, float2 of_a) {
-    put_two(s.QB.at(i, j), of_q.x, of_q.y);
+    put_split_pair(s.QB.at(i, j), of_q.x, of_q.y);
     *reinterpret_cast<float2*>(&s.AB[i][j]) = of_a;
   });
   __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
@@ -216,18 +216,18 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = of_start[OF_Q][n];
   if (threadIdx.x < 64) {
     const int lane = own_lane(), kind = threadIdx.x / 32;
-    float x[C], largest = 0.f;
+    float x[BT], largest = 0.f;
     if (kind) s.weight[lane] = of_a.power[lane] * of_columns[1].power[lane];
     barrier_sync(1, 64);  // weights are in shared memory
     if (kind)
 #pragma unroll
-      for (int i = 0; i < C; ++i) x[i] = i == lane;
+      for (int i = 0; i < BT; ++i) x[i] = i == lane;
     else
 #pragma unroll
-      for (int i = 0; i < C; ++i) x[i] = s.weight[i] * s.AK[i][lane];
+      for (int i = 0; i < BT; ++i) x[i] = s.weight[i] * s.AK[i][lane];
     solve_column(x, s.AB, s.weight);
 #pragma unroll
-    for (int i = 0; i < C; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    for (int i = 0; i < BT; ++i) largest = fmaxf(largest, fabsf(x[i]));
     largest = power_below(max_of_lanes(largest));
     largest *= largest;
     if (lane == 0) s.largest[kind] = largest;
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
         const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {
-          put_two(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
+          put_split_pair(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
         };
         const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
         put(s.B, of_q.power[i], of_columns[0], fmaf(L_scale, sums[0].x, one), fmaf(L_scale, sums[0].y, next));
@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
       },
       s.L_transposed, s.N_transposed);
   const int channel = int(threadIdx.x) / 32 * 16;
-  Columns z[2] = {};
+  Accumulators z[2] = {};
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) {
+  for (int m = 0; m < BT / 16; ++m) {
     multiply_tokens<UPPER, BK>(z[0][m], s.L_transposed, s.to_end[1], 16 * m, channel);
     multiply_tokens<UPPER, BK>(z[1][m], s.N_transposed, s.to_end[1], 16 * m, channel);
   }
@@ -266,9 +266,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   store_channels<BK>(to.Z[0], s.Z[0]);
   store_channels<BK>(to.Z[1], s.Z[1]);
   __syncthreads();  // H and B are in shared memory
-  Columns w = {};
+  Accumulators w = {};
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
@@ -278,21 +278,21 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   store_channels<BK>(to.W, s.Z[0]);
   if constexpr (GRADIENT) {
     store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
-    for (int x = 2 * threadIdx.x; x < C * C; x += 2 * THREADS) {
-      const int i = x / C, j = x % C;
+    for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
+      const int i = x / BT, j = x % BT;
       const float factor = 1.f / of_columns[1].power[i];
       const auto put = [&](Matrix<T>& M, const Matrix<f16>& transposed, float largest, const Lengths& of) {
         const auto at = [&](int j) {
           const f16* two = transposed.x + j * transposed.LDA + i;
           return factor * largest * of.power[j] * (to_float(two[0]) + to_float(two[transposed.REST]));
         };
-        put_two(M.at(i, j), at(j), at(j + 1));
+        put_split_pair(M.at(i, j), at(j), at(j + 1));
       };
-      put(to.of_residual[0], s.N_transposed, N_scale, of_columns[1]),
-          put(to.of_residual[1], s.L_transposed, L_scale, of_columns[0]);
+      put(to.residual_matrix[0], s.N_transposed, N_scale, of_columns[1]),
+          put(to.residual_matrix[1], s.L_transposed, L_scale, of_columns[0]);
     }
-    clear_padding<THREADS>(to.of_residual[0]), clear_padding<THREADS>(to.of_residual[1]);
-    if (threadIdx.x < C) to.beta[threadIdx.x] = 1.f;
+    clear_padding<THREADS>(to.residual_matrix[0]), clear_padding<THREADS>(to.residual_matrix[1]);
+    if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
   } else {
     store_pieces<THREADS>(to.B.x, s.B.x);
   }

@@ -1,13 +1,13 @@
 // what      Joins the segments of sequences under a delta rule: the state from which each of them starts, and backwards
 //           the gradient of the state behind it.
-// math      A segment turns the state S before it into F S + G, and the gradient C of the state behind it into
-//           F^T C + G. Segments have the numbers 0...P - 1; S_1 and C_{P-2} are known: G of the segment before.
-//           S_{p+1} = F_p S_p + G_p, p = 1...P - 2;  C_{p-1} = F_p^T C_p + G_p, p = P - 2...1
-// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], starts [directions, N, P, H, K, V]: S_p and C_p,
+// math      A segment turns the state S before it into F S + G, and the gradient dS of the state behind it into
+//           F^T dS + G. Segments have the numbers 0...P - 1; S_1 and dS_{P-2} are known: G of the segment before.
+//           S_{p+1} = F_p S_p + G_p, p = 1...P - 2;  dS_{p-1} = F_p^T dS_p + G_p, p = P - 2...1
+// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], starts [directions, N, P, H, K, V]: S_p and dS_p,
 //           where G of the segment before lies first; all R
 // grid      a block for every (direction, sequence, head, BV columns), direction slowest; a thread has 2 channels of 4
 //           columns
-// smem      a ring of panels of F; S, or C
+// smem      a ring of panels of F; S, or dS
 // barriers  one a segment: the previous S has been read; one a panel: it and S are in shared memory, and the previous
 //           panel has been read; one at the end: whether a number is not finite
 // numerics  R: float32, or float64
@@ -41,7 +41,7 @@ template <typename R, int BK> struct Shared {
   Four<R> S[BK][BV / 4];
 };
 
-// block: the number of the (sequence, head, BV columns). S in the code is C if BACKWARDS.
+// block: the number of the (sequence, head, BV columns). S in the code is dS if BACKWARDS.
 template <bool BACKWARDS, int BK, typename R>
 __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* starts, u32 block) {
   constexpr int STAGES = Shared<R, BK>::STAGES, PANEL = Shared<R, BK>::PANEL, PIECE = 16 / sizeof(R), THREADS = 2 * BK;

@@ -1,22 +1,22 @@
 // what      Kimi Delta Attention backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, dbeta and dg,
 //           from what backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it. e_t is the residual: v_t
+// math      S is the state [K, V] before the chunk, dS the gradient of the state after it. e_t is the residual: v_t
 //           minus what k_t reads from the state. w_t is the gradient of beta_t e_t, the value that token t writes.
 //           Decays: P_i from the chunk's start through token i, E_i from after token i to the chunk's end, D_ij from
 //           after token j through token i. Products of pairs: a_ij = scale beta_j do_i . e_j, j <= i; m_ij = -beta_i
 //           beta_j w_i . e_j, j < i
 //           dq_i = scale P_i S do_i + sum_j D_ij a_ij k_j;   dbeta_i = w_i . e_i
-//           dk_i = E_i beta_i C e_i - beta_i P_i S w_i + sum_j D_ij m_ij k_j + sum_j D_ji (a_ji q_j + m_ji k_j)
-//           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of C with the
-//           keys j < t, of pairs j < t <= i, and the chunk's decay times the sum over V of S C. Nothing is subtracted
+//           dk_i = E_i beta_i dS e_i - beta_i P_i S w_i + sum_j D_ij m_ij k_j + sum_j D_ji (a_ji q_j + m_ji k_j)
+//           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the
+//           keys j < t, of pairs j < t <= i, and the chunk's decay times the sum over V of S dS. Nothing is subtracted
 // shapes    as in backward_states.cu; dq dk dg [B, HV, T, K]; dbeta [B, HV, T] float32. If heads of values share keys
 //           or lengths divide them, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of the
 //           divided queries and keys, for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk, 64 channels), channels fastest; a warp for 16 channels
-// smem      Shared: the chunk's q, k and gates; 64 columns of S, C, do, w and e at a time
+// smem      Shared: the chunk's q, k and gates; 64 columns of S, dS, do, w and e at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and q, k and g have arrived. Then:
-//           terms of S and C, and pairs, are stored; four more in add_pairs_of_blocks
-// numerics  products with S and C, and of values, are of T, summed in float32; e is the sum of two T in products of
+//           terms of S and dS, and pairs, are stored; four more in add_pairs_of_blocks
+// numerics  products with S and dS, and of values, are of T, summed in float32; e is the sum of two T in products of
 //           values. Pairs within 8 tokens are added up in float32; all others: channel_backward.cuh. A decay is a
 //           product of the decays of the tokens in between, so that any gate is exact
 // source    Kimi Team, 2025 (2510.26692), eq. 1
@@ -27,7 +27,7 @@
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_, w, e;  // a row of e: rounded numbers, then their rounding errors
   Rows<const G> g, beta;          // a token's beta is a row of one number
-  const T* kept;                  // S and C: backward_storage.cuh
+  const T* chunk_states;          // S and dS: backward_storage.cuh
   float* parts;                   // null if dq and dk are stored
   Rows<T> dq, dk;                 // null if parts are stored
   Rows<G> dg;
@@ -39,35 +39,35 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of q, k, g, do and gradients start on multiples of it, and are multiples long
 };
 
-enum Term { OF_QUERY, OF_ERASURE, OF_KEY };  // of dq: rows q; of dk: rows k, and columns k
-enum Value { DO, W, E, E_ERROR };            // of rows q and k; of columns k: e rounded, and its rounding error
-enum Token { OF_Q, OF_K };
+enum Term { Q_ROW, K_ROW, K_COLUMN };  // of dq; of dk, as k reads the state; of dk, as k writes to it
+enum Value { DO, W, E, E_ERROR };      // of rows q; of rows k; of columns k, rounded; the rounding errors of E
+enum Token { TOKEN_Q, TOKEN_K };
 
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<1> {
   union {
-    T tokens[2][C * KEPT];
-    // Of tokens after a border: rows q and k, decayed from it; before it: columns k, decayed to it. As two numbers.
-    bf16 decayed[2][2][C * KEPT];
+    T tokens[2][BT * TILE];
+    // Rows q and k after a border, decayed from it; columns k before it, decayed to it. A number is the sum of two.
+    bf16 decayed[2][2][BT * TILE];
   };
-  G g[C * KEPT];
+  G g[BT * TILE];
   union {
     struct {
-      T states[2][KEPT * KEPT];  // S, C
-      T values[4][C * KEPT];
+      T states[2][TILE * TILE];  // S, dS
+      T values[4][BT * TILE];
     };
-    float terms[3][C * KEPT];  // of S, C and other blocks; at term_place
+    float terms[3][BT * TILE];  // of dq, dk and dk (Term), of S, dS and other blocks; at term_place
   };
-  float2 pairs[BLOCKS][BLOCK][BLOCK];  // a, m within blocks of 8 tokens
-  float unit[2][C];                    // 1 / lengths of queries and keys, or 1
-  float beta[C];
+  float2 pairs[BLOCKS][BLOCK][BLOCK];  // (a, m) of pairs within blocks of 8 tokens
+  float inverse_length[2][BT];         // of queries and keys; 1 if not normalized
+  float beta[BT];
 };
 
-// Starts copying 64 columns, from `column` on, of S, C and values; a warp copies values of one kind.
+// Starts copying 64 columns, from `column` on, of S, dS and values; a warp copies values of one kind.
 template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
-  fetch_states(s, args.kept, args.shape, b, h, chunk, channel, column);
+  fetch_states(s, args.chunk_states, args.shape, b, h, chunk, channel, column);
   const Rows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
   fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column, rows.t,
              int(span.stop - span.start), (warp == DO ? V : padded(V)) - column, warp == DO ? int(args.bytes) : 16);
@@ -78,13 +78,13 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
 // second half of the rows; only blocks of 8 columns that have pairs with j <= i.
 template <typename T, typename G>
 __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Shared<T, G>& s, int kind, int half) {
-  const RowsReader<KEPT, T> right;
-  const LeftReader<KEPT, T> left;
+  const RowsReader<TILE, T> right;
+  const LeftReader<TILE, T> left;
 #pragma unroll
-  for (int c = 0; c < KEPT; c += 32) {
+  for (int c = 0; c < TILE; c += 32) {
     u32 a[2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) ldmatrix_x4(a[n], left.at(s.values[kind] + 16 * half * KEPT, 0, c + 16 * n));
+    for (int n = 0; n < 2; ++n) ldmatrix_x4(a[n], left.at(s.values[kind] + 16 * half * TILE, 0, c + 16 * n));
 #pragma unroll
     for (int number = 0; number < 2; ++number)
 #pragma unroll
@@ -98,13 +98,13 @@ __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Sha
   }
 }
 
-// Sets `unit` to 1 / |x| of the chunk's rows x, or to 1.
+// Sets inverse_length[i] of the chunk's rows i of x; 1 if not normalized.
 template <typename T>
-__device__ __forceinline__ void compute_inverse_lengths(float* unit, const Rows<const T>& x, i64 b, i64 head, i64 first,
-                                                        int rows, int channels, bool normalized) {
+__device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, const Rows<const T>& x, i64 b, i64 head,
+                                                        i64 first, int rows, int channels, bool normalized) {
   const int lane = own_lane();
 #pragma unroll 4
-  for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
+  for (int i = threadIdx.x >> 5; i < BT; i += THREADS / 32) {
     float squares = 0.f;
     if (normalized && i < rows)
       for (int c = lane; c < channels; c += 32) {
@@ -112,20 +112,20 @@ __device__ __forceinline__ void compute_inverse_lengths(float* unit, const Rows<
         squares = fmaf(number, number, squares);
       }
     squares = warp_sum(squares);
-    if (lane == 0) unit[i] = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+    if (lane == 0) inverse_length[i] = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
   }
 }
 
 // A thread's block of tokens, with queries and keys divided by their lengths.
 template <typename T> struct UnitTokens : BlockTokens<T, 2> {
   using Tokens = BlockTokens<T, 2>;
-  const float* unit[2];  // in shared memory: registers are few
+  const float* inverse_length[2];  // pointers to shared memory, since registers are few
 
   template <class S> __device__ __forceinline__ UnitTokens(const S& s, int block, int c) : Tokens(s, block, c) {
-    for (int kind = 0; kind < 2; ++kind) unit[kind] = s.unit[kind] + block * BLOCK;
+    for (int kind = 0; kind < 2; ++kind) inverse_length[kind] = s.inverse_length[kind] + block * BLOCK;
   }
   __device__ __forceinline__ float2 token(int kind, int n) const {
-    return times({unit[kind][n], unit[kind][n]}, Tokens::token(kind, n));
+    return times({inverse_length[kind][n], inverse_length[kind][n]}, Tokens::token(kind, n));
   }
 
   // Call f(term, n, x) for the rows q and k decayed from the block's start, or the columns k decayed to its end, times
@@ -134,14 +134,14 @@ template <typename T> struct UnitTokens : BlockTokens<T, 2> {
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n) {
       decay = times(decay, Tokens::decays[n]);
-      f(OF_QUERY, n, times(decay, token(OF_Q, n)));
-      f(OF_ERASURE, n, times(decay, token(OF_K, n)));
+      f(Q_ROW, n, times(decay, token(TOKEN_Q, n)));
+      f(K_ROW, n, times(decay, token(TOKEN_K, n)));
     }
   }
   template <class F> __device__ __forceinline__ void each_column(float2 decay, F f) const {
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
-      f(OF_KEY, n, times(decay, token(OF_K, n)));
+      f(K_COLUMN, n, times(decay, token(TOKEN_K, n)));
       decay = times(decay, Tokens::decays[n]);
     }
   }
@@ -152,10 +152,10 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     delta_kda_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(padded(shape.K)) / KEPT, pair = blockIdx.x / tiles / u32(shape.NC);
+  const u32 tiles = u32(padded(shape.K)) / TILE, pair = blockIdx.x / tiles / u32(shape.NC);
   const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = pair % u32(shape.H), b = pair / u32(shape.H);
   const u32 head = h / u32(args.group);
-  const int first = blockIdx.x % tiles * KEPT, channels = int(shape.K) - first, bytes = int(args.bytes);
+  const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start);
   const float scale = float(args.scale);
@@ -166,33 +166,33 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     const auto& x = warp ? args.k : args.q;
     fetch_rows(s.tokens[warp], x.row(b, head, span.start) + first, x.t, rows, channels, bytes);
   }
-  copy_chunk<KEPT, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
+  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
   cp_async_commit();
-  if (int(threadIdx.x) < C)
+  if (int(threadIdx.x) < BT)
     s.beta[threadIdx.x] = int(threadIdx.x) < rows ? to_float(*args.beta.row(b, h, span.start + threadIdx.x)) : 0.f;
-  compute_inverse_lengths(s.unit[OF_Q], args.q, b, head, span.start, rows, int(shape.K), args.normalized);
-  compute_inverse_lengths(s.unit[OF_K], args.k, b, head, span.start, rows, int(shape.K), args.normalized);
+  compute_inverse_lengths(s.inverse_length[TOKEN_Q], args.q, b, head, span.start, rows, int(shape.K), args.normalized);
+  compute_inverse_lengths(s.inverse_length[TOKEN_K], args.k, b, head, span.start, rows, int(shape.K), args.normalized);
 
-  const int kind = warp % 2, half = warp / 2;  // of the warp's pairs: a or m; the first or the last 16 rows
-  Columns terms[3] = {};                       // S do, S w; C e
+  const int kind = warp % 2, half = warp / 2;  // the warp computes a or m, of the first or of the last 16 rows
+  Accumulators terms[3] = {};                  // S do, S w, dS e
   float pairs[BLOCKS][4] = {}, diagonals[4] = {};
   cp_async_wait<1>();
 #pragma unroll 1
-  for (int column = 0;; column += KEPT) {
+  for (int column = 0;; column += TILE) {
     __syncthreads();  // the columns have arrived; lengths and beta are in shared memory
     multiply_values(pairs, s, kind, half);
     multiply_states<T>(terms, diagonals, s);
     cp_async_wait<0>();
     __syncthreads();  // the columns have been read: others, or terms, may overwrite them; tokens have arrived
-    if (column + KEPT >= shape.V) break;
-    fetch_columns(s, args, b, h, span, chunk, first, column + KEPT);
+    if (column + TILE >= shape.V) break;
+    fetch_columns(s, args, b, h, span, chunk, first, column + TILE);
     cp_async_wait<0>();
   }
 #pragma unroll
   for (int n = 0; n < 3; ++n)
     each_pair([&](int i, int c, int m, int across, int down) {
       const float* x = terms[n][m][across] + 2 * down;
-      const float factor = n == OF_QUERY ? scale : n == OF_ERASURE ? -s.beta[i] : s.beta[i];
+      const float factor = n == Q_ROW ? scale : n == K_ROW ? -s.beta[i] : s.beta[i];
       put_pair(s.terms[n] + term_place(i, c), {factor * x[0], factor * x[1]});
     });
 #pragma unroll
@@ -203,13 +203,15 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
       const int row = 2 * half + down, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3, i = 8 * row + g;
       const float2 beta = pair_at(s.beta + 8 * j + 2 * t);
       const float factor = kind ? -s.beta[i] : scale, x = pairs[j][2 * down], y = pairs[j][2 * down + 1];
-      store_pairs_of_blocks(s, kind, row, j, factor * beta.x * x, factor * beta.y * y, [&](int i_of, int j_of) {
-        const bool x_is_own = i_of == j_of, y_is_own = i_of == j_of + 1;  // w . e of one token
-        reinterpret_cast<float*>(&s.pairs[row][i_of][j_of])[kind] = factor * beta.x * x;
-        reinterpret_cast<float*>(&s.pairs[row][i_of][j_of + 1])[kind] = factor * beta.y * y;
-        if (kind && first == 0 && (x_is_own || y_is_own) && i < rows)
-          *args.dbeta.row(b, h, span.start + i) = x_is_own ? x : y;
-      });
+      store_pairs_of_blocks(
+          s, kind, row, j, factor * beta.x * x, factor * beta.y * y, [&](int row_in_block, int column_in_block) {
+            const bool x_on_diagonal = row_in_block == column_in_block,
+                       y_on_diagonal = row_in_block == column_in_block + 1;
+            reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block])[kind] = factor * beta.x * x;
+            reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block + 1])[kind] = factor * beta.y * y;
+            if (kind && first == 0 && (x_on_diagonal || y_on_diagonal) && i < rows)
+              *args.dbeta.row(b, h, span.start + i) = x_on_diagonal ? x : y;
+          });
     }
   }
   store_diagonals(s.state_product, diagonals);
@@ -220,51 +222,51 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   add_pairs_of_blocks(s, tokens, block, c);
   const float2 one = {1.f, 1.f};
   const auto term = [&](int kind, int n) -> float2& { return term_at(s, kind, start + n, c); };
-  float2 dg[BLOCK] = {};  // terms of pairs within the block, then also of S with rows
+  float2 dg[BLOCK] = {};  // the terms of pairs within the block; then also of S with the block's rows
   {
-    float2 keys[BLOCK], row_terms[BLOCK], all = one;  // keys: decayed to token i
+    float2 keys[BLOCK], row_terms[BLOCK], since_start = one;  // keys: decayed to token i
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) {
-      const float2 q_i = tokens.token(OF_Q, i), k_i = tokens.token(OF_K, i), decay = tokens.decays[i];
+      const float2 q_i = tokens.token(TOKEN_Q, i), k_i = tokens.token(TOKEN_K, i), decay = tokens.decays[i];
       keys[i] = k_i;
-      float2 of_q = {}, of_k = {};  // sums over the keys up to j
+      float2 dq = {}, dk = {};  // sums over the keys up to j
 #pragma unroll
       for (int j = 0; j <= i; ++j) {
         const float2 pair = s.pairs[block][i][j];
         if (j < i) keys[j] = times(decay, keys[j]);
-        of_q = plus_times(of_q, pair.x, keys[j]);
+        dq = plus_times(dq, pair.x, keys[j]);
         if (j == i) continue;
-        of_k = plus_times(of_k, pair.y, keys[j]);
-        dg[j + 1] = plus_times(plus_times(dg[j + 1], q_i, of_q), k_i, of_k);
+        dk = plus_times(dk, pair.y, keys[j]);
+        dg[j + 1] = plus_times(plus_times(dg[j + 1], q_i, dq), k_i, dk);
       }
-      all = times(all, decay);
-      const float2 state_q = times(all, term(OF_QUERY, i)), state_k = times(all, term(OF_ERASURE, i));
+      since_start = times(since_start, decay);
+      const float2 state_q = times(since_start, term(Q_ROW, i)), state_k = times(since_start, term(K_ROW, i));
       row_terms[i] = plus_times(times(q_i, state_q), k_i, state_k);
-      term(OF_QUERY, i) = plus(of_q, state_q), term(OF_ERASURE, i) = plus(of_k, state_k);
+      term(Q_ROW, i) = plus(dq, state_q), term(K_ROW, i) = plus(dk, state_k);
     }
     float2 sum = {};
 #pragma unroll
     for (int i = BLOCK - 1; i >= 0; --i) sum = plus(sum, row_terms[i]), dg[i] = plus(dg[i], sum);
   }
-  float2 column_terms[BLOCK];  // columns times their terms of later blocks and of C
+  float2 column_terms[BLOCK];  // products of columns with their terms of later blocks and of dS
   {
-    float2 q[BLOCK], k[BLOCK], all = one;  // decayed to token j
+    float2 q[BLOCK], k[BLOCK], to_end = one;  // q, k: decayed from token j
 #pragma unroll
     for (int j = BLOCK - 1; j >= 0; --j) {
-      const float2 k_j = tokens.token(OF_K, j), decay = tokens.decays[j];
-      q[j] = tokens.token(OF_Q, j);
-      float2 of_key = {};
+      const float2 k_j = tokens.token(TOKEN_K, j), decay = tokens.decays[j];
+      q[j] = tokens.token(TOKEN_Q, j);
+      float2 dk = {};  // sums over the rows from i on
 #pragma unroll
       for (int i = BLOCK - 1; i >= j; --i) {
         const float2 pair = s.pairs[block][i][j];
-        of_key = plus_times(of_key, pair.x, q[i]), q[i] = times(decay, q[i]);
-        if (i > j) of_key = plus_times(of_key, pair.y, k[i]), k[i] = times(decay, k[i]);
+        dk = plus_times(dk, pair.x, q[i]), q[i] = times(decay, q[i]);
+        if (i > j) dk = plus_times(dk, pair.y, k[i]), k[i] = times(decay, k[i]);
       }
       k[j] = times(decay, k_j);
-      const float2 state = times(all, term(OF_KEY, j));
-      all = times(all, decay);
+      const float2 state = times(to_end, term(K_COLUMN, j));
+      to_end = times(to_end, decay);
       column_terms[j] = times(k_j, state);
-      term(OF_KEY, j) = plus(plus(of_key, state), term(OF_ERASURE, j));  // dk
+      term(K_COLUMN, j) = plus(plus(dk, state), term(K_ROW, j));  // all of dk
     }
   }
   add_terms_of_blocks(dg, column_terms, s, block, c);
@@ -273,12 +275,12 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
               [&](int n) { return dg[n]; });
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind) {
-    const auto value = [&](int n) { return term(kind == OF_Q ? OF_QUERY : OF_KEY, n); };
+    const auto value = [&](int n) { return term(kind == TOKEN_Q ? Q_ROW : K_COLUMN, n); };
     if (args.parts) {
       float* to = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + token) * shape.K + first + c;
       store_block(to, shape.K, rows - start, channels - c, shape.K % 2 ? 4 : 8, value);
     } else {
-      const Rows<T>& to = kind == OF_Q ? args.dq : args.dk;
+      const Rows<T>& to = kind == TOKEN_Q ? args.dq : args.dk;
       store_block(to.row(b, head, token) + first + c, to.t, rows - start, channels - c, bytes, value);
     }
   }

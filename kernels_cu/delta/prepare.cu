@@ -33,25 +33,25 @@ enum Kind { OF_K, OF_Q };
 
 template <typename T, int BK> struct alignas(16) Shared {
   union {
-    T k[C * BK];
-    T E[C * BK];
-    T Z[C * BK];
+    T k[BT * BK];
+    T E[BT * BK];
+    T Z[BT * BK];
   };
   union {
-    T q[C * BK];
-    T W[C * BK];
+    T q[BT * BK];
+    T W[BT * BK];
   };
   Matrix<T> B, of_Z;  // of_Z: what keys are multiplied by
   Matrix<f16> A;
-  float M[C][LD];
+  float M[BT][LD];
   union {
-    float between[C][LD];  // the decay from token j to token i; 0 for i < j
-    Matrix<f16> turned_N;  // the transpose of N'
+    float decay_between[BT][LD];  // the decay from token j to token i; 0 for i < j
+    Matrix<f16> turned_N;         // the transpose of N'
   };
   Lengths lengths[2];
-  float beta[C], start[C], end[C];     // start, end: decays from the chunk's start, to its end
-  float weight[C];                     // -beta p^2
-  float of_E[C], of_keys[C], of_q[C];  // what keys are multiplied by for E, k' for Z, queries for W
+  float beta[BT], decay_from_start[BT], decay_to_end[BT];  // start, end: decays from the chunk's start, to its end
+  float weight[BT];                                        // -beta p^2
+  float of_E[BT], of_keys[BT], of_q[BT];                   // what keys are multiplied by for E, k' for Z, queries for W
 };
 
 // The products of 16 rows of keys, or of queries, with 16 of keys; `squares`: of queries with themselves.
@@ -74,26 +74,26 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
     delta_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SQUARES = Square::COUNT / WARPS;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
-  const ChunkOfBlock of_block(args.shape);
-  const u32 head = of_block.h / u32(args.group);
+  const ChunkOfBlock chunk(args.shape);
+  const u32 head = chunk.h / u32(args.group);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  using Image = typename ImageOf<T, BK, false, GRADIENT>::Type;
-  Image& to = static_cast<Image*>(args.prepared)[of_block.index];
+  using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
+  PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
   const auto inputs = [&](auto copy) { copy(s.k, args.k), copy(s.q, args.q); };
   if (bytes == 16)
     inputs([&](T* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, of_block.row(from, head), from.t, of_block.rows, channels);
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, head), from.t, chunk.rows, channels);
     });
   else
     inputs([&](T* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, of_block.row(from, head), from.t, of_block.rows, channels);
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, head), from.t, chunk.rows, channels);
     });
   cp_async_commit();
-  const TokenNumbers numbers(args.g, args.beta, of_block.b, of_block.h, of_block.span.start, of_block.rows);
-  decay_pairs<WARPS>(s, numbers.decay);
+  const TokenNumbers numbers(args.g, args.beta, chunk.b, chunk.h, chunk.span.start, chunk.rows);
+  set_decays<WARPS>(s, numbers.decay);
   if (warp == 0) {
     s.beta[lane] = numbers.beta;
     if constexpr (GRADIENT) to.beta[lane] = numbers.beta;
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   }
   __syncthreads();  // lengths are in shared memory
   if (warp == WARPS - 1) {
-    const float p = of_k.power[lane], start = s.start[lane];
+    const float p = of_k.power[lane], start = s.decay_from_start[lane];
     s.weight[lane] = -s.beta[lane] * p * p;
-    s.of_E[lane] = -start * (of_k.factor[lane] * p), s.of_keys[lane] = s.end[lane] * of_k.factor[lane];
+    s.of_E[lane] = -start * (of_k.factor[lane] * p), s.of_keys[lane] = s.decay_to_end[lane] * of_k.factor[lane];
     s.of_q[lane] = float(args.w_scale) * start * (of_q.factor[lane] * of_q.power[lane]);
   }
 #pragma unroll
@@ -127,19 +127,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
 #pragma unroll
       for (int across = 0; across < 2; ++across) {
         const int i = of.row + 8 * down + g, j = of.column + 8 * across + 2 * t;
-        const float2 D = *reinterpret_cast<const float2*>(&s.between[i][j]);
+        const float2 D = *reinterpret_cast<const float2*>(&s.decay_between[i][j]);
         const float2 keys = *reinterpret_cast<const float2*>(&of_k.factor[j]);
         const float row = s.lengths[of.kind].factor[i], *two = sums[n][across] + 2 * down;
         const float x = D.x * (row * keys.x * two[0]), y = D.y * (row * keys.y * two[1]);
-        if (of.kind == OF_Q) put_two(s.A.at(i, j), x, y);
+        if (of.kind == OF_Q) put_split_pair(s.A.at(i, j), x, y);
         else *reinterpret_cast<float2*>(&s.M[i][j]) = {x, y};
       }
   }
   __syncthreads();  // M' and A' are in shared memory; decays of pairs have been read, and N' may overwrite them
   if (warp == blockIdx.x % WARPS) {  // not the same one in all blocks: a warp has a fourth of a multiprocessor
-    float x[C];
+    float x[BT];
 #pragma unroll
-    for (int i = 0; i < C; ++i) x[i] = i == lane;
+    for (int i = 0; i < BT; ++i) x[i] = i == lane;
     solve_column(x, s.M, s.weight);
     put_column(s.turned_N, x);
   }
@@ -149,12 +149,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         const float x = of_q.power[i] * of_k.power[j] * sum[0].x, y = of_q.power[i] * of_k.power[j + 1] * sum[0].y;
-        put_two(s.B.at(i, j), s.beta[j] * x, s.beta[j + 1] * y);
-        if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x, y);
+        put_split_pair(s.B.at(i, j), s.beta[j] * x, s.beta[j + 1] * y);
+        if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), x, y);
         const f16* two = s.turned_N.at(i, j);
         const float2 high = unpack_pair(two), low = unpack_pair(two + s.turned_N.REST);
         const float row = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i];
-        put_two(s.of_Z.at(i, j), row * s.of_keys[j] * (high.x + low.x), row * s.of_keys[j + 1] * (high.y + low.y));
+        put_split_pair(s.of_Z.at(i, j), row * s.of_keys[j] * (high.x + low.x),
+                       row * s.of_keys[j + 1] * (high.y + low.y));
       },
       s.turned_N);
   if constexpr (GRADIENT)
@@ -162,25 +163,26 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           const float x = of_k.power[i] * of_k.power[j] * sum[0].x, y = of_k.power[i] * of_k.power[j + 1] * sum[0].y;
-          put_two(to.of_residual[0].at(i, j), float(i == j) - s.beta[j] * x, float(i == j + 1) - s.beta[j + 1] * y);
+          put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * x,
+                         float(i == j + 1) - s.beta[j + 1] * y);
         },
         s.turned_N);
   __syncthreads();  // B and of_Z are in shared memory
 
   const int channel = 16 * warp;
-  Columns z = {}, w = {};
+  Accumulators z = {}, w = {};
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.k, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.k, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of k
 #pragma unroll
-  for (int n = 0; n < C; n += 16) {
+  for (int n = 0; n < BT; n += 16) {
     const int i = n + lane / 2, c = channel + lane % 2 * 8;
     T* key = place<BK>(s.k, i, c);
     put_four(key, times(s.of_E[i], unpack_four(key))), put_four(key + 4, times(s.of_E[i], unpack_four(key + 4)));
   }
   store_channels<BK>(to.E, s.E);
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.B, s.E, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.B, s.E, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of E
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   });
   store_channels<BK>(to.Z[0], s.Z);
   store_channels<BK>(to.W, s.W);
-  if (threadIdx.x < BK) to.whole[threadIdx.x] = s.start[C - 1];
-  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.of_residual[0]);
+  if (threadIdx.x < BK) to.decay[threadIdx.x] = s.decay_from_start[BT - 1];
+  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.residual_matrix[0]);
   else store_pieces<THREADS>(to.B.x, s.B.x);
 }

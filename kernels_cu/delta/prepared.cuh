@@ -1,67 +1,71 @@
-// what      What a chunk of a delta rule does to a state, in global memory: written by the kernels that prepare chunks,
-//           read by those that walk over states.
-// math      For a chunk, S is the state before it, V its values, D its decays. Y = E S, o = scale (W S + B V);
-//           gated delta rule and KDA, E = -kd:  S <- D S + Z^T (V + Y);   rwkv7, E = ad:  S <- D S + Zb^T Y + Z^T V.
-//           Backwards, C is the gradient of the state after the chunk:   C <- D C + scale W^T do + E^T P
-//           gated delta rule and KDA, without beta in Z and B:  w = Z C + scale B^T do,  dv = beta w,  P = beta Z C;
-//           rwkv7:  dv = Z C + scale B^T do,  du = Zb C + scale H^T do,  P = Zb C
-// shapes    one for every chunk of a head of values; those of a head follow each other
+// what      What a chunk of a delta rule does to a state, in global memory: written by the kernels *prepare.cu, read by
+//           the *walks*, the kernels that go from chunk to chunk.
+// math      S is the state before the chunk, v its values, D the decay of each channel over the chunk. Y is what the
+//           tokens read from S:  Y = E S;  o = scale (W S + B v)
+//           gated delta rule and KDA: E = -kd (the keys, decayed from the chunk's start);  S <- D S + Z^T (v + Y)
+//           RWKV-7: E = ad (the vectors a, decayed likewise);  S <- D S + Zb^T Y + Z^T v
+//           Backwards, dS is the gradient of the state after the chunk; P is what the gradients of Y read from dS:
+//           dS <- D dS + scale W^T do + E^T P
+//           gated delta rule and KDA, Z and B without beta: w = Z dS + scale B^T do;  dv = beta w;  P = beta Z dS
+//           RWKV-7: dv = Z dS + scale B^T do;  du = Zb dS + scale H^T do;  P = Zb dS
+// shapes    one of these structs for every chunk of a head of values; those of a head follow each other
 #include "delta/chunk_storage.cuh"
 #include "tensor.cuh"
 
-// TWO (RWKV-7): v is written by the rows of Z[0] (Z), and Y by those of Z[1] (Zb).
-template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
-  static constexpr int OF_STATES = (2 + TWO) * C * BK * sizeof(T) + BK * sizeof(float);  // bytes before W
+// TWO_WRITES (RWKV-7): v is written along the rows of Z[0] (Z), and Y along those of Z[1] (Zb).
+template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
+  // Bytes of the members before W: all that a walk without outputs reads.
+  static constexpr int BYTES_FOR_STATES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + BK * sizeof(float);
 
-  T E[C * BK], Z[1 + TWO][C * BK];  // tiles, as place<BK> lays them out
-  float whole[BK];                  // D: each channel's decay over the chunk
-  T W[C * BK];                      // W and B are for outputs only
+  T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];  // tiles, as place<BK> lays them out
+  float decay[BK];                           // D
+  T W[BT * BK];                              // W and B are for outputs only
   Matrix<T> B;
 };
 
-// The same for gradients. The tokens' residuals are R (V + Y), or, TWO, R Y + L V.
-template <typename T, int BK, bool TWO> struct alignas(16) PreparedForGradients {
-  Matrix<T> of_residual[1 + TWO];   // R, L; only the walk forwards reads them
-  T E[C * BK], Z[1 + TWO][C * BK];  // from here on read by both walks
-  float whole[BK], beta[C];
-  T W[C * BK];           // times scale; from here on read by the walk backwards only
-  Matrix<T> B[1 + TWO];  // B, H
+// The same for gradients. The tokens' residuals are R (v + Y), or, TWO_WRITES, R Y + L v. W is multiplied by scale.
+template <typename T, int BK, bool TWO_WRITES> struct alignas(16) PreparedForGradients {
+  Matrix<T> residual_matrix[1 + TWO_WRITES];  // R, L: read by the walk forwards only
+  T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];   // read by both walks, as decay and beta are
+  float decay[BK], beta[BT];
+  T W[BT * BK];                 // W and B: read by the walk backwards only
+  Matrix<T> B[1 + TWO_WRITES];  // B, H
 };
 
-template <typename T, int BK, bool TWO, bool GRADIENT> struct ImageOf {
-  using Type = Prepared<T, BK, TWO>;
+template <typename T, int BK, bool TWO_WRITES, bool GRADIENT> struct PreparedFor {
+  using Type = Prepared<T, BK, TWO_WRITES>;
 };
-template <typename T, int BK, bool TWO> struct ImageOf<T, BK, TWO, true> {
-  using Type = PreparedForGradients<T, BK, TWO>;
+template <typename T, int BK, bool TWO_WRITES> struct PreparedFor<T, BK, TWO_WRITES, true> {
+  using Type = PreparedForGradients<T, BK, TWO_WRITES>;
 };
 
-// The chunk that a block of a grid [B, H, NC] prepares.
+// The chunk that a block of a grid [B, H, NC] prepares; H: heads of values.
 struct ChunkOfBlock {
   u32 b, h;
-  i64 index;  // among all chunks
-  Span span;  // of tokens
-  int rows;
+  i64 index;  // among the chunks of all heads
+  Span span;  // of tokens of batch row b
+  int rows;   // tokens
 
   __device__ __forceinline__ ChunkOfBlock(const Shape& shape) {
     const u32 chunks = u32(shape.NC), heads = u32(shape.H), pair = blockIdx.x / chunks;
     b = pair / heads, h = pair % heads, index = blockIdx.x;
     span = chunk_tokens(shape, blockIdx.x % chunks), rows = int(span.stop - span.start);
   }
-  // The row of the chunk's first token, of a head.
+  // The row of the chunk's first token in x.
   template <typename T> __device__ __forceinline__ T* row(const Rows<T>& x, u32 head) const {
     return x.row(b, head, span.start);
   }
 };
 
-// Copies an array of shared memory to global memory, by all threads, 16 bytes each.
+// Copies an array of shared memory to global memory, by all threads of a block, 16 bytes at a time.
 template <int THREADS, typename X, int SIZE>
 __device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE]) {
   constexpr int PIECES = SIZE * sizeof(X) / 16;
   static_assert(SIZE * sizeof(X) % 16 == 0);
 #pragma unroll
   for (int n = 0; n < PIECES; n += THREADS) {
-    const int at = n + threadIdx.x;
-    if (n + THREADS <= PIECES || at < PIECES)
-      reinterpret_cast<uint4*>(to)[at] = reinterpret_cast<const uint4*>(from)[at];
+    const int piece = n + threadIdx.x;
+    if (n + THREADS <= PIECES || piece < PIECES)
+      reinterpret_cast<uint4*>(to)[piece] = reinterpret_cast<const uint4*>(from)[piece];
   }
 }

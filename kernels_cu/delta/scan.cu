@@ -1,19 +1,19 @@
-// what      The delta rules' walk over states, forwards, from chunk to chunk of 32 tokens: outputs and final states.
-//           Without OUTPUTS, what a segment of a sequence does to a state: from S to F S + G.
+// what      The delta rules' walk forwards over prepared chunks of 32 tokens: outputs and final states. Without
+//           OUTPUTS, what a segment of a sequence does to a state: from S to F S + G.
 // math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
-//           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v
+//           S <- D S + Z^T (v + Y), or, TWO_WRITES (RWKV-7), S <- D S + Zb^T Y + Z^T v
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
 //           join_segments.cu. Without OUTPUTS: the state after a walk from zeros (a first segment: from the initial
 //           state) is G; the state after a walk from the identity with values of 0 is F. G of a sequence's last
 //           segment, and F of its first and last one, are not needed and not computed
-// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. The
-//           blocks of F's columns follow those of G's
-// smem      a ring of STAGES: a chunk as it was prepared, and its v
-// barriers  one: whether states from which segments start are finite; one a chunk: it is in shared memory, and the
+// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. The blocks of
+//           F's columns follow those of G's
+// smem      a ring of STAGES: a prepared chunk, and its v
+// barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
-// numerics  S in float32 accumulators; S and v + Y (TWO: Y) are rounded to T for products
+// numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
+// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128; STAGES >= 2
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
 #include "delta/walk.cuh"
@@ -21,9 +21,9 @@
 template <typename T> struct Args {
   Rows<const T> v;
   Rows<T> o;                  // null without OUTPUTS
-  Rows<const float> initial;  // null: zero
+  Rows<const float> initial;  // null: zeros
   Rows<float> final;          // null: not wanted
-  float *starts, *F;          // null if no sequence is cut, and F with OUTPUTS
+  float *starts, *F;          // null if no sequence is cut into segments; F: also with OUTPUTS
   const void* prepared;       // Prepared of each chunk
   Shape shape;                // segments are sequences here
   i64 P;                      // segments of a sequence
@@ -31,83 +31,84 @@ template <typename T> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
 };
 
-template <typename T, int BK, int BV, bool TWO> struct alignas(16) Stage {
-  Prepared<T, BK, TWO> chunk;
-  T v[C * BV];
+template <typename T, int BK, int BV, bool TWO_WRITES> struct alignas(16) Stage {
+  Prepared<T, BK, TWO_WRITES> chunk;
+  T v[BT * BV];
 };
 
-template <typename T, int BK, int BV, bool TWO, int STAGES> struct Shared {
-  Stage<T, BK, BV, TWO> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared {
+  Stage<T, BK, BV, TWO_WRITES> stages[STAGES];
 };
 
-template <typename T, int BK, int BV, bool TWO, int STAGES, bool OUTPUTS>
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Args<T> args) {
+  static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
   constexpr int THREADS = 2 * BV;
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO, STAGES>*>(dynamic_smem())->stages;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
-  const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = pair / H, h = pair % H, b = n / count;
+  const u32 head = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = head / H, h = head % H, b = n / count;
   const bool computes_F = !OUTPUTS && tile >= value_tiles;
-  const int v_tile = (computes_F ? tile - value_tiles : tile) * BV;
-  const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, v_tile, BV);
+  const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
+  const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, first_column, BV);
   const auto segment =
       segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
   if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
-  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
+  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
   const Span span = segment.tokens;
   const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
-  const int channels = int(shape.K), columns = int(min(width - v_tile, i64(BV))), column = threadIdx.x / 32 * 16;
-  const auto* prepared =
-      static_cast<const Prepared<T, BK, TWO>*>(args.prepared) + (i64(b) * H + h) * shape.NC + segment.chunks.start;
+  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))), column = threadIdx.x / 32 * 16;
+  const auto* prepared_chunks = static_cast<const Prepared<T, BK, TWO_WRITES>*>(args.prepared) +
+                                (i64(b) * H + h) * shape.NC + segment.chunks.start;
 
   State<BK> S;
-  const auto each = [&](auto f) { each_number<BK>(S, 0, width, v_tile, channels, columns, f); };
+  const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
   each([&](float& x, i64 at, bool inside) {
     x = !inside ? 0.f : computes_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
   });
 
   const auto fetch = [&](int chunk, int stage) {
-    if (chunk * C < tokens) {
+    if (chunk * BT < tokens) {
       auto& to = stages[stage];
-      using Image = Prepared<T, BK, TWO>;
-      constexpr int SIZE = OUTPUTS ? sizeof(Image) : Image::OF_STATES;
-      copy_image<0, SIZE, THREADS>(&to.chunk, prepared + chunk);
+      using PreparedChunk = Prepared<T, BK, TWO_WRITES>;
+      constexpr int SIZE = OUTPUTS ? sizeof(PreparedChunk) : PreparedChunk::BYTES_FOR_STATES;
+      copy_prepared<0, SIZE, THREADS>(&to.chunk, prepared_chunks + chunk);
       if (!computes_F)
-        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * C) + v_tile, args.v.t, tokens - chunk * C,
-                                columns, bytes);
+        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * BT) + first_column, args.v.t,
+                                tokens - chunk * BT, columns, bytes);
     }
     cp_async_commit();
   };
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
   for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
 #pragma unroll 1
-  for (int token = 0, chunk = 0, stage = 0; token < tokens; token += C, ++chunk) {
+  for (int token = 0, chunk = 0, stage = 0; token < tokens; token += BT, ++chunk) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
     fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);
-    const auto& in = stages[stage].chunk;
-    const T* tile = stages[stage].v;
+    const auto& prepared = stages[stage].chunk;
+    const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
 
-    u32 v[C / 16][4] = {}, x[C / 16][4];
-    if (!computes_F) load_packed<BV>(v, tile, column);
-    float y[C / 8][4] = {};
-    Columns o = {};
-    read_transposed<BK, OUTPUTS>(y, S, in.E, &o, in.W);
-    decay_state<BK>(S, in.whole);
-    if constexpr (TWO) write_rows<BK>(S, in.Z[0], v);
-    else add_packed<T>(y, v);
-    pack_tokens<T>(x, y);
-    write_rows<BK>(S, in.Z[TWO], x);
+    u32 v[BT / 16][4] = {}, written[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
+    if (!computes_F) load_packed<BV>(v, v_tile, column);
+    float Y[BT / 8][4] = {};
+    Accumulators o = {};
+    read_transposed<BK, OUTPUTS>(Y, S, prepared.E, &o, prepared.W);
+    decay_state<BK>(S, prepared.decay);
+    if constexpr (TWO_WRITES) write_rows<BK>(S, prepared.Z[0], v);
+    else add_packed<T>(Y, v);
+    pack_tokens<T>(written, Y);
+    write_rows<BK>(S, prepared.Z[TWO_WRITES], written);
     if constexpr (OUTPUTS) {
-      multiply_packed(o, in.B, v);
+      multiply_packed(o, prepared.B, v);
       store_tokens<T>(
-          args.o.row(b, h, span.start + token) + v_tile, args.o.t,
+          args.o.row(b, h, span.start + token) + first_column, args.o.t,
           [&](int i, int across) {
-            const float* two = o[i / 16][across / 8] + i % 16 / 8 * 2;
-            return pack<T>(scale * two[0], scale * two[1]);
+            const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
+            return pack<T>(scale * pair[0], scale * pair[1]);
           },
           tokens - token, column, columns, bytes);
     }

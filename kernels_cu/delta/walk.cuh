@@ -6,7 +6,7 @@
 #include "delta/segments.cuh"
 
 // Starts to copy bytes FROM ... STOP - 1 of a prepared chunk.
-template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_image(void* to, const void* from) {
+template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {
   const int first = FROM + 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
 #pragma unroll
   for (int at = 0; at < STOP - FROM; at += THREADS * 16)
@@ -24,26 +24,26 @@ template <typename T, int BK> __device__ __forceinline__ void pack_state(u32 (&s
 
 // y (transposed) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows S.
 template <int BK, bool OUTPUTS = false, typename T>
-__device__ __forceinline__ void read_transposed(float (&y)[C / 8][4], const State<BK>& S, const T* read_rows,
-                                                Columns* o = nullptr, const T* output_rows = nullptr) {
+__device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const State<BK>& S, const T* read_rows,
+                                                Accumulators* o = nullptr, const T* output_rows = nullptr) {
   const RowsReader<BK, T> right;
   const LeftReader<BK, T> left;
 #pragma unroll
   for (int c = 0; c < BK / 32; ++c) {  // 32 channels
-    u32 e[C / 8][4], s[2][4];
+    u32 e[BT / 8][4], s[2][4];
 #pragma unroll
-    for (int n = 0; n < C / 8; ++n) ldmatrix_x4(e[n], right.at(read_rows, 8 * n, 32 * c));
+    for (int n = 0; n < BT / 8; ++n) ldmatrix_x4(e[n], right.at(read_rows, 8 * n, 32 * c));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       pack_state<T, BK>(s[half], S, 2 * c + half);
 #pragma unroll
-      for (int n = 0; n < C / 8; ++n) multiply_halves(y[n], s[half], {e[n][2 * half], e[n][2 * half + 1]}, T{});
+      for (int n = 0; n < BT / 8; ++n) multiply_halves(y[n], s[half], {e[n][2 * half], e[n][2 * half + 1]}, T{});
     }
     if constexpr (OUTPUTS) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int m = 0; m < C / 16; ++m) {
+        for (int m = 0; m < BT / 16; ++m) {
           u32 w[4];
           ldmatrix_x4(w, left.at(output_rows, 16 * m, 32 * c + 16 * half));
           multiply_halves((*o)[m][0], w, {s[half][0], s[half][2]}, T{});
@@ -65,10 +65,10 @@ template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, cons
 
 // S += rows^T x. x: left operands [the warp's columns, 16 tokens], as load_packed and pack_tokens set them.
 template <int BK, typename T>
-__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u32 (&x)[C / 16][4]) {
+__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u32 (&x)[BT / 16][4]) {
   const RightReader<BK, T> reader;
 #pragma unroll
-  for (int n = 0; n < C / 16; ++n)
+  for (int n = 0; n < BT / 16; ++n)
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) {
       u32 b[4];
@@ -80,16 +80,16 @@ __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u3
 
 // Loads the warp's columns of a chunk's tokens, packed and transposed.
 template <int BV, typename T>
-__device__ __forceinline__ void load_packed(u32 (&x)[C / 16][4], const T* tile, int column) {
+__device__ __forceinline__ void load_packed(u32 (&x)[BT / 16][4], const T* tile, int column) {
   const TransposedReader<BV, T> reader(column);
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) ldmatrix_x4_trans(x[m], reader.at(tile, 16 * m, 0));
+  for (int m = 0; m < BT / 16; ++m) ldmatrix_x4_trans(x[m], reader.at(tile, 16 * m, 0));
 }
 
 // y += x.
-template <typename T> __device__ __forceinline__ void add_packed(float (&y)[C / 8][4], const u32 (&x)[C / 16][4]) {
+template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT / 8][4], const u32 (&x)[BT / 16][4]) {
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m)
+  for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       float* two = y[2 * m + part / 2] + part % 2 * 2;
@@ -100,9 +100,10 @@ template <typename T> __device__ __forceinline__ void add_packed(float (&y)[C / 
 
 // Rounds transposed x to operands, times factors of tokens: factors_at(i) returns those of tokens i + 2t and the next.
 template <typename T, class Factors>
-__device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const float (&x)[C / 8][4], Factors factors_at) {
+__device__ __forceinline__ void pack_tokens(u32 (&packed)[BT / 16][4], const float (&x)[BT / 8][4],
+                                            Factors factors_at) {
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m)
+  for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const float2 factors = factors_at(16 * m + part / 2 * 8);
@@ -111,16 +112,16 @@ __device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const floa
     }
 }
 template <typename T>
-__device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const float (&x)[C / 8][4]) {
+__device__ __forceinline__ void pack_tokens(u32 (&packed)[BT / 16][4], const float (&x)[BT / 8][4]) {
   pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
 }
 
 // d += M x, M a lower triangle; x: as in write_rows.
 template <typename T>
-__device__ __forceinline__ void multiply_packed(Columns& d, const Matrix<T>& M, const u32 (&x)[C / 16][4]) {
+__device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>& M, const u32 (&x)[BT / 16][4]) {
   const int lane = own_lane();
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m)
+  for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
     for (int before = 0; before <= m; ++before)
 #pragma unroll
@@ -134,14 +135,14 @@ __device__ __forceinline__ void multiply_packed(Columns& d, const Matrix<T>& M, 
 
 // y (transposed) += scale M^T x, M a lower triangle; x: as in write_rows.
 template <typename T>
-__device__ __forceinline__ void add_tokens(float (&y)[C / 8][4], const u32 (&x)[C / 16][4], const Matrix<T>& M,
+__device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const u32 (&x)[BT / 16][4], const Matrix<T>& M,
                                            float scale) {
   const int lane = own_lane();
-  float sums[C / 8][4] = {};
+  float sums[BT / 8][4] = {};
 #pragma unroll
-  for (int n = 0; n < C / 16; ++n)
+  for (int n = 0; n < BT / 16; ++n)
 #pragma unroll
-    for (int from = n; from < C / 16; ++from)
+    for (int from = n; from < BT / 16; ++from)
 #pragma unroll
       for (int number = 0; number < 2; ++number) {
         u32 b[4];  // tokens 16 from + 0...15 of M's rows, columns 16 n + 0...15
@@ -150,7 +151,7 @@ __device__ __forceinline__ void add_tokens(float (&y)[C / 8][4], const u32 (&x)[
         multiply_halves(sums[2 * n + 1], x[from], {b[2], b[3]}, T{});
       }
 #pragma unroll
-  for (int n = 0; n < C / 8; ++n)
+  for (int n = 0; n < BT / 8; ++n)
 #pragma unroll
     for (int m = 0; m < 4; ++m) y[n][m] = fmaf(scale, sums[n][m], y[n][m]);
 }
@@ -163,14 +164,14 @@ __device__ __forceinline__ void store_tokens(T* to, i64 stride, Pair pair_at, in
                                              int bytes) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
   to += g * stride + column + 2 * t;
-  if (rows >= C && bytes >= 4 && column + 16 <= width) {
+  if (rows >= BT && bytes >= 4 && column + 16 <= width) {
 #pragma unroll
-    for (int i = 0; i < C; i += 8, to += 8 * stride)
+    for (int i = 0; i < BT; i += 8, to += 8 * stride)
 #pragma unroll
       for (int across = 0; across < 16; across += 8) *reinterpret_cast<u32*>(to + across) = pair_at(i, across);
   } else {
 #pragma unroll
-    for (int i = 0; i < C; i += 8, to += 8 * stride)
+    for (int i = 0; i < BT; i += 8, to += 8 * stride)
 #pragma unroll
       for (int across = 0; across < 16; across += 8) {
         const u32 pair = pair_at(i, across);

@@ -309,17 +309,18 @@ class GradientsInChunks(Gradients):
         shape = replace(self.cut.shape(draft), H=heads)
         channels, columns = walk.padded_size(K), walk.padded_size(V)
         v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
-        kept = draft.empty((2, B, heads, shape.NC, channels, columns), problem.dtype)
+        chunk_states = draft.empty((2, B, heads, shape.NC, channels, columns), problem.dtype)
         residual_numbers = 1 if walk.two_writes else 2  # a number and what its rounding has lost
         residual, dresidual = (draft.empty((B, heads, T, n * columns), problem.dtype) for n in (residual_numbers, 1))
 
         args = inputs.common_args(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
         prepare_args = {name: x for name, x in args.items() if name in prepare.names} | {"w_scale": problem.scale}
         draft.launch(prepare, B * heads * shape.NC, **arrays, **prepare_args, prepared=prepared)
-        written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": dv}
+        written = {"chunk_states": chunk_states, "residual": residual, "dresidual": dresidual, "dv": dv}
         read = {"v": v, "prepared": prepared, "do_": do} | {name: args[name] for name in ("scale", "bytes")}
         self.cut.launch_walk(draft, shape, read, states, written)
-        args |= arrays | dict(zip(self.RESIDUALS, (residual, dresidual))) | {"kept": kept, "do_": do, "v": v}
+        args |= arrays | {"chunk_states": chunk_states, "do_": do, "v": v}
+        args |= dict(zip(self.RESIDUALS, (residual, dresidual)))
         self.launch_last(first, heads, shape, args)
 
     def launch_last(self, first, heads, shape, args):

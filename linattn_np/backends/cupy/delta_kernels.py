@@ -105,8 +105,8 @@ class DeltaBackwardStates(Walk):
 
     file = "delta/backward_states"
     arguments = members(
-        "rows v do_, rows? initial dht dh0 dv residual dresidual, pointers? kept starts F, pointers prepared, shape, "
-        "integers P, reals scale, integers bytes"
+        "rows v do_, rows? initial dht dh0 dv residual dresidual, pointers? chunk_states starts F, pointers prepared, "
+        "shape, integers P, reals scale, integers bytes"
     )
     directions: ClassVar[int] = 2
     MULTIPLE: ClassVar[int] = 64
@@ -130,7 +130,7 @@ class DeltaBackwardChunks(Kernel):
 
     file = "delta/backward_chunks"
     arguments = members(
-        "rows q k do_ e w g beta, pointers kept, rows dq dk, pointers? parts, rows dbeta, rows? dg, shape, "
+        "rows q k do_ e w g beta, pointers chunk_states, rows dq dk, pointers? parts, rows dbeta, rows? dg, shape, "
         "integers group, reals scale, integers normalized bytes"
     )
     shared = ("Shared<{dtype}, {BK}>",)
@@ -163,10 +163,10 @@ class DplrBackwardChunks(Kernel):
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
-        "rows q a k b do_ du v u g, pointers kept, rows dq dk da db dg, shape, reals scale, integers bytes"
+        "rows q a k b do_ du v u g, pointers chunk_states, rows dq dk da db dg, shape, reals scale, integers bytes"
     )
     shared = ("Shared<{dtype}, {gate}>",)
-    constants: ClassVar[tuple] = (("KEPT", "TILE"),)
+    constants: ClassVar[tuple] = (("TILE", "TILE"),)
     TILE: ClassVar[int] = 64  # channels of a block, and columns of a state that are in shared memory at a time
     CHUNK: ClassVar[int] = 32
     threads = 128
@@ -187,8 +187,8 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
     file = "delta/kda_backward_chunks"
     arguments = members(
-        "rows q k do_ w e g beta, pointers kept, pointers? parts, rows? dq dk, rows dg dbeta, shape, integers group, "
-        "reals scale, integers normalized bytes"
+        "rows q k do_ w e g beta, pointers chunk_states, pointers? parts, rows? dq dk, rows dg dbeta, shape, "
+        "integers group, reals scale, integers normalized bytes"
     )
 
 

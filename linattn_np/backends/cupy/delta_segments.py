@@ -1,8 +1,8 @@
 """How the walks of a delta rule (see `delta_kernels`) are cut into segments, and which kernels they take.
 
 Few heads leave multiprocessors idle, as one block computes all tokens of its columns of a head. Then sequences are cut
-into segments. A segment changes the state S before it to F S + G, and the gradient C of the state after it to
-F^T C + G': F [K, K] is the result of a walk from the identity with values of zeros; G and G' are the results of walks
+into segments. A segment changes the state S before it to F S + G, and the gradient dS of the state after it to
+F^T dS + G': F [K, K] is the result of a walk from the identity with values of zeros; G and G' are the results of walks
 from zeros, or from the sequence's initial state and dht. A first launch computes F, G and G' of all segments, a second
 one joins them to the states and gradients from which segments start, and a third one computes the outputs of all
 segments at the same time. F of a sequence's first and last segment is not needed, nor is G of its last one. Two
