@@ -177,12 +177,13 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and C for dv, are in shared memory
     const bool by_token = computes_by_token<T>(s, iteration);
+    // Read before this thread arrives at `within`: consumers wait there before they write the row again.
+    const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
     if (by_token) barrier_arrive(s.within);
     else make_scores<ReadOrder>(s, in, float(args.scale), warp, lane);
     barrier_arrive(s.scores);
     if (!by_token) {
       barrier_wait(s.scores, iteration & 1);  // all of A is in shared memory
-      const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
 #pragma unroll 1
       for (int panel = 0; panel < BV / 64; ++panel) {
         Values dv;

@@ -71,8 +71,8 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
   float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
   // [iteration % 2]: the largest magnitude of each warp's part of C. Consumers write a row again two iterations later,
-  // after they have waited for `within` or `done`, which its readers have arrived at. At a multiple of 16 bytes, since
-  // the assembler joins loads to pieces of 16: others would include a number of the other row.
+  // after they have waited for `within`, which its readers have arrived at. At a multiple of 16 bytes, since the
+  // assembler joins loads to pieces of 16: others would include a number of the other row.
   alignas(16) float largest[2][BK / 16];
   OwnScores<G, BK> own;
   float sums[2][BK];        // [iteration % 2]: the chunk's `sums` of backward_queries
