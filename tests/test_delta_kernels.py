@@ -375,6 +375,7 @@ BY_TOKEN = {  # operator, K, V, dtype, gate, options
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("segments", [3, 6])
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
 @pytest.mark.parametrize("case", BY_TOKEN)
@@ -400,6 +401,7 @@ def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
         assert rms(double(backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
 @pytest.mark.parametrize("before", [-np.inf, -76], ids=["from-zero", "from-little"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
