@@ -1,17 +1,17 @@
 // what      Backward pass of GLA and RWKV-6, the gradients with a channel axis: dq, dk and dg of one chunk of 64
 //           tokens, and the chunk's term of du.
-// math      a_t = exp g_t, a decay for each channel. S [K, V] is the state before the chunk, C [K, V] the gradient of
+// math      a_t = exp g_t, a decay for each channel. S [K, V] is the state before the chunk, dS [K, V] the gradient of
 //           the state after it. dA_ij = scale do_i . v_j for j <= i.
 //             start_i  = product of a_m from the chunk's first token through m = i        (RWKV-6: through m = i - 1)
 //             end_j    = product of a_m from m = j + 1 through the chunk's last token
 //             decay_ij = product of a_m from m = j + 1 through m = i, for j < i           (RWKV-6: through m = i - 1)
 //             dq_i = scale start_i (S do_i) + sum_{j<i} dA_ij decay_ij k_j + dA_ii k_i    (RWKV-6: dA_ii u k_i)
-//             dk_j = end_j (C v_j) + sum_{i>j} dA_ij decay_ij q_i + dA_jj q_j             (RWKV-6: dA_jj u q_j)
+//             dk_j = end_j (dS v_j) + sum_{i>j} dA_ij decay_ij q_i + dA_jj q_j             (RWKV-6: dA_jj u q_j)
 //             du   = sum_i dA_ii q_i k_i                                                  (RWKV-6 only)
 //           dg_t is the sum of all terms that have a_t as a factor:
 //             q_i scale start_i (S do_i) of the queries i >= t                            (RWKV-6: i > t)
-//             k_j end_j (C v_j) of the keys j < t
-//             sum over V of S C, times the product of all a_m of the chunk
+//             k_j end_j (dS v_j) of the keys j < t
+//             sum over V of S dS, times the product of all a_m of the chunk
 //             dA_ij q_i decay_ij k_j of the pairs j < t <= i                              (RWKV-6: j < t < i)
 //           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. A pair (query i, key j) of two sub-chunks is
 //           computed by way of a border between them: that of the halves (border32), else of the blocks (border16),
@@ -23,7 +23,7 @@
 //           If a log gate g of a warp's channels exceeds GROWTH, inverse decays could overflow: then the pairs within
 //           the sub-chunks of its 16 tokens are summed one by one (growth.cuh).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
-//           chunks of a batch row. kept: every chunk's S and C, as backward_states.cu writes them (`tile_at`)
+//           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
 // smem      q, k, g of the chunk, copied by all threads; a warp reads its 16 channels, and writes dq, dk, dg over them.
 //           Two stages of 32 columns of v and do, copied by all threads, read by all warps. ScoreData overwrites these
@@ -64,7 +64,7 @@ struct Gated {
   static constexpr bool gated = true, turned = false;
   template <typename T, typename Stored> using Type = Stored;
 };
-// Gated, with K and V swapped: the kernel reads the transposes of S and C.
+// Gated, with K and V swapped: the kernel reads the transposes of S and dS.
 struct GatedTurned : Gated {
   static constexpr bool turned = true;
 };
@@ -75,9 +75,9 @@ template <typename T, typename G, typename E> struct Args {
   Rows<const G> g;
   Rows<T> dq, dk;
   Rows<G> dg;
-  const float* u;     // null for GLA
-  const void* kept;   // of the type that products take (Math::Stored)
-  float* partial_du;  // null for GLA
+  const float* u;            // null for GLA
+  const void* chunk_states;  // of the type that products take (Math::Stored)
+  float* partial_du;         // null for GLA
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
@@ -107,7 +107,7 @@ template <class M> struct ScoreData {
   // to it, queries of the second half decayed from it.
   Held<M> border32[BLOCKS][THREADS];
   float decays[SUBS][TILE];       // the product of each channel's decays over each sub-chunk
-  float state_terms[2][THREADS];  // the thread's share of dg's term of S and C, for its two channels (by octet)
+  float state_terms[2][THREADS];  // the thread's share of dg's term of S and dS, for its two channels (by octet)
 };
 
 template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
@@ -129,14 +129,14 @@ __device__ __forceinline__ int column_of(int n) {
   return n - row * (row + 1) / 2;
 }
 
-// This lane's numbers of S and of C: of 16 channels by COLUMNS columns, 16 columns for each index m. Index p as in
+// This lane's numbers of S and of dS: of 16 channels by COLUMNS columns, 16 columns for each index m. Index p as in
 // fragments.cuh: channel lane / 4 + 8 (p % 2), columns 8 (p / 2) + 2 (lane % 4) and the next.
 template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
   struct alignas(2 * sizeof(Stored)) Neighbours {  // of one channel, in two neighbouring columns
     Stored x, y;
   };
-  Neighbours S[STEPS][4], C[STEPS][4];
+  Neighbours S[STEPS][4], dS[STEPS][4];
 
   // A tile [64, 64] of a state is stored as 8 x 8 matrices. `row` and `column` count these matrices; if TURNED, the
   // tile in memory is [column, row]. Returns the lane's pair: channel lane / 4, columns 2 (lane % 4) and the next.
@@ -147,12 +147,12 @@ template <class M, bool TURNED> struct States {
     return {matrix[0], matrix[8]};
   }
 
-  // Fills index m from 2 x 2 of the 8 x 8 matrices of the tiles of S and C, from (row, column) on.
-  __device__ __forceinline__ void load(int m, const Stored* S_tile, const Stored* C_tile, int row, int column) {
+  // Fills index m from 2 x 2 of the 8 x 8 matrices of the tiles of S and dS, from (row, column) on.
+  __device__ __forceinline__ void load(int m, const Stored* S_tile, const Stored* dS_tile, int row, int column) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       S[m][p] = load_pair(S_tile, row + (p & 1), column + (p >> 1));
-      C[m][p] = load_pair(C_tile, row + (p & 1), column + (p >> 1));
+      dS[m][p] = load_pair(dS_tile, row + (p & 1), column + (p >> 1));
     }
   }
 };
@@ -239,13 +239,13 @@ __device__ __forceinline__ float2 decays_of_columns(const float* decays, int col
   return column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{0.f, 0.f};
 }
 
-// Returns this lane's share of dg's term of S and C: the sum over V of decay S C, for channels lane / 4 + 8 n, n = 0,
-// 1. S is multiplied by the decay before it is multiplied by C, since S C alone may overflow. S, C: the tiles of the
+// Returns this lane's share of dg's term of S and dS: the sum over V of decay S dS, for channels lane / 4 + 8 n, n = 0,
+// 1. S is multiplied by the decay before it is multiplied by dS, since S dS alone may overflow. S, dS: the tiles of the
 // first columns in memory. `decay`: of the two channels over the chunk; `decays`: of the columns; `row`: the warp's
 // first channel, in 8 x 8 matrices; `column_stages`: stages of COLUMNS columns in V; `width`: of `decays`; `next_tile`:
 // the distance of tiles of columns in memory.
 template <class M, class Columns>
-__device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, const typename M::Stored* C, int row,
+__device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, const typename M::Stored* dS, int row,
                                                    int column_stages, float2 decay, const float* decays, int width,
                                                    int next_tile) {
   float2 sum = {0.f, 0.f};
@@ -253,15 +253,15 @@ __device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, 
   for (int n = 0; n < column_stages * STEPS; ++n) {
     States<M, Columns::turned> states;
     const int offset = n * 16 / TILE * next_tile;
-    states.load(0, S + offset, C + offset, row, n * 16 % TILE / 8);
+    states.load(0, S + offset, dS + offset, row, n * 16 % TILE / 8);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const auto &S_pair = states.S[0][p], &C_pair = states.C[0][p];
+      const auto &S_pair = states.S[0][p], &dS_pair = states.dS[0][p];
       float& channel_sum = p & 1 ? sum.y : sum.x;
       const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
       const float2 both_decays = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
-      channel_sum = fmaf(both_decays.x * to_float(S_pair.x), to_float(C_pair.x),
-                         fmaf(both_decays.y * to_float(S_pair.y), to_float(C_pair.y), channel_sum));
+      channel_sum = fmaf(both_decays.x * to_float(S_pair.x), to_float(dS_pair.x),
+                         fmaf(both_decays.y * to_float(S_pair.y), to_float(dS_pair.y), channel_sum));
     }
   }
   return sum;
@@ -269,10 +269,10 @@ __device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, 
 
 // Computes and stores dq, dk and dg of a chunk token by token, for columns with gates whose log gates are so large that
 // products of decays may overflow. A warp has one channel at a time, a lane one column at a time. Starts from the
-// chunk's S and C, at S_kept and C_kept, and reads v and do without decays (given_v, given_do).
+// chunk's S and dS, at S_tiles and dS_tiles, and reads v and do without decays (given_v, given_do).
 template <bool TURNED, typename Stored, typename T, typename G, typename E>
-__device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, const Stored* S_kept,
-                                                    const Stored* C_kept, int next_tile, const ChannelTile& work) {
+__device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, const Stored* S_tiles,
+                                                    const Stored* dS_tiles, int next_tile, const ChannelTile& work) {
   const int lane = threadIdx.x & 31, tokens = int(work.span.stop - work.span.start);
   const int first = work.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
   const auto tokens_of = [&](const auto& x) { return tokens_at(x, work.b, work.h, work.span.start, 0); };
@@ -294,7 +294,7 @@ __device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, c
       const int column = start + lane, in_tile = column % TILE;
       const int at = column / TILE * next_tile + (TURNED ? matrix_at(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
                                                          : matrix_at(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
-      float S = column < columns ? to_float(S_kept[at]) : 0.f, C = column < columns ? to_float(C_kept[at]) : 0.f;
+      float S = column < columns ? to_float(S_tiles[at]) : 0.f, dS = column < columns ? to_float(dS_tiles[at]) : 0.f;
       // [i]: the state after token i's decay, before its key and value are added. grown(x, sum) of tensor.cuh is
       // x exp(sum), finite also if exp(sum) alone overflows.
       float decayed[CHUNK];
@@ -306,10 +306,10 @@ __device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, c
       }
 #pragma unroll 1
       for (int i = tokens - 1; i >= 0; --i) {
-        C = fmaf(scale * q.at(i, channel, channels), do_.at(i, column, columns), C);
-        add_over_warp(dk, i, v.at(i, column, columns) * C);
-        add_over_warp(dg, i, decayed[i] * C);
-        C = grown(C, g.at(i, channel, channels) + gv.at(i, column, columns));
+        dS = fmaf(scale * q.at(i, channel, channels), do_.at(i, column, columns), dS);
+        add_over_warp(dk, i, v.at(i, column, columns) * dS);
+        add_over_warp(dg, i, decayed[i] * dS);
+        dS = grown(dS, g.at(i, channel, channels) + gv.at(i, column, columns));
       }
     }
 #pragma unroll
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = work.c, h = work.h, b = work.b;
   const Span span = work.span;
   const float scale = float(args.scale);
-  // Corrects the truncation of both operands of S do and of C v.
+  // Corrects the truncation of both operands of S do and of dS v.
   constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, E>;
   const bool vectors = args.vectors;
 
@@ -378,22 +378,22 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // product moves index 1 to index 0 and loads index 1.
   static_assert(STEPS == 2);
   States<M, Columns::turned> states;
-  Shape kept_shape = shape;
-  if (Columns::turned) kept_shape.K = shape.V, kept_shape.V = shape.K;
-  const Stored* S_kept =
-      static_cast<const Stored*>(args.kept) +
-      tile_at(kept_shape, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
-  const Stored* C_kept = S_kept + tile_at(kept_shape, heads, true, 0, 0, 0, 0, 0);
+  Shape states_shape = shape;
+  if (Columns::turned) states_shape.K = shape.V, states_shape.V = shape.K;
+  const Stored* S_tiles =
+      static_cast<const Stored*>(args.chunk_states) +
+      tile_at(states_shape, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
+  const Stored* dS_tiles = S_tiles + tile_at(states_shape, heads, true, 0, 0, 0, 0, 0);
   // from a tile of columns to the next one's numbers
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
   // Loads the 16 columns m of stage n to index `slot` of the queue.
   const auto fetch_states = [&](int slot, int n, int m) {
     const int offset = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
-    states.load(slot, S_kept + offset, C_kept + offset, 2 * warp, column);
+    states.load(slot, S_tiles + offset, dS_tiles + offset, 2 * warp, column);
   };
   if constexpr (Columns::gated)  // the condition is the same for the whole block, so that no thread waits at a barrier
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
-      return compute_token_by_token<Columns::turned>(args, S_kept, C_kept, next_tile, work);
+      return compute_token_by_token<Columns::turned>(args, S_tiles, dS_tiles, next_tile, work);
   fetch(0);
   cp_async_commit();
 #pragma unroll
@@ -402,8 +402,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 
-  // Sums over V. dq: S do, dk: C v, [16 channels, 64 tokens], without decays so far; dA: this warp's blocks of it,
-  // [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S C, by octet.
+  // Sums over V. dq: S do, dk: dS v, [16 channels, 64 tokens], without decays so far; dA: this warp's blocks of it,
+  // [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S dS, by octet.
   Block dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA[BLOCKS_PER_WARP] = {};
   float state_terms[2] = {};
   const int column_stages = int((shape.V + COLUMNS - 1) / COLUMNS);
@@ -416,17 +416,17 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const Values<E>& in = s.values[n & 1];
 #pragma unroll UNROLLED
     for (int m = 0; m < STEPS; ++m) {
-      Left<M> S, C;
+      Left<M> S, dS;
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const float2 S_pair = {to_float(states.S[0][p].x), to_float(states.S[0][p].y)};
-        const float2 C_pair = {to_float(states.C[0][p].x), to_float(states.C[0][p].y)};
-        states.S[0][p] = states.S[1][p], states.C[0][p] = states.C[1][p];
+        const float2 dS_pair = {to_float(states.dS[0][p].x), to_float(states.dS[0][p].y)};
+        states.S[0][p] = states.S[1][p], states.dS[0][p] = states.dS[1][p];
         const float2 column_decays =
             decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * lane_pair, int(width));
-        state_terms[p & 1] =
-            fmaf(column_decays.x * S_pair.x, C_pair.x, fmaf(column_decays.y * S_pair.y, C_pair.y, state_terms[p & 1]));
-        S.take(p, S_pair), C.take(p, C_pair);
+        state_terms[p & 1] = fmaf(column_decays.x * S_pair.x, dS_pair.x,
+                                  fmaf(column_decays.y * S_pair.y, dS_pair.y, state_terms[p & 1]));
+        S.take(p, S_pair), dS.take(p, dS_pair);
       }
       if (n + 1 < column_stages) fetch_states(1, n + 1, m);
 #pragma unroll
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         RightData<M, E> do_operand[2], v_operand[2];
         load_right<true>(do_operand, in.do_ + 16 * x * LDV + 16 * m, LDV);
         load_right<true>(v_operand, in.v + 16 * x * LDV + 16 * m, LDV);
-        multiply(dq[x], S, do_operand, dk[x], C, v_operand);
+        multiply(dq[x], S, do_operand, dk[x], dS, v_operand);
       }
 #pragma unroll
       for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
@@ -540,9 +540,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 
   const float2 chunk_decay = {product_of(sub_decays[0], 0, SUBS), product_of(sub_decays[1], 0, SUBS)};  // by octet
   state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
-  // Computed again, with another order of multiplications, if S C or a decay may exceed float32's range.
+  // Computed again, with another order of multiplications, if S dS or a decay may exceed float32's range.
   if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= FLOAT32_MAX))) {
-    const float2 sum = decayed_state_terms<M, Columns>(S_kept, C_kept, 2 * warp, column_stages, chunk_decay, decays,
+    const float2 sum = decayed_state_terms<M, Columns>(S_tiles, dS_tiles, 2 * warp, column_stages, chunk_decay, decays,
                                                        int(width), next_tile);
     state_terms[0] = sum.x, state_terms[1] = sum.y;
   }
@@ -596,7 +596,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // end of each iteration moves the other half's numbers there.
   float decay_to_half[2] = {1.f, 1.f};  // by octet: the product of decays from the chunk's start to this half
   // By octet, this lane's share of the terms of dg that every gate of the other half has: of the first half's keys with
-  // C, then of the second half's queries with S.
+  // dS, then of the second half's queries with S.
   float other_half[2] = {};
   float2 first_half_dg[2][HALF] = {},
          half_dg[2][HALF] = {};  // dg of the half computed before, and of the one computed last

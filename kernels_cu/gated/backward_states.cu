@@ -1,13 +1,13 @@
 // what      GLA and RWKV-6 backward on every card: the state S before every chunk of 64 tokens, walking forwards in
-//           time, and its gradient C after every chunk, walking backwards. Or the summaries of segments for both
-//           directions: the same walks, which store only their last S or C.
+//           time, and its gradient dS after every chunk, walking backwards. Or the summaries of segments for both
+//           directions: the same walks, which store only their last S or dS.
 // math      per step of 32 tokens, D [K] their decay:  S <- D S + (k decayed to their end)^T v;   backwards
-//           C <- D C + scale (q decayed from their start)^T do
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: every chunk's S and C in the layout of tile_at (backward.cuh),
-//           bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with kept, of N segments; dh0
-//           [N, H, K, V] float32 of sequences.
+//           dS <- D dS + scale (q decayed from their start)^T do
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of tile_at
+//           (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with
+//           chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
 //           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; first
-//           those of S, then those of C. A block stores the state that its segment leaves in the slot of the segment
+//           those of S, then those of dS. A block stores the state that its segment leaves in the slot of the segment
 //           that its walk would go on with. A walk's first segment starts from the given state, which is in its own
 //           slot, and the others from zero; scan_both_ways.cu joins them. The last segment of a walk has no block, and
 //           no decays
@@ -16,7 +16,7 @@
 // smem      Stage: a step of k, v and g, or q, do and g, STAGES times; copied by all threads, read by all warps
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read. For summaries also
 //           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
-// numerics  S and C in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
+// numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to
 //           FORGOTTEN_NATS, which is negative, or less, and none of these is positive
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
@@ -31,7 +31,7 @@ template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
   Rows<const G> g;
   const float *initial, *dht;  // null: zero
-  void* kept;                  // null: computes the summaries of segments
+  void* chunk_states;          // null: computes the summaries of segments
   float *dh0, *states, *decays;
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
@@ -118,9 +118,9 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V), P = int(args.P);
   const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * BV + 2 * t;
-  const bool segments = !args.kept;
+  const bool segments = !args.chunk_states;
 
-  // S, or backwards C: accumulators [16 channels, 8 columns] twice, BV / 16 times. each_number calls f(number, its
+  // S, or backwards dS: accumulators [16 channels, 8 columns] twice, BV / 16 times. each_number calls f(number, its
   // offset in a state [K, V]) for this lane's numbers.
   float S[BV / 16][2][4] = {};
   const auto each_number = [&](auto f) {
@@ -182,8 +182,9 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     fetch(step + STAGES - 1);
     if (!segments && step % 2 == 0) {
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
-      Stored* to = static_cast<Stored*>(args.kept) + tile_at(shape, args.heads, backwards, at.b, at.h - args.first,
-                                                             chunk, at.k_tile, at.v_tile * (BV / TILE));
+      Stored* to =
+          static_cast<Stored*>(args.chunk_states) +
+          tile_at(shape, args.heads, backwards, at.b, at.h - args.first, chunk, at.k_tile, at.v_tile * (BV / TILE));
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
@@ -263,6 +264,7 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
   at.v_tile = block % v_tiles, at.k_tile = block / v_tiles % k_tiles;
   at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
   at.span = tokens_of(shape, at.n % shape.count);
-  if (!args.kept && at.n % args.P == (backwards ? 0 : args.P - 1)) return;  // the last segment's summary is not used
+  if (!args.chunk_states && at.n % args.P == (backwards ? 0 : args.P - 1))
+    return;  // the last segment's summary is not used
   walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, at, backwards);
 }

@@ -1,11 +1,11 @@
 // what      GLA and RWKV-6 backward on every card: dv of a chunk.
-// math      C [K, V] the gradient of the state after the chunk of 64 tokens, A_ij = scale sum_k q_ik decay_ijk k_jk for
-//           j < i, A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) C + A^T do
-// shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: see backward_states.cu
+// math      dS [K, V] the gradient of the state after the chunk of 64 tokens, A_ij = scale sum_k q_ik decay_ijk k_jk
+//           for j < i, A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) dS + A^T do
+// shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; chunk_states: see backward_states.cu
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
-// smem      q, k, g and C of 32 channels at a time, copied by all threads; operands of these channels, made by each
+// smem      q, k, g and dS of 32 channels at a time, copied by all threads; operands of these channels, made by each
 //           warp of 8 channels, read by all. Then do over q, k, g and A over the operands; dv overwrites do
-// barriers  two for every 32 channels: they have been copied | operands and C are in shared memory; then: A is
+// barriers  two for every 32 channels: they have been copied | operands and dS are in shared memory; then: A is
 // numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate of a
 //           sub-chunk exceeds GROWTH, its scores are computed pair by pair (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -19,7 +19,7 @@ template <typename T, typename G> struct Args {
   Rows<const G> g;
   Rows<T> dv;
   const float* u;  // null for GLA
-  const void* kept;
+  const void* chunk_states;
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
@@ -49,7 +49,7 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
     Operands<Stored> operands;
     Stored A[CHUNK * LD<Stored, CHUNK>];  // [64, 64]
   };
-  Stored C[CHANNELS * BV];          // [32, BV] in matrices of 8 x 8
+  Stored dS[CHANNELS * BV];         // [32, BV] in matrices of 8 x 8
   float self_scores[WARPS][CHUNK];  // scores of tokens with themselves, over each warp's channels
   bool grows[SUBS];                 // whether a gate of the sub-chunk exceeds GROWTH
 };
@@ -97,14 +97,14 @@ __global__ void __launch_bounds__(
                                                  vectors);
   };
   const int tiles = int((shape.V + TILE - 1) / TILE), first = v_tile * (BV / TILE);
-  const Stored* kept =
-      static_cast<const Stored*>(args.kept) + tile_at(shape, heads, true, b, h - args.first, c, 0, first);
+  const Stored* chunk_states =
+      static_cast<const Stored*>(args.chunk_states) + tile_at(shape, heads, true, b, h - args.first, c, 0, first);
   const auto fetch_state = [&](int n) {
     constexpr int PART = CHANNELS * TILE;  // of a tile
-    const Stored* from = kept + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
+    const Stored* from = chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
 #pragma unroll 1
     for (int at = threadIdx.x * PIECE; at < BV / TILE * PART; at += THREADS * PIECE)
-      cp_async<16>(s.C + (at / 64 * 8 + row_place<Stored>(at / 8 % 8)) * 8 + at % 8,
+      cp_async<16>(s.dS + (at / 64 * 8 + row_place<Stored>(at / 8 % 8)) * 8 + at % 8,
                    from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
   };
 
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(
 #pragma unroll 1
   for (int n = 0; n < channel_parts; ++n) {
     cp_async_wait<0>();
-    __syncthreads();  // these channels have been copied; the previous operands, and their C, have been read
+    __syncthreads();  // these channels have been copied; the previous operands, and their dS, have been read
     fetch_state(n);
     cp_async_commit();
     {
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(
       }
     }
     cp_async_wait<0>();
-    __syncthreads();  // the operands and C are in shared memory; q, k and g have been read
+    __syncthreads();  // the operands and dS are in shared memory; q, k and g have been read
     if (n + 1 < channel_parts) {
       fetch(n + 1);
     } else {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(
       load_left<true>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
-        load_matrices(b, s.C + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
+        load_matrices(b, s.dS + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
         multiply(dv[x / 2], a, b);
       }
     }

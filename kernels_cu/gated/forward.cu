@@ -55,7 +55,7 @@ __device__ __noinline__ void store_unaligned(const Output<T>& o, T* to, i64 stri
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     gated_forward(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>;
   using Share = WarpShare<T, BK, WARPS>;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   if (ReadOrder::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS)
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
-  for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+  for (int at = threadIdx.x; at < s.NUMBERS * BT * s.LDA; at += THREADS)
     s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
   if (Share::CHANNEL_PARTS == 1)
-    for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+    for (int at = threadIdx.x; at < 2 * BT; at += THREADS) s.direct[at / BT][1][at % BT] = 0.f;
 
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     const T *k = args.k.row(b, h, at) + args.channel, *v = args.v.row(b, h, at) + v_tile;
     const T* q = args.q.row(b, h, at) + args.channel;
     if (bytes == 16) {
-      copy_rows<16, 8, C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
-      copy_rows<16, 8, C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
-      copy_rows<16, 8, C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
+      copy_rows<16, 8, BT, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
+      copy_rows<16, 8, BT, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
+      copy_rows<16, 8, BT, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
     } else {
-      copy_unaligned_rows<C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
-      copy_unaligned_rows<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
-      copy_unaligned_rows<C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
+      copy_unaligned_rows<BT, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
     }
     cp_async_commit();
   };
@@ -117,20 +117,20 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     fetch_next_gates(0);
   }
   int stage = 0;
-  for (int token = 0; token < tokens; token += C, stage ^= 1) {
+  for (int token = 0; token < tokens; token += BT, stage ^= 1) {
     TokenDecays<Share> decays;
     cp_async_wait<0>();
     // The chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read. It is also a
     // vote: whether a gate is above GROWTH.
     const bool grows = __syncthreads_or(store_span_decays<Share, BK>(s, decays));
-    const bool more = token + C < tokens;
-    if (more) fetch(token + C, stage ^ 1);
+    const bool more = token + BT < tokens;
+    if (more) fetch(token + BT, stage ^ 1);
 #pragma unroll
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
       const Share coord(x);
       if (coord.exists()) make_operands<ReadOrder, PRODUCTS>(s, stage, coord, decays, grows);
     }
-    if (more) fetch_next_gates(token + C);
+    if (more) fetch_next_gates(token + BT);
     __syncthreads();  // the operands are in shared memory
 
     Output<T> o = {};
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
     if (in_pairs) {
 #pragma unroll
-      for (int n = 0; n < C / 8; ++n) {
+      for (int n = 0; n < BT / 8; ++n) {
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
           const bool inside = 8 * n < rows && column + 8 * across < columns;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     } else {
       Output<T> copy;
 #pragma unroll
-      for (int n = 0; n < C / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
+      for (int n = 0; n < BT / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
       store_unaligned(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
     }
   }

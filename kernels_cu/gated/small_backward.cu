@@ -1,18 +1,18 @@
 // what      GLA and RWKV-6 backward with heads of at most 16 channels and columns.
-// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, C_t the gradient of S_t:   C_{t-1} = diag(exp g_t) C_t + scale
-//           q_{t-1} do_{t-1}^T;   dv_t = C_t^T k_t,   dk_t = C_t v_t,   dq_t = scale S_t do_t,   dg_t = diag(exp g_t)
-//           S_{t-1} . C_t, summed over columns.   RWKV-6, w_t = scale do_t . v_t:   C_{t-1} = diag(exp g_t) C_t + scale
-//           q_t do_t^T;   dq_t = scale S_{t-1} do_t + w_t u k_t,   du = sum_t w_t q_t k_t;   besides dk_t has w_t u
-//           q_t, and dv_t scale (q_t . u k_t) do_t
+// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, dS_t the gradient of S_t:   dS_{t-1} = diag(exp g_t) dS_t + scale
+//           q_{t-1} do_{t-1}^T;   dv_t = dS_t^T k_t,   dk_t = dS_t v_t,   dq_t = scale S_t do_t,   dg_t = diag(exp g_t)
+//           S_{t-1} . dS_t, summed over columns.   RWKV-6, w_t = scale do_t . v_t:   dS_{t-1} = diag(exp g_t) dS_t +
+//           scale q_t do_t^T;   dq_t = scale S_{t-1} do_t + w_t u k_t,   du = sum_t w_t q_t k_t;   besides dk_t has w_t
+//           u q_t, and dv_t scale (q_t . u k_t) do_t
 // shapes    q k g dq dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], starts, ends and dh0 [N, H, K, V] float32,
-//           partial_du [N P, H, K] float32, du of each segment; kept [B, NC, H, D D] float32: S before every step of 8
-//           tokens, in the order of lanes' registers, stored forwards in time and read backwards
+//           partial_du [N P, H, K] float32, du of each segment; step_states [B, NC, H, D D] float32: S before every
+//           step of 8 tokens, in the order of lanes' registers, stored forwards in time and read backwards
 // grid      a warp for every 512 / (D D) heads of all sequences or segments, sequence slowest; a lane has 16 / D rows
 //           of a head's state
-// smem      for each warp: two stages, each of a step's inputs and kept state, which gradients overwrite; the decays of
-//           one step
+// smem      for each warp: two stages, each of a step's inputs and stored state, which gradients overwrite; the decays
+//           of one step
 // barriers  of warps. Forwards in time two a step: the step has been copied, and its decays are in shared memory | it
-//           has been read. Backwards three: the step and its kept state have been copied | the kept state has been
+//           has been read. Backwards three: the step and its stored state have been copied | the stored state has been
 //           read, which dv overwrites | gradients are in shared memory, and the step has been read
 // numerics  float32 throughout; the gates' gradient is a sum without subtractions
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -28,7 +28,7 @@ template <typename T, typename G> struct Args {
   Rows<T> dq, dk, dv;
   Rows<G> dg;
   const float *u, *starts, *ends;  // starts: the states before segments; ends: the gradients of those after; null: zero
-  float *dh0, *kept, *partial_du;  // dh0 and partial_du null: not wanted
+  float *dh0, *step_states, *partial_du;  // dh0 and partial_du null: not wanted
   Shape shape;
   double scale;
   i64 P;      // segments of a sequence
@@ -42,8 +42,8 @@ template <typename T, typename G, int D> struct Stage {
   Tile<T, D, LANES<D>> v, do_;
   Tile<G, D, LANES<D>> g;  // overwritten by dg
   union {
-    float4 kept[NUMBERS / 4][32];
-    Tile<T, D, LANES<D>> dv;  // overwrites `kept`
+    float4 step_states[NUMBERS / 4][32];
+    Tile<T, D, LANES<D>> dv;  // overwrites `step_states`
   };
 };
 template <typename T, typename G, int D> struct Shared {
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   };
   const i64 first_kept =
       (at.b * shape.NC + (at.n < 0 ? 0 : chunks_of(shape, at.n % shape.count).start)) * shape.H + at.h;
-  const auto kept_at = [&](int token) {
-    return reinterpret_cast<float4*>(args.kept) +
+  const auto state_at = [&](int token) {
+    return reinterpret_cast<float4*>(args.step_states) +
            (first_kept + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+coord.lane;
   };
   // The addresses of rows, in memory and in tiles, are computed each time: registers to hold them are too few.
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     fetch_rows(to.q, args.q, token, K), fetch_rows(to.do_, args.do_, token, V);
 #pragma unroll
     for (int n = 0; n < NUMBERS / 4; ++n)
-      cp_async<16>(&to.kept[n][threadIdx.x & 31], kept_at(token) + n * LANES<D>, token < at.tokens);
+      cp_async<16>(&to.step_states[n][threadIdx.x & 31], state_at(token) + n * LANES<D>, token < at.tokens);
     cp_async_commit();
   };
   // Computes the state after token i of the step from the state before it.
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     for (int token = 0, stage = 0; token <= last; token += STEP, stage ^= 1) {
       const Stage<T, G, D>& in = s.stages[stage];
       if (token < at.tokens) {
-        float4* to = kept_at(token);
+        float4* to = state_at(token);
 #pragma unroll
         for (int n = 0; n < NUMBERS / 4; ++n) {
           const float* x = &S[4 * n / D][4 * n % D];
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     fetch_all(s.stages[last / STEP % 2], last);
   }
 
-  State C = {};  // the gradient of the state that the tokens so far start from
-  if (args.ends) each_number(C, at.n, [&](float& x, i64 place) { x = args.ends[place]; });
+  State dS = {};  // the gradient of the state that the tokens so far start from
+  if (args.ends) each_number(dS, at.n, [&](float& x, i64 place) { x = args.ends[place]; });
   float u[ROWS], du[ROWS] = {};
 #pragma unroll
   for (int c = 0; c < ROWS; ++c) u[c] = BEFORE && channel + c < K ? args.u[at.h * K + channel + c] : 1.f;
@@ -172,13 +172,13 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     State S[STEP];  // before each token
 #pragma unroll
     for (int n = 0; n < NUMBERS / 4; ++n) {
-      const float4 x = in.kept[n][threadIdx.x & 31];
+      const float4 x = in.step_states[n][threadIdx.x & 31];
       float* to = &S[0][4 * n / D][4 * n % D];
       to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 #pragma unroll
     for (int i = 0; i + 1 < STEP; ++i) next_state(S[i + 1], S[i], in, i);
-    __syncwarp();  // the kept state has been read, which dv overwrites
+    __syncwarp();  // the stored state has been read, which dv overwrites
 #pragma unroll
     for (int i = STEP - 1; i >= 0; --i) {
       float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D], dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
@@ -198,13 +198,13 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
         const float scaled_q = scale * q[c];
 #pragma unroll
         for (int x = 0; x < D; ++x) {
-          const float C_after = BEFORE ? C[c][x] : fmaf(scaled_q, do_[x], C[c][x]);
+          const float dS_after = BEFORE ? dS[c][x] : fmaf(scaled_q, do_[x], dS[c][x]);
           dq[c] = fmaf(S[i][c][x], do_[x], dq[c]);
-          dk[c] = fmaf(C_after, v[x], dk[c]);
-          dv[x] = fmaf(k[c], C_after, dv[x]);
-          const float decayed = a[c] * C_after;
+          dk[c] = fmaf(dS_after, v[x], dk[c]);
+          dv[x] = fmaf(k[c], dS_after, dv[x]);
+          const float decayed = a[c] * dS_after;
           dg[c] = fmaf(S[i][c][x], decayed, dg[c]);
-          C[c][x] = BEFORE ? fmaf(scaled_q, do_[x], decayed) : decayed;
+          dS[c][x] = BEFORE ? fmaf(scaled_q, do_[x], decayed) : decayed;
         }
         dq[c] = fmaf(BEFORE ? scale : scale * a[c], dq[c], self_weight * u[c] * k[c]);
         if (BEFORE) {
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     };
     put(in.q, args.dq, K), put(in.k, args.dk, K), put(in.g, args.dg, K), put(in.dv, args.dv, V);
   }
-  if (args.dh0 && at.n % args.P == 0) each_number(C, at.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });
+  if (args.dh0 && at.n % args.P == 0) each_number(dS, at.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });
   if (BEFORE)
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)

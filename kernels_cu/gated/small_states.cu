@@ -1,8 +1,8 @@
 // what      Summaries of the P segments of sequences, for heads of at most 16 channels and columns: the state S that a
-//           segment's tokens leave if it starts from zero, and their decay; for the backward pass also the gradient C
+//           segment's tokens leave if it starts from zero, and their decay; for the backward pass also the gradient dS
 //           of the state before the segment that its tokens leave if the gradient after it is zero.
-// math      S <- diag(exp g_t) S + k_t v_t^T;   backwards in time C <- diag(exp g_t) (C + scale q_t do_t^T)  (RWKV-6:
-//           diag(exp g_t) C + scale q_t do_t^T)
+// math      S <- diag(exp g_t) S + k_t v_t^T;   backwards in time dS <- diag(exp g_t) (dS + scale q_t do_t^T)  (RWKV-6:
+//           diag(exp g_t) dS + scale q_t do_t^T)
 // shapes    q k g [B, H, T, K], v do [B, H, T, V], initial, dht [N, H, K, V] float32.
 //           Forward pass (`both` is 0): states [N P, H, K, V] and decays [N P, H, 2, K] float32, read by
 //           scan_segments.cu: the summary of each segment; the second row of decays is 1.

@@ -42,7 +42,7 @@ template <typename T, int TILES> struct alignas(16) WideShared {
 
 template <typename T, int TILES>
 __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_wide_forward(const Args<T> args) {
-  constexpr int THREADS = 32 * STRIPS * TILES, C = CHUNK<T>;
+  constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
   auto& s = *reinterpret_cast<WideShared<T, TILES>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 across = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / across, H = u32(shape.H);
@@ -69,14 +69,14 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
 
   const auto fetch = [&](int chunk) {  // of the sequence
     auto& to = s.stages[chunk % STAGES];
-    const i64 place = (i64(b) * shape.H + h) * shape.NC + chunks.start + chunk, token = span.start + C * chunk;
-    const int rows = tokens - C * chunk;
+    const i64 place = (i64(b) * shape.H + h) * shape.NC + chunks.start + chunk, token = span.start + BT * chunk;
+    const int rows = tokens - BT * chunk;
     copy_tile<TILES * 2 * TILE_SIZE, THREADS>(to.operands, args.operands + place * TILES * 2 * TILE_SIZE);
     copy_tile<SCORES, THREADS>(to.scores, args.scores + place * SCORES);
     copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + place * TILES * WIDE);
     const T* v = args.v.row(b, h, token) + v_tile;
-    if (bytes == 16) copy_rows<16, 8, C, BV, THREADS>(to.v, v, args.v.t, rows, columns);
-    else copy_unaligned_rows<C, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
+    if (bytes == 16) copy_rows<16, 8, BT, BV, THREADS>(to.v, v, args.v.t, rows, columns);
+    else copy_unaligned_rows<BT, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
   };
 
   const int count = int(chunks.stop - chunks.start);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
       if (tile == 0) add_score_outputs<WideScores, 1, BV>(o, in.scores, in.v, 16 * strip);
       const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
 #pragma unroll
-      for (int n = 0; n < C / 8; ++n)
+      for (int n = 0; n < BT / 8; ++n)
 #pragma unroll
         for (int side = 0; side < 2; ++side)
           *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     }
     update_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, in.v, in.decays + tile * WIDE, 16 * strip);
     __syncthreads();  // the outputs over each tile are in shared memory
-    const i64 token = span.start + C * chunk;
-    const int rows = tokens - C * chunk;
+    const i64 token = span.start + BT * chunk;
+    const int rows = tokens - BT * chunk;
 #pragma unroll 1
-    for (int at = 4 * threadIdx.x; at < C * BV; at += 4 * THREADS) {
+    for (int at = 4 * threadIdx.x; at < BT * BV; at += 4 * THREADS) {
       const int row = at / BV, column = at % BV;
       if (row >= rows || column >= columns) continue;
       float x[4] = {};

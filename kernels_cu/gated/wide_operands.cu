@@ -31,7 +31,7 @@ template <typename T, typename G> struct Args {
 
 template <class ReadOrder, typename T, typename G>
 __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> args) {
-  constexpr int THREADS = 256, C = CHUNK<T>, PRODUCTS = 1;
+  constexpr int THREADS = 256, BT = CHUNK<T>, PRODUCTS = 1;
   using Share = WarpShare<T, WIDE, THREADS / 32>;
   static_assert(Share::SHARES_PER_WARP == 1 && Share::CHANNEL_PARTS == 1 && TASKS<T> == THREADS / 32);
   auto& s = *reinterpret_cast<Shared<SplitChannels, T, G, WIDE, 16>*>(dynamic_smem());
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const auto fetch = [&](int tile, int stage) {
     const int first = tile * WIDE, channels = int(min(shape.K - first, i64(WIDE)));
     if (bytes == 16) {
-      copy_rows<16, 8, C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels);
-      copy_rows<16, 8, C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels);
+      copy_rows<16, 8, BT, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels);
+      copy_rows<16, 8, BT, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels);
     } else {
-      copy_unaligned_rows<C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels, bytes);
-      copy_unaligned_rows<C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels, bytes);
     }
   };
   const auto fetch_gates_of = [&](int tile) {
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   };
 
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
-  for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
-  const ScoreTask<T> task(warp, warp < C / BC);
+  for (int at = threadIdx.x; at < 2 * BT; at += THREADS) s.direct[at / BT][1][at % BT] = 0.f;
+  const ScoreTask<T> task(warp, warp < BT / BC);
   float scores[4] = {}, itself = 0.f;  // this warp's task; the score of token threadIdx.x with itself
   bool grows = false;
   fetch(0, 0);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     score_task<ReadOrder, PRODUCTS>(more, s, task);
 #pragma unroll
     for (int x = 0; x < 4; ++x) scores[x] += more[x];
-    if (threadIdx.x < C) itself += s.direct[0][0][threadIdx.x];
+    if (threadIdx.x < BT) itself += s.direct[0][0][threadIdx.x];
     const uint4 *queries = reinterpret_cast<const uint4*>(s.q[stage]),
                 *keys = reinterpret_cast<const uint4*>(s.k[stage]);
     uint4* to = reinterpret_cast<uint4*>(args.operands + place * 2 * TILE_SIZE);
@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
   }
   const bool any = __syncthreads_or(grows);  // all tiles have been read
-  if (threadIdx.x < C) s.direct[0][0][threadIdx.x] = itself;
+  if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = itself;
   __syncthreads();  // scores of tokens with themselves are in shared memory
-  if (any && warp < C / BC)
+  if (any && warp < BT / BC)
     score_pairs_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
                                                 g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t,
                                                 rows - BC * warp, int(shape.K));

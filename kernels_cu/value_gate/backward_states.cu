@@ -1,17 +1,17 @@
 // what      GLA with a value gate, backward: the state S before every chunk, walking forwards in time, and its gradient
-//           C after every chunk, walking backwards.
+//           dS after every chunk, walking backwards.
 // math      per chunk of 64 tokens, D the chunk's decays of channels (left) and of columns (right):
 //           S <- D S D + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
-//           C <- D C D + scale (q decayed from the chunk's start)^T (do decayed from its start)
+//           dS <- D dS D + scale (q decayed from the chunk's start)^T (do decayed from its start)
 // shapes    decayed q k [B, heads, T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays
 //           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC]: from backward_scores.cu. g [B, H,
-//           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. kept: see backward.cuh; initial, dht,
-//           dh0 [N, H, K, V] float32
+//           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. chunk_states: see backward.cuh;
+//           initial, dht, dh0 [N, H, K, V] float32
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
 // smem      Stage, STAGES times: 32 tokens
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read
-// numerics  S and C in float32 accumulators; products as in fragments.cuh. A chunk that grows by more than BY_CHUNK is
+// numerics  S and dS in float32 accumulators; products as in fragments.cuh. A chunk that grows by more than BY_CHUNK is
 //           computed token by token (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
@@ -26,7 +26,7 @@ template <typename T, typename G, typename Stored> struct Args {
   Rows<const G> g, gv;
   const float *channel_decays, *column_decays, *channel_growth, *column_growth;
   const float *initial, *dht;  // null: zero
-  void* kept;
+  void* chunk_states;
   float* dh0;  // null: not wanted
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
@@ -44,11 +44,11 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A lane's part of a tile of S or C, accumulators [16 channels, 8 columns]: two channels that are 8 apart, and two of
+// A lane's part of a tile of S or dS, accumulators [16 channels, 8 columns]: two channels that are 8 apart, and two of
 // every 8 columns.
 using StatePart = float[TILE / 16][2][4];
 
-// Computes S after a chunk from S before it, or backwards C before the chunk, token by token. S is in memory, so that
+// Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. S is in memory, so that
 // the caller needs no registers for it head. `channel` and `column`: of the part's first number.
 template <class Args>
 __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& args, i64 b, i64 h, i64 chunk,
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
     if (step % STEPS == 0) {
-      Stored* to =
-          static_cast<Stored*>(args.kept) + tile_at(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
+      Stored* to = static_cast<Stored*>(args.chunk_states) +
+                   tile_at(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll

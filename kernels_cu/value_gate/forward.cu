@@ -125,7 +125,7 @@ template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
-  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, SUBS = BT / BC, BLOCKS = BT / 16;
   using Share = WarpShare<T, BK, WARPS>;
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(2 * BV,
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
   if constexpr (HAS_OUTPUTS) {
-    for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+    for (int at = threadIdx.x; at < s.NUMBERS * BT * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
     if (Share::CHANNEL_PARTS == 1)
-      for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+      for (int at = threadIdx.x; at < 2 * BT; at += THREADS) s.direct[at / BT][1][at % BT] = 0.f;
   }
 
   const auto fetch = [&](int token, int stage) {
@@ -171,17 +171,17 @@ __global__ void __launch_bounds__(2 * BV,
   }
   cp_async_commit();
   int stage = 0;
-  for (int token = 0; token < tokens; token += C, stage ^= 1) {
+  for (int token = 0; token < tokens; token += BT, stage ^= 1) {
     TokenDecays<Share> decays;
     cp_async_wait<0>();
     bool grows = store_span_decays<Share, BK>(s, decays);
     // The chunk has been copied, and its spans' decays are stored; the previous chunk has been read.
     grows = __syncthreads_or(grows);
-    const bool more = token + C < tokens;
+    const bool more = token + BT < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
                                columns, bytes);
     cp_async_commit();
-    if (more) fetch(token + C, stage ^ 1);
+    if (more) fetch(token + BT, stage ^ 1);
 #pragma unroll
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
       const Share coord(x);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(2 * BV,
             s, stage, coord, decays,
             grows || !HAS_OUTPUTS);  // SegmentState: decays in the order for large gates
     }
-    if (more) fetch_next_gates(token + C);
+    if (more) fetch_next_gates(token + BT);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // the operands are stored; the columns' gates have been copied
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(2 * BV,
     if constexpr (!HAS_OUTPUTS) {
       if (threadIdx.x < channels)
         total += log_decay(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel), threadIdx.x,
-                           min(rows, C));
+                           min(rows, BT));
     }
     float largest = 0.f;  // of the columns' gates
 #pragma unroll
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(2 * BV,
     }
     const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));
     const ChunkColumns own = {
-        b, h, span.start + token, min(rows, C), channels, v_tile + column, min(columns - column, 16)};
+        b, h, span.start + token, min(rows, BT), channels, v_tile + column, min(columns - column, 16)};
     State<BK> kept_in_registers;
     bool by_token = false;  // whether results of products are replaced by those of compute_token_by_token
     if (grows || columns_grow) {
@@ -278,14 +278,14 @@ __global__ void __launch_bounds__(2 * BV,
         constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
         const int lane = threadIdx.x & 31, across = lane % ACROSS * PIECE;
 #pragma unroll
-        for (int n = 0; n < C * ACROSS / 32; ++n) {
+        for (int n = 0; n < BT * ACROSS / 32; ++n) {
           const int row = n * 32 / ACROSS + lane / ACROSS;
           if (row < rows && column + across < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + across) =
                 *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
         }
       } else {
-        store_unaligned<C, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
+        store_unaligned<BT, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
       }
     }
   }

@@ -1,26 +1,26 @@
-// what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient C [K, V] of the state
+// what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
-// math      per chunk of 32 tokens, C being the gradient of the state after it and S the state before it. Decays
+// math      per chunk of 32 tokens, dS being the gradient of the state after it and S the state before it. Decays
 //           [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to query i, L_j from key j to
 //           the chunk's end (decays.cuh).
 //           A_ij = scale q_i . D_ij k_j, dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i, A_ii = scale q_i . u k_i)
-//           dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j scale do_j . v_j)
-//           dv_j = sum_i A_ij do_i + (L_j k_j) C
-//           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, weight_t the query share of backward_queries
-//           C <- D C + scale sum_i E_i q_i do_i^T
+//           dk_j = sum_i dA_ij D_ij q_i + L_j dS v_j (RWKV-6: + u q_j scale do_j . v_j)
+//           dv_j = sum_i A_ij do_i + (L_j k_j) dS
+//           dg_t = weight_t + sum_{j<t} k_j L_j dS v_j + D sum_v S dS, weight_t the query share of backward_queries
+//           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and
 //           dh0 [N, H, K, V] float32. From backward_queries: query_share, which may be dg itself; sums [chunk, K +
-//           FLAGS], the queries' terms of sum_v S C, and ends [N, H, K], its value at the end; kept, states S
+//           FLAGS], the queries' terms of sum_v S dS, and ends [N, H, K], its value at the end; kept, states S
 //           (states.cuh)
 // grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
 //           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
 //           chunks. If BK = 64, the last one makes A, too, and the consumers make dv
 // smem      backward_keys_storage.cuh
 // barriers  backward_keys_storage.cuh
-// numerics  A and dA are tf32; C: states.cuh. sum_v S C [K] is carried from chunk to chunk: the chunk's keys' terms are
-//           subtracted, its queries' terms added. If a channel forgets within a chunk (`is_forgotten` in growth.cuh),
-//           the sum before it is set to 0: else dg, there far smaller than those terms, would be their rounding error.
-//           If gates above 0 come later, larger rests are kept, since growth may make them matter
+// numerics  A and dA are tf32; dS: states.cuh. sum_v S dS [K] is carried from chunk to chunk: the chunk's keys' terms
+//           are subtracted, its queries' terms added. If a channel forgets within a chunk (`is_forgotten` in
+//           growth.cuh), the sum before it is set to 0: else dg, there far smaller than those terms, would be their
+//           rounding error. If gates above 0 come later, larger rests are kept, since growth may make them matter
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/backward_keys_storage.cuh"
@@ -28,9 +28,9 @@
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
-// Whether C is tf32 in its product with v, which then needs a float32 copy of v. Otherwise C is the sum of two bfloat16
-// numbers, or one float16 number, and v is used as it is. With 128 channels two numbers cost more than the copy. With
-// float32 gates and float16 data C is tf32, since dg is stored in float32 and must be more accurate.
+// Whether dS is tf32 in its product with v, which then needs a float32 copy of v. Otherwise dS is the sum of two
+// bfloat16 numbers, or one float16 number, and v is used as it is. With 128 channels two numbers cost more than the
+// copy. With float32 gates and float16 data dS is tf32, since dg is stored in float32 and must be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
 // Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, which leave no
@@ -38,11 +38,11 @@ template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
-// The largest magnitude of C that float16 products take: C is scaled to float16's range, and numbers of size 1 must
+// The largest magnitude of dS that float16 products take: dS is scaled to float16's range, and numbers of size 1 must
 // still be normal numbers there.
 constexpr float TOO_LARGE = 0x1p29f;
 
-// The largest magnitude of C, from the largest ones of all warps.
+// The largest magnitude of dS, from the largest ones of all warps.
 template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&parts)[WARPS]) {
   float x = parts[0];
   for (int other = 1; other < WARPS; ++other) x = fmaxf(x, parts[other]);
@@ -50,7 +50,7 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
 }
 
 // Whether the chunk is computed token by token (growth.cuh): because the first pass says so (gates are too far above 0,
-// or float16 does not hold a query share), or C exceeds float16's range. All threads get the same result; the
+// or float16 does not hold a query share), or dS exceeds float16's range. All threads get the same result; the
 // vote tells the compiler so.
 template <typename T, typename Shared>
 __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
@@ -121,11 +121,11 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   fence_async();
 }
 
-// Starts the product (L_j k_j) C of 64 columns of dv, columns 64 `panel` and on. It does not wait for the result.
+// Starts the product (L_j k_j) dS of 64 columns of dv, columns 64 `panel` and on. It does not wait for the result.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
-  const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
+  const u64 state_tile = wgmma_tile(s.dS[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c)
@@ -134,7 +134,7 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Sc
   wgmma_commit();
 }
 
-// Waits for that product, adds sum_i A_ij do_i, and stores dv over v. down: C was multiplied by 1 / down for the
+// Waits for that product, adds sum_i A_ij do_i, and stores dv over v. down: dS was multiplied by 1 / down for the
 // product.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
@@ -175,7 +175,7 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
   const auto compute_chunk = [&](u32 iteration, int) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and C for dv, are in shared memory
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and dS for dv, are in shared memory
     const bool by_token = computes_by_token<T>(s, iteration);
     // Read before this thread arrives at `within`: consumers wait there before they write the row again.
     const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
@@ -337,15 +337,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     __syncwarp();  // all lanes have read `kept_share` of the previous segment
     if (lane == 0) kept_share = infinity();
   }
-  const bool joins = at.last != at.pair;    // whether it is two segments: then a state is stored after it
-  float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C after the chunk, of this lane's two channels
-  load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
+  const bool joins = at.last != at.pair;     // whether it is two segments: then a state is stored after it
+  float dS[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S dS after the chunk, of this lane's two channels
+  load_state<BV>(dS, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
     if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
-  const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.C has been read
+  const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
     if (HAS_SCORE_WARPGROUP<BK> && iteration)
       barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
   };
@@ -354,7 +354,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
-    // From a kept state S, sum_v S C is computed anew, so that its rounding errors do not add up.
+    // From a kept state S, sum_v S dS is computed anew, so that its rounding errors do not add up.
     if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {
       const float4* from =
           checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, at) + next / CHECKPOINT_EVERY);
@@ -362,11 +362,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {
         const float4 S = from[n * 2 * BK];
-        end[0] += S.x * C[4 * n] + S.y * C[4 * n + 1], end[1] += S.z * C[4 * n + 2] + S.w * C[4 * n + 3];
+        end[0] += S.x * dS[4 * n] + S.y * dS[4 * n + 1], end[1] += S.z * dS[4 * n + 2] + S.w * dS[4 * n + 3];
       }
       for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
-    if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
+    if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
     Gates<G, true> gates;
     Operand q, k, keys;
@@ -383,12 +383,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     for (int n = 0; n < AHEAD; ++n) decays_near(n);
     if (IS_NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; s.largest is complete
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);         // q and g have been read: put_within overwrites them
-    // dA, and v for its product with C, are in shared memory.
+    // dA, and v for its product with dS, are in shared memory.
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     if (computes_by_token<T>(s, iteration)) return false;
-    const Scale C_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
-    const bool scaled = IS_NARROW<T> && C_scale.up != 1.f;
-    if (scaled) scale_state<BV>(C, C_scale.up, C_scale.up);
+    const Scale dS_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    const bool scaled = IS_NARROW<T> && dS_scale.up != 1.f;
+    if (scaled) scale_state<BV>(dS, dS_scale.up, dS_scale.up);
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
@@ -402,10 +402,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const PairReader dA(values.dA, 0, int(places.z));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, C, s.read, n);
+      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, dS, s.read, n);
       else
-        read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores C for dv
-          if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
+        read_part<BV>(from_state, columns, dS, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores dS for dv
+          if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_offset(s.dS[warpgroup], offset + 2048 * tile), two);
         });
       if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
@@ -431,11 +431,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_keep(from_state);
     if constexpr (TF32_READ<T, G, BK> || HAS_SCORE_WARPGROUP<BK>) {
       wait_for_values(iteration);
-      put_state<T, BV>(s.C, C, warpgroup, offset);
+      put_state<T, BV>(s.dS, dS, warpgroup, offset);
     }
     if (scaled) {
-      scale_state<BV>(C, C_scale.down, C_scale.down);
-      for (float& x : from_state) x *= C_scale.down;
+      scale_state<BV>(dS, dS_scale.down, dS_scale.down);
+      for (float& x : from_state) x *= dS_scale.down;
     }
     __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
     Chunk start;
@@ -447,7 +447,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     float to_state[2] = {scale, scale};
     if (first_gate_strong) {
       query_scale = scale_of_queries<ReadOrder, T>(start);
-      scale_state<BV>(C, query_scale.up[0], query_scale.up[1]);
+      scale_state<BV>(dS, query_scale.up[0], query_scale.up[1]);
       for (int h = 0; h < 2; ++h) to_state[h] *= query_scale.up[h];
     }
     decay_queries<false, T>(queries_across, q, start, decays, to_state, [&](auto... x) { queries.put(x...); });
@@ -458,7 +458,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     });
     put_across(s.by8[warpgroup], s.by16[warpgroup], queries_across, keys_across, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    barrier_arrive(s.operands);  // decayed queries and keys, and C for dv, are stored; v for C has been read
+    barrier_arrive(s.operands);  // decayed queries and keys, and dS for dv, are stored; v for dS has been read
 
     Across sums_across = {};  // sums over queries of other sub-chunks, for each key
     const auto sum_across = [&] {
@@ -469,26 +469,26 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         dA.add_queries(sums_across.by16[x], queries_across.by16[1], 3, x);
       }
     };
-    decay_state<BV>(C, decays);
+    decay_state<BV>(dS, decays);
     wgmma_fence();
-    start_write<T, BV>(C, queries, values.do_);
+    start_write<T, BV>(dS, queries, values.do_);
     wgmma_commit();
     if (first_gate_strong) {
       wgmma_wait<0>();
-      wgmma_keep(C);
-      scale_state<BV>(C, query_scale.down[0], query_scale.down[1]);
+      wgmma_keep(dS);
+      scale_state<BV>(dS, query_scale.down[0], query_scale.down[1]);
     }
     sum_across();
     constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[DV_PANELS + !DV_PANELS];
     if (DV_PANELS) {
-      barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C for dv and decayed keys of all warpgroups are in shared memory
+      barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // dS for dv and decayed keys of all warpgroups are in shared memory
       fence_async();                               // orders these stores before wgmma; here, where it costs less
     }
 #pragma unroll
     for (int panel = 0; panel < DV_PANELS; ++panel) start_values(dv[panel], s, in, panel);
 
-    const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of C
+    const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of dS
       each_pair([&](int n, int h) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
@@ -502,11 +502,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       });
     };
-    float sums[2];    // of the chunk's queries: their terms of sum_v S C, with units
-    float before[2];  // sum_j k_j L_j C v_j; then D sum_v S C, S the state before the chunk
+    float sums[2];    // of the chunk's queries: their terms of sum_v S dS, with units
+    float before[2];  // sum_j k_j L_j dS v_j; then D sum_v S dS, S the state before the chunk
     const uint4 tokens = entry_of(TOKENS);
-    // Sums by tensor cores would wait for C's products in RWKV-6, and need more registers than float16 leaves. With 128
-    // channels dk's terms are added while they run.
+    // Sums by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16 leaves. With
+    // 128 channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
     if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false>(dg, before);
@@ -525,9 +525,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     store_chunk_values(&in.q[warpgroup], dk, offset);
     if (DV_PANELS) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
 #pragma unroll
-    for (int panel = 0; panel < DV_PANELS; ++panel) finish_values(dv[panel], s, values, panel, C_scale.down, offset);
+    for (int panel = 0; panel < DV_PANELS; ++panel) finish_values(dv[panel], s, values, panel, dS_scale.down, offset);
     wgmma_wait<0>();
-    wgmma_keep(C);
+    wgmma_keep(dS);
     barrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
@@ -538,7 +538,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_arrive(s.operands);
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_share = ROUNDING;  // no thread reads it in this chunk
     const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
-    compute_keys_by_token<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q,
+    compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.dS), in.q,
                                                    in.k, in.g, in.query_share, values.v, values.do_, values.dA, u,
                                                    scale, grew, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
@@ -554,7 +554,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
-    each_of_state<BV>(C, first, args.shape, channel,
+    each_of_state<BV>(dS, first, args.shape, channel,
                       [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   }
 }

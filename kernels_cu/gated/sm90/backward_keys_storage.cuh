@@ -1,12 +1,12 @@
-// what      The arguments and the shared memory of Hopper's second backward pass, backward_keys.cu. Its symbols: C, the
-//           gradient of the state; A, the scores of a chunk's queries and keys; dA, their gradient.
+// what      The arguments and the shared memory of Hopper's second backward pass, backward_keys.cu. Its symbols: dS,
+//           the gradient of the state; A, the scores of a chunk's queries and keys; dA, their gradient.
 // smem      ChannelStage: a chunk's arrays of K channels, copied by the copying warps, read by consumers, which
 //           overwrite q by dk and g by dg; ValueStage: likewise its arrays of V columns, v is overwritten by dv;
-//           Shared: the decayed queries and keys of the chunk and C for dv, written by consumers and read by the warps
+//           Shared: the decayed queries and keys of the chunk and dS for dv, written by consumers and read by the warps
 //           that make A and dv; A
 // barriers  mbarriers. full, arrived: a ChannelStage, a ValueStage has been copied; done: the chunk's results are
-//           stored; pairs: dA is stored and, in float32, v; operands: the decayed queries and keys and C for dv are
-//           stored, and the product of C and v has ended; within: the queries and keys within sub-chunks have been
+//           stored; pairs: dA is stored and, in float32, v; operands: the decayed queries and keys and dS for dv are
+//           stored, and the product of dS and v has ended; within: the queries and keys within sub-chunks have been
 //           read; scores: A is stored
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
@@ -65,12 +65,12 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as fit
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
-  T C[BK / 64][BV][64];         // [column of V, channel], swizzled
-  FloatTile<BV> read;           // v of the next chunk, for products with C in tf32
+  T dS[BK / 64][BV][64];        // [column of V, channel], swizzled
+  FloatTile<BV> read;           // v of the next chunk, for products with dS in tf32
   Tile<float, BK> keys_within;  // at within_offset; of every four channels the middle two are swapped
   Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
   float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
-  // [iteration % 2]: the largest magnitude of each warp's part of C. Consumers write a row again two iterations later,
+  // [iteration % 2]: the largest magnitude of each warp's part of dS. Consumers write a row again two iterations later,
   // after they have waited for `within`, which its readers have arrived at. At a multiple of 16 bytes, since the
   // assembler joins loads to pieces of 16: others would include a number of the other row.
   alignas(16) float largest[2][BK / 16];

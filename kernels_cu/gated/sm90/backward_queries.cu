@@ -432,7 +432,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   wgmma_wait<0>();
   wgmma_keep(from_state);
   float end[2] = {};
-  // Whether a segment of the second pass ends here, for which sum_v S C is stored.
+  // Whether a segment of the second pass ends here, for which sum_v S dS is stored.
   const bool stores_end = args.dht && (!args.joined || at.last != at.pair);
   if (stores_end)
     each_of_state<BV, true>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,

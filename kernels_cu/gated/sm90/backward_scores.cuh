@@ -113,15 +113,15 @@ __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK]
   store_operand(by16, x, at);
 }
 
-// Stores C as an operand of dv: transposed, and rounded to T.
+// Stores dS as an operand of dv: transposed, and rounded to T.
 template <typename T, int BV>
-__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at) {
+__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&dS)[BV / 2], int warpgroup, int at) {
   at = opaque(warpgroup * int(sizeof *to) + at);  // `opaque`: computed only once
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(C[8 * part + 2 * m], C[8 * part + 2 * m + 1]);
+    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(dS[8 * part + 2 * m], dS[8 * part + 2 * m + 1]);
     stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
   }
 }

@@ -1,20 +1,20 @@
 // what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: computes, for each segment, its final
-//           state S and, in the other direction, the gradient C of the state before it; and the segment's decay.
+//           state S and, in the other direction, the gradient dS of the state before it; and the segment's decay.
 // math      per chunk of 32 tokens, with decays [K]: D from the chunk to the segment's border (its end for S, its start
-//           for C), L_j from key j to the chunk's end, E_i from the chunk's start to query i (decays.cuh).
+//           for dS), L_j from key j to the chunk's end, E_i from the chunk's start to query i (decays.cuh).
 //           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D times the chunk's decay, until D
-//           is almost 0. C, from the first chunk to the last: C += scale sum_i D E_i q_i do_i^T, D likewise.
+//           is almost 0. dS, from the first chunk to the last: dS += scale sum_i D E_i q_i do_i^T, D likewise.
 //           If gates are too far above 0: towards the border, S <- (the chunk's decay) S + sum_j L_j k_j v_j^T
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: the S and, second, the C with which
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: the S and, second, the dS with which
 //           each of the N segments starts; decays [2, N, H, K]. `first` and `last` are meant in the direction of S or
-//           C. A sequence's first of P segments starts with initial or dht [N / P, H, K, V], and its result is the
+//           dS. A sequence's first of P segments starts with initial or dht [N / P, H, K, V], and its result is the
 //           second's start. Other segments start from zero: scan_both_ways.cu joins their results
 // grid      a block for every (direction, segment, head, BK channels), directions slowest. A warpgroup for every 64
 //           channels (consumers) and one warp that copies chunks
 // smem      Stage: a chunk's inputs
 // barriers  full: a chunk's inputs have been copied; WALK: consumers have read the previous chunk, and vote whether
 //           they need another one; voted: the vote's result is stored
-// numerics  S and C in float32; tokens whose decay to the border is below e^-48 are left out
+// numerics  S and dS in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/growth.cuh"
@@ -28,7 +28,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P;      // segments of a sequence
-  i64 first;  // 1 if the states are known, so that only the direction of C is computed; else 0
+  i64 first;  // 1 if the states are known, so that only the direction of dS is computed; else 0
   i64 ends;   // whether only a sequence's first segment in each direction is computed
 };
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
   for (int h = 0; h < 2; ++h) to_border.decay[h] *= up[h], to_border.down[h] *= down[h];
 }
 
-// Computes S (BACKWARDS: C) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
+// Computes S (BACKWARDS: dS) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
 // decays: over the segment, 0 if chunks were left out. grown: whether gates are too far above 0 for these products:
 // then S is not valid. Returns how many chunks were used.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>

@@ -1,8 +1,8 @@
 // what      For chunks with large growth, whose log gates are far above 0, in Hopper's backward of GLA and RWKV-6: the
 //           tests that find such chunks, and both passes' results for them, computed token by token in float32.
-// math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: C_{t-1} = e^g_t C_t + scale q_t do_t^T, GLA:
-//           C_{t-1} = e^g_t (C_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of the
-//           gates between both)
+// math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: dS_{t-1} = e^g_t dS_t + scale q_t do_t^T, GLA:
+//           dS_{t-1} = e^g_t (dS_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of
+//           the gates between both)
 // numerics  Products on tensor cores need this decay as two factors, which growth takes out of range: within a
 //           sub-chunk a gate counts as LEAST at least, so that e^(LEAST + growth) of a token would pass a reset, and
 //           float16 ends at e^11. The results here overflow only where the recurrence itself does.
@@ -21,7 +21,7 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 // pass's sums over V. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether the sum_v S C before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
+// Whether the sum_v S dS before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
 // size: the magnitude of both; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless
 // the state had grown before and its gradient grows after the chunk: if that may be, `kept_share` is ROUNDING, and a
 // rest above kept_share times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels
@@ -147,10 +147,10 @@ __device__ __forceinline__ void update_state_by_token(float (&S)[BV / 2], T (&k)
   }
 }
 
-// Computes the gradient of the state before a chunk from C, that of the state after it. Calls f(row) when C is the
+// Computes the gradient of the state before a chunk from dS, that of the state after it. Calls f(row) when dS is the
 // gradient of the state after token `row`'s write.
 template <class ReadOrder, typename T, typename G, int BV, int PANELS, int GATES, class F>
-__device__ __forceinline__ void update_gradient_by_token(float (&C)[BV / 2], T (&q)[PANELS][CHUNK][64],
+__device__ __forceinline__ void update_gradient_by_token(float (&dS)[BV / 2], T (&q)[PANELS][CHUNK][64],
                                                          G (&g)[GATES][CHUNK][PANEL<G>], T (&do_)[BV / 64][CHUNK][64],
                                                          float scale, int channel, F f) {
 #pragma unroll 1
@@ -159,12 +159,12 @@ __device__ __forceinline__ void update_gradient_by_token(float (&C)[BV / 2], T (
     const float x = scale * query.x, y = scale * query.y;
     if (ReadOrder::reads_before_write) {
       f(row);
-      write_token<T, BV>(C, decay.x, decay.y, x, y, do_, row);
+      write_token<T, BV>(dS, decay.x, decay.y, x, y, do_, row);
     } else {
-      write_token<T, BV>(C, 1.f, 1.f, x, y, do_, row);
+      write_token<T, BV>(dS, 1.f, 1.f, x, y, do_, row);
       f(row);
 #pragma unroll
-      for (int i = 0; i < BV / 2; ++i) C[i] *= i >> 1 & 1 ? decay.y : decay.x;
+      for (int i = 0; i < BV / 2; ++i) dS[i] *= i >> 1 & 1 ? decay.y : decay.x;
     }
   }
 }
@@ -288,17 +288,17 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
   }
 }
 
-// Stores in `parts` a warp's part of dv of token `row`, the sum over its 16 channels of key C + own_score do. key,
+// Stores in `parts` a warp's part of dv of token `row`, the sum over its 16 channels of key dS + own_score do. key,
 // own_score: of this lane's two channels; own_score is RWKV-6's score of the token with itself, otherwise 0.
 template <typename T, int BV>
-__device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV / 2], float2 key, float own_score,
+__device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[BV / 2], float2 key, float own_score,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
   constexpr int N = BV / 4;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   float x[N];
   each_column(do_, row, [&](int n, float2 two) {
-    x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], own_score * two.x));
-    x[2 * n + 1] = fmaf(key.x, C[4 * n + 1], fmaf(key.y, C[4 * n + 3], own_score * two.y));
+    x[2 * n] = fmaf(key.x, dS[4 * n], fmaf(key.y, dS[4 * n + 2], own_score * two.x));
+    x[2 * n + 1] = fmaf(key.x, dS[4 * n + 1], fmaf(key.y, dS[4 * n + 3], own_score * two.y));
   });
   share_sums<N>(x);
 #pragma unroll
@@ -306,11 +306,11 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV
     *reinterpret_cast<float2*>(parts + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// A chunk of the second pass (backward_keys.cu): C becomes the gradient of the state before it; dk overwrites q, dg
-// overwrites g, dv overwrites v. end: sum_v S C, likewise; parts: [BC][BK / 16][BV] in shared memory; barrier: the
+// A chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites q, dg
+// overwrites g, dv overwrites v. end: sum_v S dS, likewise; parts: [BC][BK / 16][BV] in shared memory; barrier: the
 // number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float (&end)[2], const float* sums,
+__device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&end)[2], const float* sums,
                                                       float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
                                                       Tile<G, BK>& query_share, Tile<T, BV>& v, Tile<T, BV>& do_,
                                                       Pairs& dA, const float (&u)[2], float scale, bool grew,
@@ -323,13 +323,13 @@ __device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float 
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
     float x[2];
-    read_token<T, BV>(x, C, v, row);
+    read_token<T, BV>(x, dS, v, row);
     if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
   }
-  update_gradient_by_token<ReadOrder, T, G, BV>(C, q, g, do_, scale, channel, [&](int row) {
+  update_gradient_by_token<ReadOrder, T, G, BV>(dS, q, g, do_, scale, channel, [&](int row) {
     const float2 key = channels_of(k, row, channel);
     float x[2], own_score = 0.f;
-    read_token<T, BV>(x, C, v, row);
+    read_token<T, BV>(x, dS, v, row);
     if (BEFORE) {
       const float2 query = channels_of(q, row, channel);
       const float own = self_weight_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float 
       own_score = scale * (first * key.x + second * key.y);
     }
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
-    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, C, key, own_score, do_, row);
+    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, dS, key, own_score, do_, row);
     if (row % BC) return;
     barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
     for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
@@ -350,7 +350,7 @@ __device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float 
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    Tokens written, dg;                      // written: k_j L_j C v_j, C of the state after the chunk
+    Tokens written, dg;                      // written: k_j L_j dS v_j, dS of the state after the chunk
     float sum = 0.f, all = 0.f, size = 0.f;  // sums of the gates after a token, of `written`, of its magnitudes
 #pragma unroll 1
     for (int m = CHUNK / 4 - 1; m >= 0; --m) {

@@ -6,7 +6,8 @@
 //           is a product in T. In bfloat16 its queries or keys are two numbers: the gate's gradient is a difference
 //           of what both passes compute from them, and a rounding error of one pass alone would remain in it.
 //           float16 has no numbers below 6e-8: products of queries with a state take the queries times a power of 2
-//           that the chunk's first gate decides, and C (the state's gradient) times one that its largest value decides.
+//           that the chunk's first gate decides, and dS (the state's gradient) times one that its largest value
+//           decides.
 // limits    BK of 64, 128; BV of 64, 128
 #include "gated/sm90/decays.cuh"
 

@@ -1,7 +1,7 @@
 // what      Backward on Hopper with one gate per token and head, for sequences cut into segments: of each segment the
 //           state after it and the gradient of the state before it, from a zero start.
 // math      per chunk of 32, E_i the decay from its start to token i, L_j from after token j to its end:
-//           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T
+//           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards dS <- E_32 dS + scale sum_i E_i q_i do_i^T
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
 //           gated_sm90_backward_segments has them
 // grid      a block for every (direction, segment, head, 64 channels), directions slowest: sequences are cut if heads

@@ -142,11 +142,12 @@ def launch_portable(draft, backward, cut):
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     elements_per_head = 2 * B * shape.NC * tiles * states.TILE**2
     group = heads_at_once(H, elements_per_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
-    # at least one number, as the kernel computes summaries instead if `kept` is null
-    kept = draft.empty((max(1, group * elements_per_head),), states.stored)
+    # at least one number, as the kernel computes summaries instead if `chunk_states` is null
+    chunk_states = draft.empty((max(1, group * elements_per_head),), states.stored)
     for first in range(0, H, group):
         heads = min(group, H - first)
-        chunks, group_args = B * shape.NC * heads, common | {"kept": kept, "first": first, "heads": heads}
+        chunks = B * shape.NC * heads
+        group_args = common | {"chunk_states": chunk_states, "first": first, "heads": heads}
         draft.launch(states, heads * blocks, **read, **group_args, P=P, initial=initial, dht=dht, dh0=backward.dh0)
         channel_arrays = {"dq": dq, "dk": dk, "dg": dg, "u": u, "partial_du": partial_du}
         draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **group_args, **channel_arrays)
@@ -180,7 +181,7 @@ def launch_small(draft, backward, cut):
         starts, ends = joined_by_scan(draft, problem, segment_states, decays, P)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     arrays = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
-    arrays["kept"] = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
+    arrays["step_states"] = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
     draft.launch(main, main.blocks(N * P * H), **read, **written, **common, **arrays, P=P)
     return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
 

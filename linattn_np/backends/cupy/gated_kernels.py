@@ -162,13 +162,13 @@ class GatedBackward(GatedKernel):
 
 
 class GatedBackwardStates(GatedBackward):
-    """The states before all chunks and the gradients of the states after them (`kept`). If `kept` is null: the
+    """`chunk_states`: the states before all chunks and the gradients of the states after them. If this is null: the
     summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
 
     file = "gated/backward_states"
     arguments = members(
-        "rows q k v do_ g, pointers? initial dht kept dh0 states decays, shape, integers first heads, reals scale, "
-        "integers vectors P"
+        "rows q k v do_ g, pointers? initial dht chunk_states dh0 states decays, shape, integers first heads, "
+        "reals scale, integers vectors P"
     )
     shared = ("Shared<{dtype}, {gate}, {BV}>",)
     BV: int
@@ -198,7 +198,7 @@ class GatedBackwardChannels(GatedBackward):
 
     file = "gated/backward_channels"
     arguments = members(
-        "rows q k v do_ g dq dk dg, pointers? u kept partial_du, shape, integers first heads, reals scale, "
+        "rows q k v do_ g dq dk dg, pointers? u chunk_states partial_du, shape, integers first heads, reals scale, "
         "integers vectors, pointers? scores diagonal decays row_growth column_growth, rows? given_v given_do gv"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
@@ -210,7 +210,8 @@ class GatedBackwardValues(GatedBackward):
 
     file = "gated/backward_values"
     arguments = members(
-        "rows q k do_ g dv, pointers? u, pointers kept, shape, integers first heads, reals scale, integers vectors"
+        "rows q k do_ g dv, pointers? u, pointers chunk_states, shape, integers first heads, reals scale, "
+        "integers vectors"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
     BV: int

@@ -82,7 +82,8 @@ class GatedSmallBackward(GatedSmall):
 
     file = "gated/small_backward"
     arguments = members(
-        "rows q k v do_ g dq dk dv dg, pointers u starts ends dh0 kept partial_du, shape, reals scale, integers P bytes"
+        "rows q k v do_ g dq dk dv dg, pointers u starts ends dh0 step_states partial_du, shape, reals scale, "
+        "integers P bytes"
     )
     WARPS: ClassVar[int] = 2
     SEGMENT: ClassVar[int] = 32

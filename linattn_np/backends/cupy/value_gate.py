@@ -113,14 +113,14 @@ class ValueGateBackwardScores(Kernel):
 
 
 class ValueGateBackwardStates(Kernel):
-    """The states before all chunks and the gradients of the states after them (`kept`). It reads what
+    """`chunk_states`: the states before all chunks and the gradients of the states after them. It reads what
     `ValueGateBackwardScores` wrote, `starts` and `ends` of both sides, as q, k, do_ and v; in chunks whose gates let
     the state grow too much it reads the call's own arrays instead (`given_q` ...)."""
 
     file = "value_gate/backward_states"
     arguments = members(
         "rows q k v do_ given_q given_k given_v given_do g gv, "
-        "pointers channel_decays column_decays channel_growth column_growth initial dht kept dh0, shape, "
+        "pointers channel_decays column_decays channel_growth column_growth initial dht chunk_states dh0, shape, "
         "integers first heads, reals scale"
     )
     shared = ("Shared<{dtype}, {products}>",)
@@ -220,7 +220,7 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
     elements_per_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
     input_bytes = sum(x.nbytes for x in arrays)
     heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, input_bytes)
-    kept = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
+    chunk_states = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
     between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
     keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
     values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
@@ -234,9 +234,9 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
         read |= {"channel_growth": keys.growth, "column_growth": values.growth}
         read |= {"given_q": q, "given_k": k, "given_v": v, "given_do": do, "g": g, "gv": gv}
         state_blocks, common = 2 * N * group["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | group
-        draft.launch(between_chunks, state_blocks, **read, **states, kept=kept, **common)
-        keys.launch_gradients(blocks, values, kept=kept, **group)
-        values.launch_gradients(blocks, keys, kept=kept, **group)
+        draft.launch(between_chunks, state_blocks, **read, **states, chunk_states=chunk_states, **common)
+        keys.launch_gradients(blocks, values, chunk_states=chunk_states, **group)
+        values.launch_gradients(blocks, keys, chunk_states=chunk_states, **group)
     return keys.written["dq"], keys.written["dk"], values.written["dk"], keys.written["dg"], values.written["dg"]
 
 
