@@ -54,32 +54,32 @@ template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void shar
 
 // ---- segments of sequences, P each, in either direction ---------------------------------------------------------
 
-__device__ __forceinline__ bool is_first(const WorkTile& at, i64 P, bool backwards) {
-  return at.sequence % P == (backwards ? P - 1 : 0);
+__device__ __forceinline__ bool is_first(const WorkTile& work, i64 P, bool backwards) {
+  return work.sequence % P == (backwards ? P - 1 : 0);
 }
-__device__ __forceinline__ bool is_last(const WorkTile& at, i64 P, bool backwards) {
-  return is_first(at, P, !backwards);
+__device__ __forceinline__ bool is_last(const WorkTile& work, i64 P, bool backwards) {
+  return is_first(work, P, !backwards);
 }
 
 // The index of this segment's state among the states from which the segments of both directions start. A block has one
 // of `tiles` tiles of a state.
-__device__ __forceinline__ i64 slot_of(const WorkTile& at, bool backwards, u32 tiles = 1) {
-  return (backwards ? gridDim.x / tiles / 2 : 0) + at.pair;
+__device__ __forceinline__ i64 slot_of(const WorkTile& work, bool backwards, u32 tiles = 1) {
+  return (backwards ? gridDim.x / tiles / 2 : 0) + work.pair;
 }
 
 // Loads the given state, or zeros, if this is a sequence's first segment, and stores it among the segments' states.
 template <int BV>
 __device__ __forceinline__ void load_initial_state(float (&S)[BV / 2], const float* given, float* states,
-                                                   const Shape& shape, const WorkTile& at, i64 P, bool backwards,
+                                                   const Shape& shape, const WorkTile& work, i64 P, bool backwards,
                                                    int channel, u32 tiles = 1) {
-  if (!is_first(at, P, backwards)) return;
+  if (!is_first(work, P, backwards)) return;
   const i64 size = shape.K * shape.V;
   if (given)
-    each_of_state<BV>(S, given + (at.sequence / P * shape.H + at.head) * size, shape, channel,
+    each_of_state<BV>(S, given + (work.sequence / P * shape.H + work.head) * size, shape, channel,
                       [](float& x, float& y, const float* from) {
                         const float2 two = *reinterpret_cast<const float2*>(from);
                         x = two.x, y = two.y;
                       });
-  each_of_state<BV>(S, states + slot_of(at, backwards, tiles) * size, shape, channel,
+  each_of_state<BV>(S, states + slot_of(work, backwards, tiles) * size, shape, channel,
                     [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
 }

@@ -64,8 +64,8 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P
 // Whether a chunk can be copied as whole boxes of CHUNK tokens, by tensor maps: either all these tokens are the
 // sequence's, or the sequence ends where the batch row ends. Beyond the row's end such copies read zeros and write
 // nothing.
-__device__ __forceinline__ bool fills_boxes(const WorkTile& at, int token) {
-  return at.tokens - token >= CHUNK || at.start + at.tokens == at.T;
+__device__ __forceinline__ bool fills_boxes(const WorkTile& work, int token) {
+  return work.tokens - token >= CHUNK || work.start + work.tokens == work.T;
 }
 
 // Whether an array has a negative stride of tokens, which tensor maps do not allow.
@@ -80,22 +80,23 @@ template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays ea
 // all lanes arrive, lane 0 by barrier_expect, which also adds the bytes of the copies; the phase ends when all bytes
 // are there. Tokens after the sequence's end are zeros.
 template <class Inputs>
-__device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, int token, Inputs each_input) {
-  if (fills_boxes(at, token) && !runs_backwards(each_input)) {
+__device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work, int token, Inputs each_input) {
+  if (fills_boxes(work, token) && !runs_backwards(each_input)) {
     if (threadIdx.x & 31) return barrier_arrive(full);
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
     barrier_expect(full, bytes);
     each_input([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0) {
       for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-        tensor_load(tile[panel], map, full, first + i32(panel * columns_of(tile)), at.start + token, at.head, at.batch);
+        tensor_load(tile[panel], map, full, first + i32(panel * columns_of(tile)), work.start + token, work.head,
+                    work.batch);
     });
     return;
   }
   each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first = 0) {
-    const auto* const start = from.row(at.batch, at.head, at.start + token) + first;
+    const auto* const start = from.row(work.batch, work.head, work.start + token) + first;
     each_piece(
-        tile, start, from.t, at.tokens - token, int(width) - first,
+        tile, start, from.t, work.tokens - token, int(width) - first,
         [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // zeros if not inside
   });
   cp_async_commit();
@@ -108,21 +109,21 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
 // each_output is as each_input above; its f may take one more argument: whether results are added to what the array
 // holds.
 template <class Outputs>
-__device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
-  if (fills_boxes(at, token) && !runs_backwards(each_output)) {
+__device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Outputs each_output) {
+  if (fills_boxes(work, token) && !runs_backwards(each_output)) {
     if ((threadIdx.x & 31) == 0) {
       each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
         for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
           const i32 column = first + i32(panel * columns_of(tile));
-          tensor_store_or_add(map, tile[panel][0], column, at.start + token, at.head, at.batch, adds);
+          tensor_store_or_add(map, tile[panel][0], column, work.start + token, work.head, work.batch, adds);
         }
       });
       tensor_store_wait();
     }
   } else {
     each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
-      auto* const start = to.row(at.batch, at.head, at.start + token) + first;
-      each_piece(tile, start, to.t, at.tokens - token, int(width) - first, [&](auto* from, auto* to, bool inside) {
+      auto* const start = to.row(work.batch, work.head, work.start + token) + first;
+      each_piece(tile, start, to.t, work.tokens - token, int(width) - first, [&](auto* from, auto* to, bool inside) {
         if (!inside) return;
         if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
         else *reinterpret_cast<uint4*>(to) = *from;
@@ -331,8 +332,9 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
 
 // The log gate of a token of the sequence, in the array's type: a conversion here would wait for the load. 0, which is
 // no decay, for tokens before and after the sequence.
-template <typename G> __device__ __forceinline__ G gate_of(const Rows<const G>& gates, const WorkTile& at, int token) {
-  return token >= 0 && token < at.tokens ? *gates.row(at.batch, at.head, at.start + token) : from_float<G>(0.f);
+template <typename G>
+__device__ __forceinline__ G gate_of(const Rows<const G>& gates, const WorkTile& work, int token) {
+  return token >= 0 && token < work.tokens ? *gates.row(work.batch, work.head, work.start + token) : from_float<G>(0.f);
 }
 
 // Loads one factor for each token of this lane, times `scale`: x[2n + p] is of token 8n + 2t + p.

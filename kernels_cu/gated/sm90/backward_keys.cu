@@ -68,9 +68,9 @@ __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int 
   const int each = max(1, COUNT / max(1, after));         // threads for each of them
   bool found = false;
   for (int n = 1 + thread / each; n <= after; n += COUNT / each) {
-    const WorkTile at = segment_at(args.shape, u32(last + n * H), args.P);
-    for (int chunk = thread % each; chunk * CHUNK < at.tokens; chunk += each) {
-      const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
+    const WorkTile work = segment_at(args.shape, u32(last + n * H), args.P);
+    for (int chunk = thread % each; chunk * CHUNK < work.tokens; chunk += each) {
+      const float* sums = args.sums + (work.chunk + chunk) * (args.shape.K + FLAGS);
       found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
     }
   }
@@ -108,16 +108,16 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   barrier_arrive(s.within);  // the queries within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
-  int at = score_offset(8 * warp, 8 * warp, lane);
+  int score = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
     const float self_terms = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
-    put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : self_terms);
+    put(p ? (score ^ 16) + 128 : score, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : self_terms);
   }
-  at = score_offset(queries, keys, lane);
+  score = score_offset(queries, keys, lane);
 #pragma unroll
   for (int p = 0; p < 4; ++p)
-    if (p < 2 || has_16_queries) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
+    if (p < 2 || has_16_queries) put((score ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
   fence_async();
 }
 
@@ -193,8 +193,8 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
     }
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  each_segment<Schedule, true>(args,
-                               [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, compute_chunk); });
+  each_segment<Schedule, true>(
+      args, [&](const Segment& segment, int chunks) { each_chunk(segment.tokens, chunks, compute_chunk); });
 }
 
 // ---- a warpgroup that makes dA and copies chunks: a warp has 8 queries of dA, and one or two of the arrays ----------
@@ -263,7 +263,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(d, in.do_, in.v);
     const float factor = TF32_CORRECTION * scale;
-    const int after = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
+    const int after = i - 2 * (lane & 3), pair = pair_index(i, 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
@@ -272,7 +272,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       };
       if (n > warp) continue;
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
-      *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
+      *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
     }
     if (TF32_READ<T, G, BK>) {
       if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // s.read of the previous iteration has been read
@@ -312,8 +312,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // Computes a segment. chunks: how many chunks of other segments this block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
-                                        int chunks) {
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args,
+                                        const Segment& segment, int chunks) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
@@ -337,12 +337,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     __syncwarp();  // all lanes have read `kept_share` of the previous segment
     if (lane == 0) kept_share = infinity();
   }
-  const bool joins = at.last != at.pair;     // whether it is two segments: then a state is stored after it
-  float dS[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S dS after the chunk, of this lane's two channels
-  load_state<BV>(dS, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
+  const bool joins = segment.last != segment.pair;  // whether it is two segments: then a state is stored after it
+  float dS[BV / 2], u[2] = {}, end[2] = {};         // end: sum_v S dS after the chunk, of this lane's two channels
+  load_state<BV>(dS, args.dht ? args.dht + segment.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
-    if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
-    if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
+    if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[segment.head * K + channel + 8 * h];
+    if (args.dht && inside[h] && !joins) end[h] = args.ends[segment.pair * K + channel + 8 * h];
   }
 
   const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
@@ -355,9 +355,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
     // From a kept state S, sum_v S dS is computed anew, so that its rounding errors do not add up.
-    if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {
+    if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || joins)) {
       const float4* from =
-          checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, at) + next / CHECKPOINT_EVERY);
+          checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY);
       end[0] = end[1] = 0.f;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {
@@ -545,15 +545,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_wait(s.scores, iteration & 1);
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;
+  int iteration = chunks, token = (segment.tokens - 1) / CHUNK * CHUNK;
 #pragma unroll 1
-  while (at.tokens && token >= 0) {  // compute_by_token is rare: it is outside of the loop where registers are scarce
+  while (segment.tokens &&
+         token >= 0) {  // compute_by_token is rare: it is outside of the loop where registers are scarce
 #pragma unroll 1
     while (token >= 0 && compute_chunk(iteration, token)) ++iteration, token -= CHUNK;
     if (token >= 0) compute_by_token(iteration), ++iteration, token -= CHUNK;
   }
-  if (args.dh0 && at.sequence % args.P == 0) {
-    float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
+  if (args.dh0 && segment.sequence % args.P == 0) {
+    float* first = args.dh0 + (segment.sequence / args.P * args.shape.H + segment.head) * K * args.shape.V;
     each_of_state<BV>(dS, first, args.shape, channel,
                       [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   }
@@ -590,7 +591,8 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (warpgroup < BK / 64) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 184 : 200>();
-    each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
+    each_segment<Schedule, true>(
+        args, [&](const Segment& segment, int chunks) { consume<ReadOrder>(s, args, segment, chunks); });
   } else if (HAS_SCORE_WARPGROUP<BK> && warpgroup == BK / 64) {
     registers_down<64>();
     make_values<ReadOrder>(s, args);

@@ -63,24 +63,24 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
-  const auto store = [&](int iteration, const WorkTile& at, int token) {
+  const auto store = [&](int iteration, const WorkTile& work, int token) {
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
-    store_chunk(at, token, [&](auto f) {
+    store_chunk(work, token, [&](auto f) {
       f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
       f(out.g, args.query_share, args.query_share_rows, K);
     });
   };
-  const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // copied first, since dA needs them
+  const auto fetch_values = [&](int next, const WorkTile& work, int token) {  // copied first, since dA needs them
     Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
-    fetch_chunk(s.arrived[next % STAGES], at, token, [&](auto f) {
+    fetch_chunk(s.arrived[next % STAGES], work, token, [&](auto f) {
       f(stage.do_, args.do_, args.do_rows, V);
       f(stage.v, args.v, args.v_rows, V);
     });
     __syncwarp();
   };
-  const auto fetch_channels = [&](int next, const WorkTile& at, int token) {
+  const auto fetch_channels = [&](int next, const WorkTile& work, int token) {
     Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
+    fetch_chunk(s.full[next % STAGES], work, token, [&](auto f) {
       f(stage.g, args.g, args.g_rows, K);
       f(stage.k, args.k, args.k_rows, K);
       f(stage.q, args.q, args.q_rows, K);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     }
   } else {
     const WorkTile own = segment_of<false>(args.shape, args.P, args.joined);
-    const WorkTile& at = ReadOrder::reads_before_write ? s.place : own;
+    const WorkTile& work = ReadOrder::reads_before_write ? s.place : own;
     const int tokens = own.tokens;  // the compiler knows that it is the same for all lanes, unlike s.place
     if constexpr (ReadOrder::reads_before_write) {
       // RWKV-6 lacks registers: those that this warp's code uses cost the consumers some, too.
@@ -118,9 +118,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (iteration >= 0) wait(iteration);
       const int next = iteration + STAGES;
       const bool more = next * CHUNK < tokens;
-      if (more) fetch_values(next, at, next * CHUNK);
-      if (iteration >= 0) store(iteration, at, iteration * CHUNK);
-      if (more) fetch_channels(next, at, next * CHUNK);
+      if (more) fetch_values(next, work, next * CHUNK);
+      if (iteration >= 0) store(iteration, work, iteration * CHUNK);
+      if (more) fetch_channels(next, work, next * CHUNK);
       __syncwarp();
     }
   }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), after = i - j;
-      const int at = pair_index(i, j);
+      const int pair = pair_index(i, j);
       const auto value = [&](int n, float x) {
         if (ReadOrder::reads_before_write && n == after) self_weight_at(in.dA, i) = scale * x;
         return pair_value(n < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const float2 two = {value(8 * n, d[n][2 * half]), value(8 * n + 1, d[n][2 * half + 1])};
-        *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
+        *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
       }
     }
     put_float_tile<3, T, BV>(in.read, in.do_, block, lane);
@@ -177,10 +177,10 @@ template <typename T, typename G> struct TokenOperands {
 
   // CLAMPED: gates count as LEAST at least, for decays within sub-chunks only.
   template <bool CLAMPED>
-  __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int at) {
-    gates.template load<CLAMPED>(g, at);
-    load_operand(queries, q, at);
-    load_operand(keys, k, at);
+  __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int offset) {
+    gates.template load<CLAMPED>(g, offset);
+    load_operand(queries, q, offset);
+    load_operand(keys, k, offset);
   }
 };
 // HOLDS_INPUTS: registers hold these inputs until their last use, otherwise they are loaded twice. LOADS_EARLY: they
@@ -228,16 +228,16 @@ template <bool HOLDS_INPUTS, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                                  SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                                  T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts,
-                                                 const PairReader& dA, float scale, bool& growth, int at,
+                                                 const PairReader& dA, float scale, bool& growth, int offset,
                                                  F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
   Across queries_across, keys_across, sums_across = {};  // decayed queries; decayed keys; sums over keys, for queries
   StateOperand<T> state_keys;
   Chunk outer_decays;
-  if (!HOLDS_INPUTS) tokens.gates.load(g, at);
+  if (!HOLDS_INPUTS) tokens.gates.load(g, offset);
   growth = exceeds_growth<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
-  if (!HOLDS_INPUTS) load_operand(keys, k, at);
+  if (!HOLDS_INPUTS) load_operand(keys, k, offset);
   decays_to_end(outer_decays, tokens.gates, counts);
   decay_keys<true, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
 #pragma unroll
@@ -247,7 +247,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
     dA.add_keys(sums_across.by16[x], keys_across.by16[1], 2 + x, 1);
   }
   write_state(state_keys);
-  if (!HOLDS_INPUTS) load_operand(queries, q, at);
+  if (!HOLDS_INPUTS) load_operand(queries, q, offset);
   decays_from_start(outer_decays, tokens.gates, counts);
   const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
   decay_queries<true, T>(
@@ -323,27 +323,27 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& writt
 
 // Computes a segment. chunks: how many chunks of other segments this block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
-                                        int chunks) {
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
-  const int checkpoint = first_checkpoint(args.shape, at);
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args,
+                                        const Segment& segment, int chunks) {
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = segment.tokens;
+  const int checkpoint = first_checkpoint(args.shape, segment);
   // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets.
   const auto kept_in_register = [](int x) {
     return IS_NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
   };
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = kept_in_register(lane_offset());
-  const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
+  const i64 K = args.shape.K, state = segment.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
   const int pair_row = kept_in_register(pair_index(lane >> 2, 2 * t)),
             pair_column = kept_in_register(pair_index(2 * t, lane >> 2));
 
-  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * (K + FLAGS) + channel;
+  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + segment.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
   if (ReadOrder::reads_before_write)
     for (int h = 0; h < 2; ++h)
-      if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
+      if (inside[h]) u[h] = args.u[segment.head * K + channel + 8 * h];
 
   Values from_state;
   TokenOperands<T, G> operands;
@@ -433,9 +433,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   wgmma_keep(from_state);
   float end[2] = {};
   // Whether a segment of the second pass ends here, for which sum_v S dS is stored.
-  const bool stores_end = args.dht && (!args.joined || at.last != at.pair);
+  const bool stores_end = args.dht && (!args.joined || segment.last != segment.pair);
   if (stores_end)
-    each_of_state<BV, true>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
+    each_of_state<BV, true>(S, args.dht + segment.last * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
                               const float2 two = *reinterpret_cast<const float2*>(from);
                               end[&x - S >> 1 & 1] += x * two.x + y * two.y;
@@ -444,10 +444,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   for (int h = 0; h < 2; ++h) {
     const float end_sum = channel_sum(end[h]), du_sum = channel_sum(du[h]);
     if (t || !inside[h]) continue;
-    if (stores_end) args.ends[at.last * K + channel + 8 * h] = end_sum;
+    if (stores_end) args.ends[segment.last * K + channel + 8 * h] = end_sum;
     if (!ReadOrder::reads_before_write) continue;
-    if (at.last != at.pair) args.du[at.last * K + channel + 8 * h] = 0.f;
-    args.du[at.pair * K + channel + 8 * h] = du_sum;
+    if (segment.last != segment.pair) args.du[segment.last * K + channel + 8 * h] = 0.f;
+    args.du[segment.pair * K + channel + 8 * h] = du_sum;
   }
 }
 
@@ -468,14 +468,14 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (threadIdx.x < CONSUMERS) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 216 : 232>();
-    each_segment<Schedule, false>(args,
-                                  [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
+    each_segment<Schedule, false>(
+        args, [&](const Segment& segment, int chunks) { consume<ReadOrder>(s, args, segment, chunks); });
     return;
   }
   if constexpr (FEW_REGISTERS) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
   if (warp == 3) return move_chunks<ReadOrder>(s, args);
-  each_segment<Schedule, false>(args, [&](const Segment& at, int chunks) {
-    multiply_tokens<ReadOrder>(s, at.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
+  each_segment<Schedule, false>(args, [&](const Segment& segment, int chunks) {
+    multiply_tokens<ReadOrder>(s, segment.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
   });
 }

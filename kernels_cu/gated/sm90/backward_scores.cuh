@@ -33,8 +33,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < PANELS * 4; ++c) {
-    const int at = (c / 4 * CHUNK * 128 + c % 4 * 32) / 16;
-    wgmma<T, CHUNK, false>(d, queries + at, keys + at, c > 0);
+    const int step = (c / 4 * CHUNK * 128 + c % 4 * 32) / 16;
+    wgmma<T, CHUNK, false>(d, queries + step, keys + step, c > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -74,9 +74,9 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
   float sums[2][2][4] = {};  // four sums, since products of one sum wait for each other
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
-    const int at = offset ^ c % 2 * 64;
-    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + at));
-    const float4 k = *reinterpret_cast<const float4*>(at_offset(keys_within[c / 2], at));
+    const int channels = offset ^ c % 2 * 64;
+    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + channels));
+    const float4 k = *reinterpret_cast<const float4*>(at_offset(keys_within[c / 2], channels));
     const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
     const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
               more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
@@ -88,9 +88,9 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
 
 // Stores x, a warp's 16 channels of the queries or keys of sub-chunk n. at: the byte offset in `place` of this lane's
 // first value of sub-chunk 0. Its other channel is an XOR away; the next token is an XOR and a row away.
-template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
+template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int first, int n) {
   const auto put = [&](int flip, float value) {
-    *reinterpret_cast<float*>(at_offset(place, (at ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
+    *reinterpret_cast<float*>(at_offset(place, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
   };
   put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }
@@ -99,29 +99,29 @@ template <class Where> __device__ __forceinline__ void put_within(Where& place, 
 // is stored in the rows of its own sub-chunk.
 template <typename T>
 __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
-                                           int at) {
+                                           int offset) {
   Operand x;
   each_pair([&](int n, int h) {
     const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
     pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
-  store_operand(by8, x, at);
+  store_operand(by8, x, offset);
   each_pair([&](int n, int h) {
     const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
     pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
-  store_operand(by16, x, at);
+  store_operand(by16, x, offset);
 }
 
 // Stores dS as an operand of dv: transposed, and rounded to T.
 template <typename T, int BV>
-__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&dS)[BV / 2], int warpgroup, int at) {
-  at = opaque(warpgroup * int(sizeof *to) + at);  // `opaque`: computed only once
+__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&dS)[BV / 2], int warpgroup, int offset) {
+  offset = opaque(warpgroup * int(sizeof *to) + offset);  // `opaque`: computed only once
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) columns[m] = pack<T>(dS[8 * part + 2 * m], dS[8 * part + 2 * m + 1]);
-    stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
+    stmatrix_x4_trans(reinterpret_cast<char*>(to) + offset + 2048 * part, columns);
   }
 }

@@ -59,8 +59,8 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   Shared<T, G, BK, BV>& s;
   int chunks, started, votes;
 
-  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& at)
-      : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
+  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& work)
+      : s(s), chunks((work.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
   // The second walk, after a first one that used `taken` chunks, and the vote for a second one.
   __device__ __forceinline__ Walk second(int taken) const {
     Walk walk = *this;
@@ -95,7 +95,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
 // The copying warp's walk. first: the block's first channel; from_last: whether chunks are copied from the segment's
 // last one to its first. Returns how many chunks were used.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& at,
+__device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& work,
                                            int first, bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
@@ -103,7 +103,7 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
     if (n >= walk.chunks) return;
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     const int chunk = from_last ? walk.chunks - 1 - n : n;
-    fetch_chunk(walk.s.full[walk.stage(n)], at, chunk * CHUNK, [&](auto f) {
+    fetch_chunk(walk.s.full[walk.stage(n)], work, chunk * CHUNK, [&](auto f) {
       f(in.g, args.g, args.g_rows, K, first);
       f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
       f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
@@ -212,12 +212,12 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 // which the segment starts.
 template <int BK, int BV, class Args>
 __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
-                                                  const WorkTile& at, bool backwards, int channel) {
-  if (!is_first(at, args.P, backwards)) return;
+                                                  const WorkTile& work, bool backwards, int channel) {
+  if (!is_first(work, args.P, backwards)) return;
   const float* const given = backwards ? args.dht : args.initial;
   const i64 size = args.shape.K * args.shape.V;
-  float* const states = args.states + slot_of(at, backwards, tiles_of<BK>(args.shape)) * size;
-  const float* const from = given + (at.sequence / args.P * args.shape.H + at.head) * size;
+  float* const states = args.states + slot_of(work, backwards, tiles_of<BK>(args.shape)) * size;
+  const float* const from = given + (work.sequence / args.P * args.shape.H + work.head) * size;
   each_of_state<BV, true>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
     const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
     const float decay = decays[&x - S >> 1 & 1];
@@ -281,22 +281,22 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
 // ---- a block -------------------------------------------------------------------------------------------------------
 
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const WorkTile& at,
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const WorkTile& work,
                                         int first) {
   const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, decays[2];
   bool grown = false;
-  const Walk walk(s, at);
+  const Walk walk(s, work);
   const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, walk, args, channel);
   if (walk.vote(taken, grown)) {  // all consumers agree, and have read the chunks that were copied
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
-    load_initial_state<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS,
+    load_initial_state<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, work, args.P, BACKWARDS,
                            channel, tiles_of<BK>(args.shape));
     carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.second(taken), args);
-  } else add_initial_state<BK, BV>(S, decays, args, at, BACKWARDS, channel);
-  const i64 slot = slot_of(at, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
+  } else add_initial_state<BK, BV>(S, decays, args, work, BACKWARDS, channel);
+  const i64 slot = slot_of(work, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
             next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
   each_of_state<BV, true>(S, args.states + next * K * args.shape.V, args.shape, channel,
                           [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
@@ -318,13 +318,13 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
   const int first = blockIdx.x % tiles * BK;  // the block's first channel
   const bool backwards = block >= half;
-  const WorkTile at = work_tile(args.shape, block - backwards * half);
-  if (backwards < args.first || is_last(at, args.P, backwards)) return;
-  if (args.ends && !is_first(at, args.P, backwards)) return;
+  const WorkTile work = work_tile(args.shape, block - backwards * half);
+  if (backwards < args.first || is_last(work, args.P, backwards)) return;
+  if (args.ends && !is_first(work, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS<BK>) {
-    const Walk walk(s, at);
-    const int taken = copy_chunks(walk, args, at, first, backwards, !backwards);
-    if (walk.result(taken)) copy_chunks(walk.second(taken), args, at, first, backwards, backwards);
-  } else if (backwards) consume<ReadOrder, true>(s, args, at, first);
-  else consume<ReadOrder, false>(s, args, at, first);
+    const Walk walk(s, work);
+    const int taken = copy_chunks(walk, args, work, first, backwards, !backwards);
+    if (walk.result(taken)) copy_chunks(walk.second(taken), args, work, first, backwards, backwards);
+  } else if (backwards) consume<ReadOrder, true>(s, args, work, first);
+  else consume<ReadOrder, false>(s, args, work, first);
 }

@@ -65,35 +65,36 @@ __device__ __forceinline__ int lane_offset() {
 
 // Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels; at:
 // lane_offset(), here and in all functions below, which for float32 do not need it.
-template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int at) {
+template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int offset) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + at + 2048 * s);
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + offset + 2048 * s);
 }
-template <typename T> __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Operand& x, int at) {
+template <typename T>
+__device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Operand& x, int offset) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + at + 2048 * s, x[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + offset + 2048 * s, x[s]);
 }
 
 // Load and store the same values as float32, in a tile of 16-bit values or of float32.
-template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int at) {
+template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int offset) {
   Operand two;
-  load_operand(two, *panels, at);
+  load_operand(two, *panels, offset);
   each_pair([&](int n, int h) {
     const float2 pair = unpack<T>(pair_of(two, n, h));
     x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
   });
 }
 template <typename T>
-__device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int at) {
+__device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int offset) {
   Operand two;
   each_pair([&](int n, int h) { pair_of(two, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
-  store_operand(*panels, two, at);
+  store_operand(*panels, two, offset);
 }
 __device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32], int) {
-  each_float(panels, [&](int at, float& value) { x[at / 4][at % 4] = value; });
+  each_float(panels, [&](int index, float& value) { x[index / 4][index % 4] = value; });
 }
 __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const Chunk& x, int) {
-  each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
+  each_float(panels, [&](int index, float& value) { value = x[index / 4][index % 4]; });
 }
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
@@ -130,9 +131,9 @@ constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
 
-  template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
+  template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int offset) {
     constexpr u32 BOUND = CLAMPED ? GateFormat<G>::LEAST_TWO : GateFormat<G>::FORGOTTEN_GATE_TWO;
-    load_operand(x, *panels, at);
+    load_operand(x, *panels, offset);
     each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
   }
   // Sub-chunk n as a left operand; CLAMPED: gates are at least LEAST.
@@ -147,8 +148,8 @@ template <typename G, bool MINUS = false> struct Gates {
 template <bool MINUS> struct Gates<float, MINUS> {
   Chunk x;
 
-  template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
-    load_chunk(x, panels, at);
+  template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int offset) {
+    load_chunk(x, panels, offset);
     each_pair([&](int n, int h) {
       for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], CLAMPED ? LEAST : FORGOTTEN_GATE);
     });

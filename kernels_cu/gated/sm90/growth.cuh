@@ -340,11 +340,11 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
     put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, dS, key, own_score, do_, row);
     if (row % BC) return;
     barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
-    for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
-      const float* from = parts + at / BV * (WARPS * BV) + at % BV;
+    for (int number = opaque(threadIdx.x); number < BC * BV; number += THREADS) {
+      const float* from = parts + number / BV * (WARPS * BV) + number % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
-      value_at(v, row + at / BV, at % BV) = from_float<T>(dv);
+      value_at(v, row + number / BV, number % BV) = from_float<T>(dv);
     }
     barrier_sync(barrier, THREADS);  // the parts have been read: the next sub-chunk's may overwrite them
   });

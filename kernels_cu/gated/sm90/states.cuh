@@ -16,8 +16,8 @@ constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 // The index from which a sequence's stored states are counted: the state before its token n * CHECKPOINT_EVERY has this
 // index + n. Only states with n >= 1 are stored, so that no two sequences of a batch row share one: the last
 // index of a sequence is at most its end / CHECKPOINT_EVERY, and the first of the next sequence is greater.
-__device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& at) {
-  return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
+__device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& work) {
+  return int((work.batch * shape.H + work.head) * (shape.T / CHECKPOINT_EVERY + 1)) + work.start / CHECKPOINT_EVERY;
 }
 // This thread's first four values of stored state `number`; its next four are 2 BK float4 later.
 template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float* checkpoints, int number) {
@@ -33,11 +33,11 @@ struct Segment : WorkTile {
   i64 last;
 };
 __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i64 P) {
-  WorkTile at = work_tile(shape, block);
-  const u32 segment = u32(at.sequence) % u32(shape.count);
+  WorkTile work = work_tile(shape, block);
+  const u32 segment = u32(work.sequence) % u32(shape.count);
   // work_tile numbers chunks as if each segment had one more; here each sequence has, whatever its segments.
-  at.chunk += i64(segment / u32(P)) - segment;
-  return at;
+  work.chunk += i64(segment / u32(P)) - segment;
+  return work;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
@@ -45,9 +45,9 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   // The backward pass starts with the segments that the forward pass computed last: some of their tokens are in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !has_two : has_two)) * H + n % H : in_order;
-  Segment at = {segment_at(shape, block, P), block};
-  if (has_two) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
-  return at;
+  Segment work = {segment_at(shape, block, P), block};
+  if (has_two) work.last += H, work.tokens += work_tile(shape, block + H).tokens;
+  return work;
 }
 
 // Two schedules. OneEach: a block computes one segment. InTurn, for whole sequences: as many blocks as the card holds
@@ -60,7 +60,7 @@ struct InTurn {
   static constexpr bool in_turn = true;
 };
 __device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
-__device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
+__device__ __forceinline__ int chunks_of(const WorkTile& work) { return (work.tokens + CHUNK - 1) / CHUNK; }
 
 // Calls f(segment, chunks that this block has computed before it) for each segment of this block.
 template <class Schedule, bool BACKWARDS, class Args, class F>
@@ -69,35 +69,35 @@ __device__ __forceinline__ void each_segment(const Args& args, F f) {
   int chunks = 0;
 #pragma unroll 1
   for (u32 block = blockIdx.x; block < all_segments(args.shape); block += gridDim.x) {
-    const Segment at = {work_tile(args.shape, block), block};
-    f(at, chunks);
-    chunks += chunks_of(at);
+    const Segment work = {work_tile(args.shape, block), block};
+    f(work, chunks);
+    chunks += chunks_of(work);
   }
 }
 
 // Iterates over the chunks of all sequences of this block; in shared memory, since registers are scarce.
 template <bool BACKWARDS> struct Cursor {
-  WorkTile at;
+  WorkTile work;
   u32 block;  // the segment's number; after the last chunk it is all_segments or more
   int token;  // the chunk's first token, counted from the segment's
 
   __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
   __device__ __forceinline__ void begin(const Shape& shape, u32 first) {
     for (block = first; !at_end(shape); block += gridDim.x) {
-      at = work_tile(shape, block);
-      token = BACKWARDS ? (chunks_of(at) - 1) * CHUNK : 0;
-      if (at.tokens) return;
+      work = work_tile(shape, block);
+      token = BACKWARDS ? (chunks_of(work) - 1) * CHUNK : 0;
+      if (work.tokens) return;
     }
   }
   // The segment from this chunk on.
   __device__ __forceinline__ WorkTile rest() const {
-    WorkTile x = at;
+    WorkTile x = work;
     x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
     return x;
   }
   __device__ __forceinline__ void next(const Shape& shape) {
     token += BACKWARDS ? -CHUNK : CHUNK;
-    if (BACKWARDS ? token < 0 : token >= at.tokens) begin(shape, block + gridDim.x);
+    if (BACKWARDS ? token < 0 : token >= work.tokens) begin(shape, block + gridDim.x);
   }
 };
 

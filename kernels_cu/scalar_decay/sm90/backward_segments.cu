@@ -39,23 +39,23 @@ template <int BV> struct Shared {
 };
 
 template <int BV>
-__device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const WorkTile& at, int first, bool backwards) {
+__device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const WorkTile& work, int first, bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
-  const int last = (at.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
+  const int last = (work.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
   const auto first_of = [&](int iteration) { return (backwards ? last - iteration : iteration) * CHUNK; };
   float gates[STAGES];  // of as many chunks: one would be waited for longer than a chunk takes
 #pragma unroll
   for (int iteration = 0; iteration < STAGES; ++iteration)
-    gates[iteration] = gate_of(args.g, at, first_of(iteration) + lane);
+    gates[iteration] = gate_of(args.g, work, first_of(iteration) + lane);
 #pragma unroll 1
-  for (int first_turn = 0; first_turn * CHUNK < at.tokens; first_turn += STAGES)
+  for (int first_turn = 0; first_turn * CHUNK < work.tokens; first_turn += STAGES)
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
       const int iteration = first_turn + stage;
-      if (iteration * CHUNK >= at.tokens) break;
+      if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
       if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
-      fetch_chunk(s.full[stage], at, first_of(iteration), [&](auto f) {
+      fetch_chunk(s.full[stage], work, first_of(iteration), [&](auto f) {
         f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
         f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
@@ -73,25 +73,25 @@ __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Work
                                             : exp2_approx(behind);
       if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
       barrier_arrive(s.full[stage]);
-      gates[stage] = gate_of(args.g, at, first_of(iteration + STAGES) + lane);
+      gates[stage] = gate_of(args.g, work, first_of(iteration + STAGES) + lane);
     }
 }
 
 // x times factors of tokens, as the sum of two bfloat16 numbers.
 __device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const float (&by)[8]) {
-  each_two([&](int at, int s, int m) {
-    const float first = low(x[s][m]) * by[at / 4 * 2], second = high(x[s][m]) * by[at / 4 * 2 + 1];
+  each_two([&](int index, int s, int m) {
+    const float first = low(x[s][m]) * by[index / 4 * 2], second = high(x[s][m]) * by[index / 4 * 2 + 1];
     x[s][m] = pack<bf16>(first, second);
     rest[s][m] = remainder_of(x[s][m], first, second);
   });
 }
 
 template <int BV>
-__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const WorkTile& at, int first, u32 tiles,
+__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const WorkTile& work, int first, u32 tiles,
                                         bool backwards) {
   const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, all = 1.f;
-  load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards,
+  load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P, backwards,
                          channel, tiles);
   const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
@@ -102,9 +102,9 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     decay_tokens(x, rest, decays);
   };
   u32 x[2][4], rest[2][4], later[2][4], later_rest[2][4];
-  if (at.tokens > 0) load(x, rest, 0);
+  if (work.tokens > 0) load(x, rest, 0);
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+  for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
     const float by = in.all;
     all *= by;
@@ -114,7 +114,8 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     write_state<BV>(S, x, in.y);
     write_state<BV>(S, rest, in.y);
     wgmma_commit();
-    if ((iteration + 1) * CHUNK < at.tokens) load(later, later_rest, iteration + 1);  // while the tensor cores are busy
+    if ((iteration + 1) * CHUNK < work.tokens)
+      load(later, later_rest, iteration + 1);  // while the tensor cores are busy
     wgmma_wait<0>();
     wgmma_keep(S);
     wgmma_keep(x), wgmma_keep(rest);  // while the next ones were made
@@ -122,7 +123,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = later[i / 4][i % 4], rest[i / 4][i % 4] = later_rest[i / 4][i % 4];
   }
-  const i64 slot = slot_of(at, backwards, tiles), K = args.shape.K,
+  const i64 slot = slot_of(work, backwards, tiles), K = args.shape.K,
             next = slot + (backwards ? -args.shape.H : args.shape.H);
   each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
                     [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
@@ -143,9 +144,9 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
   __syncthreads();  // the barriers are initialised, and tensor copies see them
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
-  const WorkTile at = work_tile(args.shape, block / tiles);
+  const WorkTile work = work_tile(args.shape, block / tiles);
   const int first = block % tiles * CHANNELS;
-  if (is_last(at, args.P, backwards)) return;
-  if (threadIdx.x >= CONSUMERS) move(s, args, at, first, backwards);
-  else consume(s, args, at, first, tiles, backwards);
+  if (is_last(work, args.P, backwards)) return;
+  if (threadIdx.x >= CONSUMERS) move(s, args, work, first, backwards);
+  else consume(s, args, work, first, tiles, backwards);
 }

@@ -121,11 +121,11 @@ template <int BK, int BV> struct Registers {
 __device__ __forceinline__ int tiles_of(i64 width, int BV) { return int(width + BV - 1) / BV; }
 
 // The first token of the chunk that the given iteration computes.
-__device__ __forceinline__ int first_of(int iteration, const WorkTile& at, bool backwards) {
-  return (backwards ? (at.tokens - 1) / CHUNK - iteration : iteration) * CHUNK;
+__device__ __forceinline__ int first_of(int iteration, const WorkTile& work, bool backwards) {
+  return (backwards ? (work.tokens - 1) / CHUNK - iteration : iteration) * CHUNK;
 }
 
 // Whether the chunk whose first token is `first` is the last of its stretch.
-__device__ __forceinline__ bool ends_stretch(int first, const WorkTile& at) {
-  return first % STRETCH == STRETCH - CHUNK || first + CHUNK >= at.tokens;
+__device__ __forceinline__ bool ends_stretch(int first, const WorkTile& work) {
+  return first % STRETCH == STRETCH - CHUNK || first + CHUNK >= work.tokens;
 }
