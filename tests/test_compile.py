@@ -5,8 +5,8 @@ instance is translated once for each, and assembled for every card. What was com
 `disk.py` says where it is kept.
 
 With --exhaustive the main targets have every instance, and the others those that have between them every pair of
-arguments. Without it a part is compiled, which has every single argument, for the main targets and one of the others:
-another part for another seed. `translated.py` has every instance read.
+arguments. Without it a part is compiled, which has every single argument, each instance for one of all targets: another
+part, for other targets, for another seed. `translated.py` has every instance read.
 """
 
 import random
@@ -51,8 +51,8 @@ def chosen(kernels, exhaustive, seed):
         return {kernels[0].arch: kernels if exhaustive else few}
     if exhaustive:
         return dict.fromkeys(MAIN, kernels) | dict.fromkeys(OTHERS, most)
-    in_turn = defaultdict(list, dict.fromkeys(MAIN, few))
-    for kernel, target in zip(few, cycle(random.Random(f"{seed} {kernels[0].file}").sample(OTHERS, len(OTHERS)))):
+    in_turn, every = defaultdict(list), MAIN + OTHERS
+    for kernel, target in zip(few, cycle(random.Random(f"{seed} {kernels[0].file}").sample(every, len(every)))):
         in_turn[target].append(kernel)
     return in_turn
 
