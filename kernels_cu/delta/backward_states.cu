@@ -90,8 +90,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
 
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
-  each([&](float& x, i64 at, bool inside) {
-    x = !inside ? 0.f : computes_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
+  each([&](float& x, i64 index, bool inside) {
+    x = !inside ? 0.f : computes_F ? index % (width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
   const auto chunk_of = [&](int step) { return BACKWARDS ? chunks - 1 - step : step; };
@@ -207,8 +207,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   }
   float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
   if (to) {
-    each([&](float& x, i64 at, bool inside) {
-      if (inside) to[at] = x;
+    each([&](float& x, i64 index, bool inside) {
+      if (inside) to[index] = x;
     });
   }
 }

@@ -61,8 +61,8 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
     for (int n = 0; n < BT; n += 4, piece += four_rows) cp_async<16>(place<TILE>(tile, first + n, c), piece, n < rows);
   } else {
 #pragma unroll 1
-    for (int at = lane; at < BT * TILE; at += 32) {
-      const int row = at / TILE, column = at % TILE;
+    for (int index = lane; index < BT * TILE; index += 32) {
+      const int row = index / TILE, column = index % TILE;
       *place<TILE>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
     }
   }
@@ -102,12 +102,12 @@ template <typename T, int KINDS, class S>
 __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], float (&diagonals)[4], const S& s) {
   const int lane = own_lane(), matrix = lane >> 3;
   const LeftReader<TILE, T> reader(lane);
-  const int at = ((matrix & 1) * (TILE / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+  const int first = ((matrix & 1) * (TILE / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
 #pragma unroll 1
   for (int c = 0; c < TILE / 16; ++c) {
     u32 states[2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) ldmatrix_x4_trans(states[n], s.states[n] + at + 2 * c * (TILE / 8) * 64);
+    for (int n = 0; n < 2; ++n) ldmatrix_x4_trans(states[n], s.states[n] + first + 2 * c * (TILE / 8) * 64);
 #pragma unroll
     for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll

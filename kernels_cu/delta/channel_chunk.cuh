@@ -158,10 +158,10 @@ __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][
 template <int KINDS, int BK>
 __device__ __forceinline__ void store_level(f16* tile, int level, int kind, const BlockTask<BK>& task,
                                             const float4 (&x)[BLOCK], float4 decay) {
-  const int at = task.block >> (level + 1) << level | task.block & (1 << level) - 1;
-  const Spot<BK, 4, f16> spot(4 * (at & 1), task.c);
+  const int block_in_tile = task.block >> (level + 1) << level | task.block & (1 << level) - 1;
+  const Spot<BK, 4, f16> spot(4 * (block_in_tile & 1), task.c);
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (at >> 1) * KINDS + kind, n), times(decay, x[n]));
+  for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (block_in_tile >> 1) * KINDS + kind, n), times(decay, x[n]));
 }
 
 // Stores zeros in the rows of a block's tokens.

@@ -63,8 +63,8 @@ template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride, int rows, int width) {
 #pragma unroll 1
-  for (int at = threadIdx.x; at < BT * COLS; at += THREADS) {
-    const int row = at / COLS, column = at % COLS;
+  for (int index = threadIdx.x; index < BT * COLS; index += THREADS) {
+    const int row = index / COLS, column = index % COLS;
     *place<COLS>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
   }
 }

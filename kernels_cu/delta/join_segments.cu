@@ -69,8 +69,8 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
       const int p = first + by * (number / panels), from = number % panels * PANEL;
       const R* F = args.F + ((i64(n) * P + p) * H + h) * K * stride;
 #pragma unroll
-      for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
-        const int row = at / ACROSS, place = at % ACROSS * PIECE;
+      for (int index = threadIdx.x; index < ROWS * ACROSS; index += THREADS) {
+        const int row = index / ACROSS, place = index % ACROSS * PIECE;
         const int of_row = row + (BACKWARDS ? from : 0), of_column = place + (BACKWARDS ? 0 : from);
         if (of_row < K && of_column < stride)
           cp_async<16>(s.panels[number % STAGES] + row * LD + place, F + of_row * stride + of_column, true);

@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
 
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
-  each([&](float& x, i64 at, bool inside) {
-    x = !inside ? 0.f : computes_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
+  each([&](float& x, i64 index, bool inside) {
+    x = !inside ? 0.f : computes_F ? index % (width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
   const auto fetch = [&](int chunk, int stage) {
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   }
   float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
   if (to) {
-    each([&](float& x, i64 at, bool inside) {
-      if (inside) to[at] = x;
+    each([&](float& x, i64 index, bool inside) {
+      if (inside) to[index] = x;
     });
   }
 }

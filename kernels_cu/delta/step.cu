@@ -122,15 +122,15 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
 
   const TokenScalars<R>& scalars = s.scalars;
   const R beta = Rule::own_erasure ? R(1) : R(to_real(*args.beta.row(b, h, 0)));
-  const auto sum_of_parts = [&](int which, int at) {
+  const auto sum_of_parts = [&](int which, int index) {
     R sum = 0;
 #pragma unroll
-    for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][at];
+    for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][index];
     return sum;
   };
   // What the token adds to a column, times its key: v, or beta (v - S'^T k).
-  const auto written = [&](R erased, int at) {
-    const R v = to_real(args.v.row(b, h, 0)[start + at]);
+  const auto written = [&](R erased, int index) {
+    const R v = to_real(args.v.row(b, h, 0)[start + index]);
     return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
   };
   R write[N];
@@ -156,11 +156,11 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
     if (args.pieces && column < left) *reinterpret_cast<Piece*>(to) = state[n];
   }
-  const int at = threadIdx.x;
-  if (at < STEP_COLUMNS && at < left) {
-    const R p = sum_of_parts(0, at);
-    R o = fma(scalars.q_dot_k, written(p, at), sum_of_parts(1, at));
+  const int index = threadIdx.x;
+  if (index < STEP_COLUMNS && index < left) {
+    const R p = sum_of_parts(0, index);
+    R o = fma(scalars.q_dot_k, written(p, index), sum_of_parts(1, index));
     if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
-    args.o.row(b, h, 0)[start + at] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
+    args.o.row(b, h, 0)[start + index] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
   }
 }

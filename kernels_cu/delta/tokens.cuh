@@ -62,8 +62,8 @@ template <int LANES, typename R> __device__ __forceinline__ R sum_over_lanes(R x
 template <int BYTES, int ROWS, int COLS, typename T>
 __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
-  for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
-    const int row = at / ACROSS, column = at % ACROSS * PIECE;
+  for (int index = threadIdx.x; index < ROWS * ACROSS; index += THREADS) {
+    const int row = index / ACROSS, column = index % ACROSS * PIECE;
     const bool inside = row < rows && column < width;
     const T* piece = inside ? from + row * stride + column : from;
     if constexpr (BYTES >= 4) cp_async<BYTES>(to + row * COLS + column, piece, inside);
@@ -93,18 +93,18 @@ template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct
   T v[TOKENS * BV];
 
   // Starts to copy `rows` tokens, from token `first` of the batch row on; zeros for the others.
-  __device__ __forceinline__ void fetch(const DeltaArgs<T, G>& args, const BlockWork& at, i64 first, int rows) {
-    const int K = int(args.shape.K), head = at.h / u32(args.group);
-    copy_tile<TOKENS, BK>(k, args.k.row(at.b, head, first), args.k.t, rows, K, args.bytes);
-    copy_tile<TOKENS, BK>(q, args.q.row(at.b, head, first), args.q.t, rows, K, args.bytes);
+  __device__ __forceinline__ void fetch(const DeltaArgs<T, G>& args, const BlockWork& work, i64 first, int rows) {
+    const int K = int(args.shape.K), head = work.h / u32(args.group);
+    copy_tile<TOKENS, BK>(k, args.k.row(work.b, head, first), args.k.t, rows, K, args.bytes);
+    copy_tile<TOKENS, BK>(q, args.q.row(work.b, head, first), args.q.t, rows, K, args.bytes);
     if constexpr (Rule::channel_gates)
-      copy_tile<TOKENS, BK>(g, args.g.row(at.b, at.h, first), args.g.t, rows, K, args.bytes);
+      copy_tile<TOKENS, BK>(g, args.g.row(work.b, work.h, first), args.g.t, rows, K, args.bytes);
     if constexpr (Rule::own_erasure) {
-      copy_tile<TOKENS, BK>(a, args.a.row(at.b, head, first), args.a.t, rows, K, args.bytes);
-      copy_tile<TOKENS, BK>(b, args.b.row(at.b, head, first), args.b.t, rows, K, args.bytes);
+      copy_tile<TOKENS, BK>(a, args.a.row(work.b, head, first), args.a.t, rows, K, args.bytes);
+      copy_tile<TOKENS, BK>(b, args.b.row(work.b, head, first), args.b.t, rows, K, args.bytes);
     }
-    copy_tile<TOKENS, BV>(v, args.v.row(at.b, at.h, first) + at.tile, args.v.t, rows, int(args.shape.V) - at.tile,
-                          args.bytes);
+    copy_tile<TOKENS, BV>(v, args.v.row(work.b, work.h, first) + work.tile, args.v.t, rows,
+                          int(args.shape.V) - work.tile, args.bytes);
   }
 };
 
@@ -121,10 +121,10 @@ template <class Rule, typename R> struct TokenGates {
   R gate = 0, beta = 0;
 
   template <typename T, typename G>
-  __device__ __forceinline__ void load(const DeltaArgs<T, G>& args, const BlockWork& at, i64 first, int rows) {
+  __device__ __forceinline__ void load(const DeltaArgs<T, G>& args, const BlockWork& work, i64 first, int rows) {
     if (int(threadIdx.x) >= rows) return;
-    if constexpr (!Rule::channel_gates) gate = to_real(*args.g.row(at.b, at.h, first + threadIdx.x));
-    if constexpr (!Rule::own_erasure) beta = to_real(*args.beta.row(at.b, at.h, first + threadIdx.x));
+    if constexpr (!Rule::channel_gates) gate = to_real(*args.g.row(work.b, work.h, first + threadIdx.x));
+    if constexpr (!Rule::own_erasure) beta = to_real(*args.beta.row(work.b, work.h, first + threadIdx.x));
   }
   __device__ __forceinline__ void store(TokenScalars<R>* scalars, int rows) const {
     if (int(threadIdx.x) < rows) scalars[threadIdx.x].decay = decay_of(gate), scalars[threadIdx.x].beta = beta;

@@ -9,9 +9,9 @@
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {
   const int first = FROM + 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
 #pragma unroll
-  for (int at = 0; at < STOP - FROM; at += THREADS * 16)
-    if (at + THREADS * 16 <= STOP - FROM || first + at < STOP)
-      cp_async<16>(static_cast<char*>(to) + first + at, static_cast<const char*>(from) + first + at, true);
+  for (int offset = 0; offset < STOP - FROM; offset += THREADS * 16)
+    if (offset + THREADS * 16 <= STOP - FROM || first + offset < STOP)
+      cp_async<16>(static_cast<char*>(to) + first + offset, static_cast<const char*>(from) + first + offset, true);
 }
 
 // Rounds channels 16 c ... 16 c + 15 of S to T: s is a left operand [columns, channels]; s[0], s[2] and s[1], s[3] are

@@ -47,9 +47,9 @@ template <typename E> __device__ __forceinline__ void copy_pieces(const Copy& x,
   const i64 b = head / x.H;
 #pragma unroll
   for (int n = 0; n < AT_ONCE; ++n) {
-    const u32 at = (n * THREADS + threadIdx.x) * N;
-    if (start + at >= x.count) return;
-    const u32 down = (before + at) / width, column = (before + at) % width;
+    const u32 index = (n * THREADS + threadIdx.x) * N;
+    if (start + index >= x.count) return;
+    const u32 down = (before + index) / width, column = (before + index) % width;
     struct alignas(16) {
       E x[N];
     } piece;
@@ -66,16 +66,16 @@ template <typename E> __device__ __forceinline__ void copy_pieces(const Copy& x,
     } else {
 #pragma unroll 1
       for (int i = 0; i < N; ++i) {
-        const E* from = row_at<E>(x, b, h, t, (before + at + i) / width);
-        const u32 c = (before + at + i) % width;
+        const E* from = row_at<E>(x, b, h, t, (before + index + i) / width);
+        const u32 c = (before + index + i) % width;
         piece.x[i] = from && c < x.size_c ? from[c * x.stride_c] : E{};
       }
     }
-    E* to = reinterpret_cast<E*>(x.to) + start + at;
-    if (start + at + N <= x.count) {
+    E* to = reinterpret_cast<E*>(x.to) + start + index;
+    if (start + index + N <= x.count) {
       *reinterpret_cast<Wide*>(to) = *reinterpret_cast<const Wide*>(&piece);
     } else {
-      for (int i = 0; i < N && start + at + i < x.count; ++i) to[i] = piece.x[i];
+      for (int i = 0; i < N && start + index + i < x.count; ++i) to[i] = piece.x[i];
     }
   }
 }

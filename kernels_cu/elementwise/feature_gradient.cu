@@ -21,7 +21,7 @@ template <typename T, typename Y> struct Args {
 
 template <class Phi, typename T, typename Y>
 __global__ void __launch_bounds__(256) elementwise_feature_gradient(const Args<T, Y> args) {
-  const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x, c = at % args.C, row = at / args.C;
+  const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x, c = index % args.C, row = index / args.C;
   const i64 t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
   if (b >= args.B) return;
   const Real<Y> dy = to_real(args.dy.row(b, h, t)[c]);

@@ -23,8 +23,8 @@ template <typename T, typename Y> struct Args {
 };
 
 template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ void map_piece(const Args<T, Y>& args) {
-  const i64 across = args.C / N, at = i64(blockIdx.x) * blockDim.x + threadIdx.x, row = at / across;
-  const i64 c = at % across * N, t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
+  const i64 across = args.C / N, index = i64(blockIdx.x) * blockDim.x + threadIdx.x, row = index / across;
+  const i64 c = index % across * N, t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
   if (b >= args.B) return;
   const T* from = args.x.row(b, h, t);
   Piece<T, N> x;

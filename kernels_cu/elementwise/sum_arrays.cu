@@ -20,11 +20,12 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(128) elementwise_sum_arrays(const Args<T> args) {
-  const i64 size = args.H * args.K, at = i64(blockIdx.x) * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
+  const i64 size = args.H * args.K, index = i64(blockIdx.x) * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
   Real<T> sum = 0;
-  if (at < size)
-    for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.arrays[n * size + at];
+  if (index < size)
+    for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.arrays[n * size + index];
 #pragma unroll
   for (int distance = 16; distance >= 4; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  if (at < size && threadIdx.x % 32 < 4) args.sum[at / args.K * args.row_stride + at % args.K] = from_real<T>(sum);
+  if (index < size && threadIdx.x % 32 < 4)
+    args.sum[index / args.K * args.row_stride + index % args.K] = from_real<T>(sum);
 }

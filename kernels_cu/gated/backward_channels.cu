@@ -192,8 +192,8 @@ __device__ __noinline__ void sum_pairs_one_by_one(GradientsWithin (&sums)[BLOCKS
                                                   const G* gates, const Stored* dA, u32 blocks) {
   const int lane = threadIdx.x & 31, lane_channel = lane >> 2, lane_pair = lane & 3;
 #pragma unroll 1
-  for (int at = 0; at < 8 * BLOCKS; ++at) {
-    const int m = at / 8, p = at / 2 % 4, token = at % 2;
+  for (int index = 0; index < 8 * BLOCKS; ++index) {
+    const int m = index / 8, p = index / 2 % 4, token = index % 2;
     if (!(blocks >> m & 1)) continue;
     const int channel = lane_channel + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);  // first: of the sub-chunk's tokens
     const PairGradients x = gradients_of_pairs<ReadOrder>(
@@ -292,9 +292,11 @@ __device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, c
 #pragma unroll 1
     for (int start = 0; start < columns; start += 32) {
       const int column = start + lane, in_tile = column % TILE;
-      const int at = column / TILE * next_tile + (TURNED ? matrix_at(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
-                                                         : matrix_at(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
-      float S = column < columns ? to_float(S_tiles[at]) : 0.f, dS = column < columns ? to_float(dS_tiles[at]) : 0.f;
+      const int index =
+          column / TILE * next_tile + (TURNED ? matrix_at(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
+                                              : matrix_at(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
+      float S = column < columns ? to_float(S_tiles[index]) : 0.f,
+            dS = column < columns ? to_float(dS_tiles[index]) : 0.f;
       // [i]: the state after token i's decay, before its key and value are added. grown(x, sum) of tensor.cuh is
       // x exp(sum), finite also if exp(sum) alone overflows.
       float decayed[CHUNK];
@@ -368,11 +370,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // Starts the copies of columns 32 n ... 32 n + 31 of v and do to stage n % 2.
   const auto fetch = [&](int n) {
     Values<E>& to = s.values[n & 1];
-    const ChannelTile at = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
-    const i64 head = Columns::gated ? at.h - args.first : at.h, column = n * COLUMNS;
+    const ChannelTile own_work = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
+    const i64 head = Columns::gated ? own_work.h - args.first : own_work.h, column = n * COLUMNS;
     const bool aligned = Columns::gated || vectors;
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, at.b, head, at.span.start, at.span.stop, column, width, aligned);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, at.b, head, at.span.start, at.span.stop, column, width, aligned);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, own_work.b, head, own_work.span.start, own_work.span.stop, column,
+                                    width, aligned);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, own_work.b, head, own_work.span.start, own_work.span.stop, column,
+                                    width, aligned);
   };
   // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the 16 columns after these. Each
   // product moves index 1 to index 0 and loads index 1.
@@ -455,8 +459,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         16 / sizeof(Stored);  // numbers that one copy moves; zeros instead of pieces above the diagonal
     const Stored* dA_from = static_cast<const Stored*>(args.scores) + chunk * (CHUNK * CHUNK);
 #pragma unroll 1
-    for (int at = threadIdx.x * PIECE; at < CHUNK * CHUNK; at += THREADS * PIECE)
-      cp_async<16>(s.pairs.dA + at / CHUNK * LDA + at % CHUNK, dA_from + at, at % CHUNK <= at / CHUNK);
+    for (int index = threadIdx.x * PIECE; index < CHUNK * CHUNK; index += THREADS * PIECE)
+      cp_async<16>(s.pairs.dA + index / CHUNK * LDA + index % CHUNK, dA_from + index, index % CHUNK <= index / CHUNK);
     if (threadIdx.x < CHUNK) s.pairs.diagonal[threadIdx.x] = args.diagonal[chunk * CHUNK + threadIdx.x];
     cp_async_commit();
     cp_async_wait<0>();

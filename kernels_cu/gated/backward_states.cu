@@ -110,14 +110,15 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
 
 // Computes the states of one tile and direction, step by step. Backwards, steps are counted from the last tokens on.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
-__device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& at, bool backwards) {
+__device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& work,
+                                     bool backwards) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   constexpr int STAGES = ::STAGES<T, BV>;
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V), P = int(args.P);
-  const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * BV + 2 * t;
+  const int channel = work.k_tile * TILE + 16 * warp + g, column = work.v_tile * BV + 2 * t;
   const bool segments = !args.chunk_states;
 
   // S, or backwards dS: accumulators [16 channels, 8 columns] twice, BV / 16 times. each_number calls f(number, its
@@ -132,12 +133,12 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
         if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
       }
   };
-  const int segment = backwards ? P - 1 - at.n % P : at.n % P;
+  const int segment = backwards ? P - 1 - work.n % P : work.n % P;
   const i64 state = i64(K) * V;
   const float* given = backwards ? args.dht : args.initial;
-  const i64 slot = (backwards * (shape.B * shape.count) + at.n) * shape.H + at.h;
+  const i64 slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
   if (segment == 0 || !segments) {
-    const float* from = given ? given + ((segments ? at.n / P : at.n) * shape.H + at.h) * state : nullptr;
+    const float* from = given ? given + ((segments ? work.n / P : work.n) * shape.H + work.h) * state : nullptr;
     float* to = segments ? args.states + slot * state : nullptr;
     each_number([&](float& x, i64 offset) {
       if (from) x = from[offset];
@@ -145,22 +146,22 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     });
   }
 
-  const int chunks = int((at.span.stop - at.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
-  const auto token_of = [&](int step) { return at.span.start + STEP * (backwards ? steps - 1 - step : step); };
+  const int chunks = int((work.span.stop - work.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
+  const auto token_of = [&](int step) { return work.span.start + STEP * (backwards ? steps - 1 - step : step); };
   const auto fetch_gates = [&](int step, int stage) {
-    fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, at.b, at.h, token_of(step), at.span.stop,
-                                        at.k_tile * TILE, K, args.vectors);
+    fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, work.b, work.h, token_of(step), work.span.stop,
+                                        work.k_tile * TILE, K, args.vectors);
   };
   const auto fetch = [&](int step) {
     if (step < steps) {
       Stage<T, G, BV>& in = s.stages[step % STAGES];
-      const i64 token = token_of(step), stop = at.span.stop;
+      const i64 token = token_of(step), stop = work.span.stop;
       const bool vectors = args.vectors;
       fetch_gates(step, step % STAGES);
-      fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, backwards ? args.q : args.k, at.b, at.h, token, stop, at.k_tile * TILE,
-                                          K, vectors);
-      fetch_rows<STEP, BV, LD<T, BV>>(in.y, backwards ? args.do_ : args.v, at.b, at.h, token, stop, at.v_tile * BV, V,
-                                      vectors);
+      fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, backwards ? args.q : args.k, work.b, work.h, token, stop,
+                                          work.k_tile * TILE, K, vectors);
+      fetch_rows<STEP, BV, LD<T, BV>>(in.y, backwards ? args.do_ : args.v, work.b, work.h, token, stop,
+                                      work.v_tile * BV, V, vectors);
     }
     cp_async_commit();
   };
@@ -172,7 +173,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     });
   const float skipped_decay = first ? 0.f : 1.f;
   float total_decay[2] = {skipped_decay, skipped_decay};  // decays of the segment
-  const int first_chunk = int(chunks_of(shape, at.n % shape.count).start);
+  const int first_chunk = int(chunks_of(shape, work.n % shape.count).start);
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(first + step);
 #pragma unroll 1
@@ -183,13 +184,13 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     if (!segments && step % 2 == 0) {
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
       Stored* to =
-          static_cast<Stored*>(args.chunk_states) +
-          tile_at(shape, args.heads, backwards, at.b, at.h - args.first, chunk, at.k_tile, at.v_tile * (BV / TILE));
+          static_cast<Stored*>(args.chunk_states) + tile_at(shape, args.heads, backwards, work.b, work.h - args.first,
+                                                            chunk, work.k_tile, work.v_tile * (BV / TILE));
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          if (n < TILE / 8 || at.v_tile * BV + TILE < V)  // the second tile may be outside of the state
+          if (n < TILE / 8 || work.v_tile * BV + TILE < V)  // the second tile may be outside of the state
             put_pair(to + n / 8 * (TILE * TILE) + matrix_at(2 * warp + x, n % 8) + 2 * lane,
                      float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
@@ -242,12 +243,12 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   if (segments) {
     to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state;
     for (int row = 0; row < 2; ++row)
-      if (t == 0 && at.v_tile == 0 && channel + 8 * row < K)
+      if (t == 0 && work.v_tile == 0 && channel + 8 * row < K)
         args.decays[slot * K + channel + 8 * row] = total_decay[row];
   } else if (backwards && args.dh0 && segment == P - 1) {
     const int n =
-        sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // = at.n, which would spill
-    to = args.dh0 + (n / P * shape.H + at.h) * state;
+        sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.n;  // = at.n, which would spill
+    to = args.dh0 + (n / P * shape.H + work.h) * state;
   }
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
 }
@@ -260,11 +261,11 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
   const int v_tiles = int((shape.V + BV - 1) / BV), k_tiles = int((shape.K + TILE - 1) / TILE);
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
-  StateTile at;
-  at.v_tile = block % v_tiles, at.k_tile = block / v_tiles % k_tiles;
-  at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
-  at.span = tokens_of(shape, at.n % shape.count);
-  if (!args.chunk_states && at.n % args.P == (backwards ? 0 : args.P - 1))
+  StateTile work;
+  work.v_tile = block % v_tiles, work.k_tile = block / v_tiles % k_tiles;
+  work.h = int(args.first) + block / tiles % heads, work.n = block / tiles / heads, work.b = work.n / int(shape.count);
+  work.span = tokens_of(shape, work.n % shape.count);
+  if (!args.chunk_states && work.n % args.P == (backwards ? 0 : args.P - 1))
     return;  // the last segment's summary is not used
-  walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, at, backwards);
+  walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards);
 }

@@ -103,9 +103,9 @@ __global__ void __launch_bounds__(
     constexpr int PART = CHANNELS * TILE;  // of a tile
     const Stored* from = chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
 #pragma unroll 1
-    for (int at = threadIdx.x * PIECE; at < BV / TILE * PART; at += THREADS * PIECE)
-      cp_async<16>(s.dS + (at / 64 * 8 + row_place<Stored>(at / 8 % 8)) * 8 + at % 8,
-                   from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
+    for (int index = threadIdx.x * PIECE; index < BV / TILE * PART; index += THREADS * PIECE)
+      cp_async<16>(s.dS + (index / 64 * 8 + row_place<Stored>(index / 8 % 8)) * 8 + index % 8,
+                   from + index / PART * (TILE * TILE) + index % PART, first + index / PART < tiles);
   };
 
   ChunkScores scores(warp);
@@ -149,15 +149,15 @@ __global__ void __launch_bounds__(
         const Decays<ReadOrder> decays(decays_of_tokens);
         const Middle<ReadOrder> middle(decays_of_tokens);
         const float2 start = decays.start * query, end = decays.end * token;
-        const int at = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
-        put_pair(s.operands.queries + at, middle.queries * query);
-        put_pair(s.operands.keys + at, middle.keys * token);
-        put_pair(s.operands.border8 + at, m % 2 ? start : end);
-        put_pair(s.operands.border16 + at,
+        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        put_pair(s.operands.queries + index, middle.queries * query);
+        put_pair(s.operands.keys + index, middle.keys * token);
+        put_pair(s.operands.border8 + index, m % 2 ? start : end);
+        put_pair(s.operands.border16 + index,
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.operands.border32 + at,
+        put_pair(s.operands.border32 + index,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
-        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
+        put_pair(s.operands.ends + index, product_of(all, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.self_scores[warp], weights, m - 3);
       }
     }
@@ -217,9 +217,10 @@ __global__ void __launch_bounds__(
   for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
     if (!s.grows[n]) continue;
     __syncwarp();  // the scores that are replaced have been stored
-    const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
-    const float score = score_of_pair<ReadOrder>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
-                                                 args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+    const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
+    const float score =
+        score_of_pair<ReadOrder>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
+                                 args.g.row(b, h, first_token), args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
     const TokenPair pair = pair_of(lane);
     if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
   }

@@ -72,20 +72,20 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   const auto each_state_number = [&](auto f) {
     each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
-  each_state_number([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+  each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if (ReadOrder::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS)
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
-  for (int at = threadIdx.x; at < s.NUMBERS * BT * s.LDA; at += THREADS)
-    s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+  for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
+    s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
   if (Share::CHANNEL_PARTS == 1)
-    for (int at = threadIdx.x; at < 2 * BT; at += THREADS) s.direct[at / BT][1][at % BT] = 0.f;
+    for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
 
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
-    const i64 at = span.start + token;
-    const T *k = args.k.row(b, h, at) + args.channel, *v = args.v.row(b, h, at) + v_tile;
-    const T* q = args.q.row(b, h, at) + args.channel;
+    const i64 first_token = span.start + token;
+    const T *k = args.k.row(b, h, first_token) + args.channel, *v = args.v.row(b, h, first_token) + v_tile;
+    const T* q = args.q.row(b, h, first_token) + args.channel;
     if (bytes == 16) {
       copy_rows<16, 8, BT, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
       copy_rows<16, 8, BT, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     }
   }
   if (args.final)
-    each_state_number([&](float& x, i64 at, bool inside) {
-      if (inside) args.final[at] = x;
+    each_state_number([&](float& x, i64 index, bool inside) {
+      if (inside) args.final[index] = x;
     });
 }

@@ -42,13 +42,13 @@ template <int BK> using State = float[BK / 8][4];
 template <int BK, class F>
 __device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
   const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
-  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
+  i64 index = (row + 2 * t) * V + v_tile + 16 * warp + g;
 #pragma unroll
   for (int c = 0; c < BK / 8; ++c) {
 #pragma unroll
     for (int x = 0; x < 4; ++x)
-      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
+      f(S[c][x], index + (x & 1) * V + 8 * (x >> 1),
         8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
-    at += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
+    index += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
   }
 }

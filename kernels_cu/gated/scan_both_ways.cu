@@ -24,18 +24,18 @@ struct Args {
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pairs = u32(args.N) * H;
-  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
+  const u32 index = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
   const u32 pair = blockIdx.x / tiles % pairs, n = pair / H, h = pair % H;
   const bool backwards = blockIdx.x / tiles >= pairs;
   const int P = int(args.P);
-  if (at >= size || backwards < args.first) return;
+  if (index >= size || backwards < args.first) return;
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };
   const auto state = [&](int step) -> float4& {
-    return *reinterpret_cast<float4*>(args.states + segment(step) * size + at);
+    return *reinterpret_cast<float4*>(args.states + segment(step) * size + index);
   };
-  const auto decay = [&](int step) { return args.decays[segment(step) * args.K + at / u32(args.V)]; };
+  const auto decay = [&](int step) { return args.decays[segment(step) * args.K + index / u32(args.V)]; };
   float4 S = state(1);
   for (int first = 2; first < P; first += AHEAD) {
     float4 local[AHEAD];

@@ -30,18 +30,18 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   constexpr u32 TILE = 256 * WIDTH;
   const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), pair = blockIdx.x / tiles;
   // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
-  const u32 at = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
+  const u32 index = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
   const i64 h = pair % H, n = pair / H;
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
-  if (at >= size) return;
-  const float* state = args.states + (n * P * R * args.H + h) * size + at;
-  const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + at / u32(args.V);
+  if (index >= size) return;
+  const float* state = args.states + (n * P * R * args.H + h) * size + index;
+  const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + index / u32(args.V);
   const float* column_decays =
-      args.column_decays ? args.column_decays + (n * P * R * args.H + h) * args.V + at % u32(args.V) : nullptr;
-  float* start = args.starts + (n * P * args.H + h) * size + at;
+      args.column_decays ? args.column_decays + (n * P * R * args.H + h) * args.V + index % u32(args.V) : nullptr;
+  float* start = args.starts + (n * P * args.H + h) * size + index;
   Values<WIDTH> S = {};
   if (args.initial) {  // the caller's array, which may start on any 4 bytes
-    const float* from = args.initial + (n * args.H + h) * size + at;
+    const float* from = args.initial + (n * args.H + h) * size + index;
     for (int i = 0; i < WIDTH; ++i) S.x[i] = from[i];
   }
   int r = 0;  // the part in its segment
@@ -67,5 +67,5 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
           S.x[n] = S.x[n] == 0.f ? states[i].x[n] : fmaf(decay[i].x[n], S.x[n], states[i].x[n]);
       }
   }
-  *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + at : start) = S;
+  *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + index : start) = S;
 }

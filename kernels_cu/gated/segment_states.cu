@@ -66,8 +66,8 @@ __device__ __forceinline__ void copy_rows(Tile<T, E, COLS>& to, const E* from, i
   constexpr int PIECE = BYTES / sizeof(E), ACROSS = COLS / PIECE;
   constexpr int UNROLLED = BYTES >= 4 ? 2 : 4;  // more for loads, for which a thread waits, than for cp.async
 #pragma unroll UNROLLED
-  for (int at = threadIdx.x; at < STEP<T> * ACROSS; at += THREADS) {
-    const int row = at / ACROSS, col = at % ACROSS * PIECE;
+  for (int index = threadIdx.x; index < STEP<T> * ACROSS; index += THREADS) {
+    const int row = index / ACROSS, col = index % ACROSS * PIECE;
     const bool inside = row < rows && col < columns;
     E* const place = to.x + to.place(row / LANE_TOKENS<T>, row % LANE_TOKENS<T>, col);
     if constexpr (BYTES >= 4) cp_async<BYTES>(place, from + row * stride + col, inside);

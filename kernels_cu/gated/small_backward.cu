@@ -77,22 +77,22 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
   const LaneCoord<LANES<D>> coord;
-  const Work at = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
+  const Work work = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), channel = ROWS * coord.lane;
   const float scale = float(args.scale);
 
   using State = float[ROWS][D];
   // Calls f(number of S, its index in states [.., H, K, V] of memory) for this lane's numbers of state n.
   const auto each_number = [&](State& S, i64 n, auto f) {
-    const i64 first = ((n * shape.H + at.h) * K + channel) * V;
+    const i64 first = ((n * shape.H + work.h) * K + channel) * V;
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)
 #pragma unroll
       for (int x = 0; x < D; ++x)
-        if (at.n >= 0 && channel + c < K && x < V) f(S[c][x], first + c * V + x);
+        if (work.n >= 0 && channel + c < K && x < V) f(S[c][x], first + c * V + x);
   };
   const i64 first_kept =
-      (at.b * shape.NC + (at.n < 0 ? 0 : chunks_of(shape, at.n % shape.count).start)) * shape.H + at.h;
+      (work.b * shape.NC + (work.n < 0 ? 0 : chunks_of(shape, work.n % shape.count).start)) * shape.H + work.h;
   const auto state_at = [&](int token) {
     return reinterpret_cast<float4*>(args.step_states) +
            (first_kept + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+coord.lane;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   // The addresses of rows, in memory and in tiles, are computed each time: registers to hold them are too few.
   const auto fetch_rows = [&](auto& to, const auto& rows, int token, int width) {
     const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
-    fetch(to, lane_rows(to, rows, at, coord.lane), coord.head, coord.lane, token, at.tokens - token, width, bytes);
+    fetch(to, lane_rows(to, rows, work, coord.lane), coord.head, coord.lane, token, work.tokens - token, width, bytes);
   };
   const auto fetch_keys = [&](Stage<T, G, D>& to, int token) {
     fetch_rows(to.k, args.k, token, K), fetch_rows(to.v, args.v, token, V), fetch_rows(to.g, args.g, token, K);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     fetch_rows(to.q, args.q, token, K), fetch_rows(to.do_, args.do_, token, V);
 #pragma unroll
     for (int n = 0; n < NUMBERS / 4; ++n)
-      cp_async<16>(&to.step_states[n][threadIdx.x & 31], state_at(token) + n * LANES<D>, token < at.tokens);
+      cp_async<16>(&to.step_states[n][threadIdx.x & 31], state_at(token) + n * LANES<D>, token < work.tokens);
     cp_async_commit();
   };
   // Computes the state after token i of the step from the state before it.
@@ -123,16 +123,16 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       for (int x = 0; x < D; ++x) after[c][x] = fmaf(a[c], before[c][x], k[c] * v[x]);
   };
 
-  const int longest = largest_of_warp<LANES<D>>(at.tokens), last = (longest - 1) / STEP * STEP;
+  const int longest = largest_of_warp<LANES<D>>(work.tokens), last = (longest - 1) / STEP * STEP;
   if (longest) {
     State S = {};
-    if (args.starts) each_number(S, at.n, [&](float& x, i64 place) { x = args.starts[place]; });
+    if (args.starts) each_number(S, work.n, [&](float& x, i64 place) { x = args.starts[place]; });
     fetch_keys(s.stages[0], 0);
     cp_async_commit();
 #pragma unroll 1
     for (int token = 0, stage = 0; token <= last; token += STEP, stage ^= 1) {
       const Stage<T, G, D>& in = s.stages[stage];
-      if (token < at.tokens) {
+      if (token < work.tokens) {
         float4* to = state_at(token);
 #pragma unroll
         for (int n = 0; n < NUMBERS / 4; ++n) {
@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   }
 
   State dS = {};  // the gradient of the state that the tokens so far start from
-  if (args.ends) each_number(dS, at.n, [&](float& x, i64 place) { x = args.ends[place]; });
+  if (args.ends) each_number(dS, work.n, [&](float& x, i64 place) { x = args.ends[place]; });
   float u[ROWS], du[ROWS] = {};
 #pragma unroll
-  for (int c = 0; c < ROWS; ++c) u[c] = BEFORE && channel + c < K ? args.u[at.h * K + channel + c] : 1.f;
+  for (int c = 0; c < ROWS; ++c) u[c] = BEFORE && channel + c < K ? args.u[work.h * K + channel + c] : 1.f;
 #pragma unroll 1
   for (int token = last; longest && token >= 0; token -= STEP) {
     Stage<T, G, D>& in = s.stages[token / STEP % 2];
@@ -222,14 +222,15 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     __syncwarp();  // the gradients are in shared memory; the step has been read
     const auto put = [&](const auto& tile, const auto& rows, int width) {
       const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
-      store(tile, lane_rows(tile, rows, at, coord.lane), coord.head, coord.lane, token, at.tokens - token, width,
+      store(tile, lane_rows(tile, rows, work, coord.lane), coord.head, coord.lane, token, work.tokens - token, width,
             bytes);
     };
     put(in.q, args.dq, K), put(in.k, args.dk, K), put(in.g, args.dg, K), put(in.dv, args.dv, V);
   }
-  if (args.dh0 && at.n % args.P == 0) each_number(dS, at.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });
+  if (args.dh0 && work.n % args.P == 0)
+    each_number(dS, work.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });
   if (BEFORE)
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)
-      if (at.n >= 0 && channel + c < K) args.partial_du[(at.n * shape.H + at.h) * K + channel + c] = du[c];
+      if (work.n >= 0 && channel + c < K) args.partial_du[(work.n * shape.H + work.h) * K + channel + c] = du[c];
 }

@@ -43,40 +43,40 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
   const LaneCoord<LANES> coord;
-  const Work at = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
+  const Work work = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane;
 
   float S[D][2], u[D];
   // Calls f(number of S, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
   const auto each_number = [&](auto f) {
-    const i64 first = (at.n * shape.H + at.h) * (i64(K) * V) + column;
+    const i64 first = (work.n * shape.H + work.h) * (i64(K) * V) + column;
 #pragma unroll
     for (int c = 0; c < D; ++c)
 #pragma unroll
       for (int x = 0; x < 2; ++x)
-        if (at.n >= 0 && c < K && column + x < V) f(S[c][x], first + c * V + x);
+        if (work.n >= 0 && c < K && column + x < V) f(S[c][x], first + c * V + x);
   };
 #pragma unroll
   for (int c = 0; c < D; ++c) {
     S[c][0] = S[c][1] = 0.f;
-    u[c] = BEFORE && c < K ? args.u[at.h * K + c] : 0.f;
+    u[c] = BEFORE && c < K ? args.u[work.h * K + c] : 0.f;
   }
   if (args.initial) each_number([&](float& x, i64 place) { x = args.initial[place]; });
 
   const auto& tiles = s.stages[0];
-  const auto q = lane_rows(tiles.q, args.q, at, coord.lane), k = lane_rows(tiles.k, args.k, at, coord.lane);
-  const auto v = lane_rows(tiles.v, args.v, at, coord.lane);
-  const auto g = lane_rows(tiles.g, args.g, at, coord.lane);
-  const auto o = lane_rows(tiles.o, args.o, at, coord.lane);
+  const auto q = lane_rows(tiles.q, args.q, work, coord.lane), k = lane_rows(tiles.k, args.k, work, coord.lane);
+  const auto v = lane_rows(tiles.v, args.v, work, coord.lane);
+  const auto g = lane_rows(tiles.g, args.g, work, coord.lane);
+  const auto o = lane_rows(tiles.o, args.o, work, coord.lane);
   const auto fetch_step = [&](Stage<T, G, D>& to, int token) {
-    const int rest = at.tokens - token;
+    const int rest = work.tokens - token;
     fetch(to.k, k, coord.head, coord.lane, token, rest, K, bytes);
     fetch(to.v, v, coord.head, coord.lane, token, rest, V, bytes);
     fetch(to.g, g, coord.head, coord.lane, token, rest, K, bytes);
     fetch(to.q, q, coord.head, coord.lane, token, rest, K, bytes);
     cp_async_commit();
   };
-  const int longest = largest_of_warp<LANES>(at.tokens);
+  const int longest = largest_of_warp<LANES>(work.tokens);
   const float scale = float(args.scale);
   if (longest) fetch_step(s.stages[0], 0);
 #pragma unroll 1
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
       in.o.put(o, i, coord.head, column);
     }
     __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
-    store(in.o, o, coord.head, coord.lane, token, at.tokens - token, V, bytes);
+    store(in.o, o, coord.head, coord.lane, token, work.tokens - token, V, bytes);
   }
   if (args.final) each_number([&](float& x, i64 place) { args.final[place] = x; });
 }

@@ -66,13 +66,13 @@ struct Work {
   int b, h, tokens;
   i64 start;
 };
-// The work number `at` of a launch: head fastest, then sequence or segment. Of every `segments` segments in turn only
-// the first `computed` are counted. No tokens if there is no such work.
-__device__ __forceinline__ Work work_of(const Shape& shape, u32 at, u32 segments = 1, u32 computed = 1) {
-  const u32 H = u32(shape.H), count = u32(shape.count), n = at / H / computed * segments + at / H % computed;
+// The work with this number in a launch: head fastest, then sequence or segment. Of every `segments` segments in turn
+// only the first `computed` are counted. No tokens if there is no such work.
+__device__ __forceinline__ Work work_of(const Shape& shape, u32 number, u32 segments = 1, u32 computed = 1) {
+  const u32 H = u32(shape.H), count = u32(shape.count), n = number / H / computed * segments + number / H % computed;
   if (n >= u32(shape.B) * count) return {-1, 0, 0, 0, 0};
   const Span span = tokens_of(shape, n % count);
-  return {n, int(n / count), int(at % H), int(span.stop - span.start), span.start};
+  return {n, int(n / count), int(number % H), int(span.stop - span.start), span.start};
 }
 // The largest of the heads' numbers of tokens in a warp.
 template <int LANES> __device__ __forceinline__ int largest_of_warp(int tokens) {
@@ -101,11 +101,11 @@ __device__ __forceinline__ LaneRows<E> lane_rows(const Tile&, const Rows<E>& x, 
 template <class Tile, typename E, class F>
 __device__ __forceinline__ void each_piece(LaneRows<E> rows, int head, int lane, int token, F f) {
   const int down = lane / Tile::PIECES, column = lane % Tile::PIECES * Tile::PIECE;
-  E* at = rows.first + token * rows.stride;
+  E* address = rows.first + token * rows.stride;
 #pragma unroll
   for (int n = 0; n < Tile::LANE_PIECES; ++n) {
-    f(down + n * Tile::ROWS_AT_ONCE, column, Tile::place(down + n * Tile::ROWS_AT_ONCE, head, column), at);
-    at += Tile::ROWS_AT_ONCE * rows.stride;
+    f(down + n * Tile::ROWS_AT_ONCE, column, Tile::place(down + n * Tile::ROWS_AT_ONCE, head, column), address);
+    address += Tile::ROWS_AT_ONCE * rows.stride;
   }
 }
 

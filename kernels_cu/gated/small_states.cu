@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const LaneCoord<LANES> coord;
   const u32 half = args.both ? gridDim.x / 2 : gridDim.x;
   const bool backwards = blockIdx.x >= half;
-  Work at = work_of(shape, ((blockIdx.x - backwards * half) * WARPS + warp) * Inputs::HEADS + coord.head,
-                    u32(args.segments), u32(args.computed));
+  Work work = work_of(shape, ((blockIdx.x - backwards * half) * WARPS + warp) * Inputs::HEADS + coord.head,
+                      u32(args.segments), u32(args.computed));
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane,
             P = int(args.segments);
-  const int segment = backwards ? P - 1 - int(at.n % P) : int(at.n % P);
-  const i64 size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + at.n) * shape.H + at.h;
+  const int segment = backwards ? P - 1 - int(work.n % P) : int(work.n % P);
+  const i64 size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
 
   float S[D][2] = {}, total_decay[2] = {1.f, 1.f};
   // Calls f(number, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
@@ -67,25 +67,25 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     for (int c = 0; c < D; ++c)
 #pragma unroll
       for (int x = 0; x < 2; ++x)
-        if (at.n >= 0 && c < K && column + x < V) f(S[c][x], c * V + column + x);
+        if (work.n >= 0 && c < K && column + x < V) f(S[c][x], c * V + column + x);
   };
   if (args.both && segment == 0) {  // the first segment starts from `initial` or `dht`, which is stored as its start
     const float* given = backwards ? args.dht : args.initial;
     each_number([&](float& x, int place) {
-      if (given) x = given[(at.n / P * shape.H + at.h) * size + place];
+      if (given) x = given[(work.n / P * shape.H + work.h) * size + place];
       args.states[slot * size + place] = x;
     });
   }
-  if (args.both && segment == P - 1) at.n = -1, at.tokens = 0;  // the last segment's summary is not computed
+  if (args.both && segment == P - 1) work.n = -1, work.tokens = 0;  // the last segment's summary is not computed
 
   const auto& tiles = s.stages[0];
   // x and y are k and v, or backwards q and do: the factors of the product that is added to the state.
-  const auto xs = lane_rows(tiles.x, backwards ? args.q : args.k, at, coord.lane);
-  const auto ys = lane_rows(tiles.y, backwards ? args.do_ : args.v, at, coord.lane);
-  const auto gs = lane_rows(tiles.g, args.g, at, coord.lane);
-  const int longest = largest_of_warp<LANES>(at.tokens), last = (longest - 1) / STEP * STEP;
+  const auto xs = lane_rows(tiles.x, backwards ? args.q : args.k, work, coord.lane);
+  const auto ys = lane_rows(tiles.y, backwards ? args.do_ : args.v, work, coord.lane);
+  const auto gs = lane_rows(tiles.g, args.g, work, coord.lane);
+  const int longest = largest_of_warp<LANES>(work.tokens), last = (longest - 1) / STEP * STEP;
   const auto fetch_step = [&](int n) {
-    const int token = backwards ? last - n : n, rest = at.tokens - token;
+    const int token = backwards ? last - n : n, rest = work.tokens - token;
     auto& to = s.stages[n / STEP % 2];
     fetch(to.x, xs, coord.head, coord.lane, token, rest, K, bytes);
     fetch(to.y, ys, coord.head, coord.lane, token, rest, V, bytes);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   each_number([&](float& x, int place) { args.states[next * size + place] = x; });
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    if (at.n < 0 || column + j >= K) continue;
+    if (work.n < 0 || column + j >= K) continue;
     float* decay = args.decays + slot * (args.both ? K : 2 * K) + column + j;
     *decay = total_decay[j];
     if (!args.both) decay[K] = 1.f;

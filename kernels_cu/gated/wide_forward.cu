@@ -55,17 +55,17 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   State<WIDE> S;
   const auto each = [&](auto f) {  // f(value, its index in the array of states, whether it is inside that array)
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3, column = 16 * strip + g;
-    i64 at = (i64(pair) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
+    i64 index = (i64(pair) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
 #pragma unroll
     for (int c = 0; c < WIDE / 8; ++c) {
 #pragma unroll
       for (int x = 0; x < 4; ++x)
-        f(S[c][x], at + (x & 1) * shape.V + 8 * (x >> 1),
+        f(S[c][x], index + (x & 1) * shape.V + 8 * (x >> 1),
           8 * c + 2 * t + (x & 1) < channels && column + 8 * (x >> 1) < columns);
-      at += 8 * opaque(int(shape.V));  // keeps the compiler from computing all addresses at once
+      index += 8 * opaque(int(shape.V));  // keeps the compiler from computing all addresses at once
     }
   };
-  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+  each([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
 
   const auto fetch = [&](int chunk) {  // of the sequence
     auto& to = s.stages[chunk % STAGES];
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     const i64 token = span.start + BT * chunk;
     const int rows = tokens - BT * chunk;
 #pragma unroll 1
-    for (int at = 4 * threadIdx.x; at < BT * BV; at += 4 * THREADS) {
-      const int row = at / BV, column = at % BV;
+    for (int index = 4 * threadIdx.x; index < BT * BV; index += 4 * THREADS) {
+      const int row = index / BV, column = index % BV;
       if (row >= rows || column >= columns) continue;
       float x[4] = {};
 #pragma unroll
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     }
   }
   if (args.final)
-    each([&](float& x, i64 at, bool inside) {
-      if (inside) args.final[at] = x;
+    each([&](float& x, i64 index, bool inside) {
+      if (inside) args.final[index] = x;
     });
 }

@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
                                                         rows - coord.row(0), channels);
   };
 
-  for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
-  for (int at = threadIdx.x; at < 2 * BT; at += THREADS) s.direct[at / BT][1][at % BT] = 0.f;
+  for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
+  for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   const ScoreTask<T> task(warp, warp < BT / BC);
   float scores[4] = {}, itself = 0.f;  // this warp's task; the score of token threadIdx.x with itself
   bool grows = false;
@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     uint4* to = reinterpret_cast<uint4*>(args.operands + place * 2 * TILE_SIZE);
     constexpr int PIECES = TILE_SIZE * sizeof(T) / 16;
 #pragma unroll
-    for (int at = threadIdx.x; at < PIECES; at += THREADS) to[at] = queries[at], to[PIECES + at] = keys[at];
+    for (int index = threadIdx.x; index < PIECES; index += THREADS)
+      to[index] = queries[index], to[PIECES + index] = keys[index];
     if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
   }
   const bool any = __syncthreads_or(grows);  // all tiles have been read
@@ -119,6 +120,6 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
                                                 rows - BC * warp, int(shape.K));
   else put_scores<PRODUCTS>(s, task, scores);
   __syncthreads();  // the scores are in shared memory
-  for (int at = threadIdx.x; at < SCORES / 8; at += THREADS)
-    reinterpret_cast<uint4*>(args.scores + i64(chunk) * SCORES)[at] = reinterpret_cast<const uint4*>(s.A)[at];
+  for (int index = threadIdx.x; index < SCORES / 8; index += THREADS)
+    reinterpret_cast<uint4*>(args.scores + i64(chunk) * SCORES)[index] = reinterpret_cast<const uint4*>(s.A)[index];
 }

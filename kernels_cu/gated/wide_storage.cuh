@@ -14,5 +14,6 @@ constexpr int SCORES = sizeof(WideScores::A) / sizeof(bf16);
 template <int NUMBERS, int THREADS, typename T> __device__ __forceinline__ void copy_tile(T* to, const T* from) {
   constexpr int PIECE = 16 / sizeof(T);
   static_assert(NUMBERS % PIECE == 0);
-  for (int at = threadIdx.x * PIECE; at < NUMBERS; at += THREADS * PIECE) cp_async<16>(to + at, from + at, true);
+  for (int index = threadIdx.x * PIECE; index < NUMBERS; index += THREADS * PIECE)
+    cp_async<16>(to + index, from + index, true);
 }

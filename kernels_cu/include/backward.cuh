@@ -33,8 +33,8 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
       cp_async<16>(s + (row + n * DOWN) * LD + col, from, there && row + n * DOWN < rows);
   } else {
 #pragma unroll 1
-    for (int at = threadIdx.x; at < ROWS * COLS; at += THREADS) {
-      const int row = at / COLS, col = at % COLS;
+    for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
+      const int row = index / COLS, col = index % COLS;
       const bool inside = row < rows && col < columns;
       s[row * LD + col] = inside ? x.row(batch, head, first + row)[column + col] : from_float<T>(0.f);
     }
@@ -64,8 +64,8 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(s + (row + n * DOWN) * LD + col);
   } else {
 #pragma unroll 1
-    for (int at = threadIdx.x; at < ROWS * COLS; at += THREADS) {
-      const int row = at / COLS, col = at % COLS;
+    for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
+      const int row = index / COLS, col = index % COLS;
       if (row < rows && col < columns) x.row(batch, head, first + row)[column + col] = s[row * LD + col];
     }
   }

@@ -218,10 +218,9 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// The same with rows `offset` bytes behind (address `at` XOR `flip`), which saves an addition in loops over a swizzled
-// tile.
-__device__ __forceinline__ void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset) {
-  const u32 row = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+// ldmatrix_x4 of the row at (base XOR flip) + offset, in bytes, which saves an addition in loops over a swizzled tile.
+__device__ __forceinline__ void ldmatrix_x4_flipped(u32 (&r)[4], const void* base, int flip, int offset) {
+  const u32 row = (u32(__cvta_generic_to_shared(base)) ^ flip) + offset;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)
@@ -266,14 +265,14 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
                : "memory");
 }
 
-// Stores 8 or 4 bytes to shared memory, `offset` bytes behind (address `at` XOR `flip`), which saves an addition in
-// loops over a swizzled tile.
-__device__ __forceinline__ void store_flipped(void* at, int flip, int offset, uint2 x) {
-  const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+// Stores 8 or 4 bytes to shared memory at (base XOR flip) + offset, in bytes, which saves an addition in loops over a
+// swizzled tile.
+__device__ __forceinline__ void store_flipped(void* base, int flip, int offset, uint2 x) {
+  const u32 to = (u32(__cvta_generic_to_shared(base)) ^ flip) + offset;
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");
 }
-__device__ __forceinline__ void store_flipped(void* at, int flip, int offset, u32 x) {
-  const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+__device__ __forceinline__ void store_flipped(void* base, int flip, int offset, u32 x) {
+  const u32 to = (u32(__cvta_generic_to_shared(base)) ^ flip) + offset;
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 

@@ -73,11 +73,11 @@ __device__ __forceinline__ uint4 philox(uint4 counter, u32 key0, u32 key1) {
   return counter;
 }
 
-// Drops some of the eight channels that start at `at`, a multiple of 8, and scales the others up. Each has 16 random
-// bits.
-__device__ __forceinline__ void dropped(Eight& x, const Dropout& drop, i64 at) {
+// Drops some of eight channels of an array, from number `index` on, a multiple of 8, and scales the others up. 16
+// random bits decide for each.
+__device__ __forceinline__ void dropped(Eight& x, const Dropout& drop, i64 index) {
   if (!drop.seeds) return;
-  const u64 n = u64(at) / 8;
+  const u64 n = u64(index) / 8;
   const uint4 bits = philox({u32(n), u32(n >> 32), u32(drop.site), 0}, u32(drop.seeds[0]), u32(drop.seeds[1]));
   const u32 words[4] = {bits.x, bits.y, bits.z, bits.w}, threshold = u32(drop.rate * 65536);
   const float scale = 65536.f / float(65536 - threshold);

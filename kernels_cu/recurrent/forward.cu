@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
       if (GATED) most = fmaxf(most, x);
       x = decay_of(x);
     };
-    for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) take_exp(s.a[at]);
+    for (int index = threadIdx.x; index < SLAB * BK; index += THREADS) take_exp(s.a[index]);
     if constexpr (GATED)
-      for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) take_exp(s.av[at]);
+      for (int index = threadIdx.x; index < SLAB * BV; index += THREADS) take_exp(s.av[index]);
     // next_of(number of the state before the token, the channel's decay, the column's, k v): the number after it.
     const auto go = [&](auto next_of) {
 #pragma unroll 1
@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
         float o = 0.f;
 #pragma unroll
         for (int c = 0; c < EACH; ++c) {
-          const int at = r * BK + c0 + c;
-          const float kv = s.k[at] * v, next = next_of(S[c], s.a[at], av, kv);
-          o = fmaf(s.q[at], ReadOrder::reads_before_write ? fmaf(s.u[c0 + c], kv, S[c]) : next, o);
+          const int index = r * BK + c0 + c;
+          const float kv = s.k[index] * v, next = next_of(S[c], s.a[index], av, kv);
+          o = fmaf(s.q[index], ReadOrder::reads_before_write ? fmaf(s.u[c0 + c], kv, S[c]) : next, o);
           S[c] = next;
         }
         s.partial[warp][r * BV + lane] = o;
@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
       go(decayed);
     }
     __syncthreads();  // the parts of o are in shared memory; the tiles may be overwritten
-    for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {
-      const i64 row = token + at / BV, column = v_tile + at % BV;
-      const float o = (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]);
+    for (int index = threadIdx.x; index < SLAB * BV; index += THREADS) {
+      const i64 row = token + index / BV, column = v_tile + index % BV;
+      const float o = (s.partial[0][index] + s.partial[1][index]) + (s.partial[2][index] + s.partial[3][index]);
       if (row < span.stop && column < shape.V) args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o);
     }
   }

@@ -78,9 +78,10 @@ __device__ __forceinline__ void advance(Wider<T, S>* part, const Args<T, G, S>& 
   const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * N, K = int(args.K);
   const i64 column = start + first_column, apart = ROWS * args.state.t;
   const auto column_exists = [&](int m) { return column + m * 32 * N < args.V; };
-  S* at = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
+  S* index = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
   R o[ACROSS][N] = {};
-  for (int first = warp * CHANNELS; first < K; first += WARPS<S> * CHANNELS, at += WARPS<S> * CHANNELS * args.state.t) {
+  for (int first = warp * CHANNELS; first < K;
+       first += WARPS<S> * CHANNELS, index += WARPS<S> * CHANNELS * args.state.t) {
     const auto row_exists = [&](int n) { return first + row + n * ROWS < K; };
     Piece<S, N> state[EACH][ACROSS];
 #pragma unroll
@@ -88,7 +89,7 @@ __device__ __forceinline__ void advance(Wider<T, S>* part, const Args<T, G, S>& 
 #pragma unroll
       for (int m = 0; m < ACROSS; ++m)
         if (row_exists(n) && column_exists(m))
-          state[n][m] = *reinterpret_cast<const Piece<S, N>*>(at + n * apart + m * 32 * N);
+          state[n][m] = *reinterpret_cast<const Piece<S, N>*>(index + n * apart + m * 32 * N);
     const int c = first + lane % CHANNELS;
     const Channel<R> mine = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
     R v[ACROSS][N];
@@ -112,7 +113,7 @@ __device__ __forceinline__ void advance(Wider<T, S>* part, const Args<T, G, S>& 
           state[n][m].x[i] = from_real<S>(Real<S>(after));
         }
         if (row_exists(n) && column_exists(m))
-          *reinterpret_cast<Piece<S, N>*>(at + n * apart + m * 32 * N) = state[n][m];
+          *reinterpret_cast<Piece<S, N>*>(index + n * apart + m * 32 * N) = state[n][m];
       }
     }
   }

@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
       for (int i = 0; i < N; ++i) state[n][i] = to_real(piece.x[i]);
     }
 #pragma unroll 1  // unrolled, it would hold more addresses than the state leaves registers for
-    for (int at = threadIdx.x; at < TOKENS * BK; at += BLOCK) {
-      const int t = at / BK, c = at % BK;
+    for (int index = threadIdx.x; index < TOKENS * BK; index += BLOCK) {
+      const int t = index / BK, c = index % BK;
       const bool is_accepted = t < accepted && c < K, exists = t < tokens && c < K;
       const auto of = [&](const Rows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
       s.q[t][c] = of(args.q), s.keys[0][t][c] = of(args.k);
@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n) s.pending_keys[n][t][c] = is_accepted ? pending(t)[gates + n * K + c] : R(0);
     }
-    for (int at = threadIdx.x; at < TOKENS * BV; at += BLOCK) {
-      const int t = at / BV, c = at % BV;
+    for (int index = threadIdx.x; index < TOKENS * BV; index += BLOCK) {
+      const int t = index / BV, c = index % BV;
       s.v[t][c] = t < tokens && c < left ? R(to_real(args.v.row(b, h, t)[start + c])) : R(0);
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n)
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     __syncthreads();  // all tokens have been read: the next columns' may overwrite them
   }
-  for (int at = threadIdx.x; at < tokens * BK; at += BLOCK) {
-    const int t = at / BK, c = at % BK;
+  for (int index = threadIdx.x; index < tokens * BK; index += BLOCK) {
+    const int t = index / BK, c = index % BK;
     if (c < gates) pending(t)[c] = s.decays[t][c];
 #pragma unroll
     for (int n = 0; n < KEYS<Rule>; ++n)

@@ -21,13 +21,13 @@ template <class F, typename X, typename Y>
 __global__ void __launch_bounds__(THREADS) rwkv6_activation(const Args<X, Y> args) {
   launch_next();
   wait_for_previous();
-  const i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
-  if (at + 8 <= args.count) {
-    Eight x = load8(args.x + at);
+  const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  if (index + 8 <= args.count) {
+    Eight x = load8(args.x + index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] = F::template value<Y>(x.x[n]);
-    store8(args.y + at, x);
+    store8(args.y + index, x);
   } else {
-    for (i64 n = at; n < args.count; ++n) args.y[n] = from_float<Y>(F::template value<Y>(to_float(args.x[n])));
+    for (i64 n = index; n < args.count; ++n) args.y[n] = from_float<Y>(F::template value<Y>(to_float(args.x[n])));
   }
 }

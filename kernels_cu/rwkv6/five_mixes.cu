@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
   float2 low[PAIRS][PARTS], xx[2][2], d[2][2];  // all loads are issued before the first is used
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
-    const int at = n * THREADS + tid, b = first + at / (INPUTS * RANK / 2), row = at % (INPUTS * RANK / 2) * 2;
+    const int index = n * THREADS + tid, b = first + index / (INPUTS * RANK / 2), row = index % (INPUTS * RANK / 2) * 2;
     const float* const from = args.low + (i64(b) * INPUTS + row / RANK) * A + row % RANK;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int b = first + begin + g + 8 * half;
-      const i64 at = i64(b) * D + start + own + 8 * pair;
-      if (b < B && inside(pair)) xx[half][pair] = load2(args.xx + at), d[half][pair] = load2(args.d + at);
+      const i64 index = i64(b) * D + start + own + 8 * pair;
+      if (b < B && inside(pair)) xx[half][pair] = load2(args.xx + index), d[half][pair] = load2(args.d + index);
     }
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
-    const int at = n * THREADS + tid, token = at / (INPUTS * RANK / 2), row = at % (INPUTS * RANK / 2) * 2;
+    const int index = n * THREADS + tid, token = index / (INPUTS * RANK / 2), row = index % (INPUTS * RANK / 2) * 2;
     float2 sum = {};
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) sum = {sum.x + low[n][part].x, sum.y + low[n][part].y};

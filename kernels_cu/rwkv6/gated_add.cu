@@ -21,15 +21,15 @@ struct Args {
 template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_add(const Args args) {
   launch_next();
   wait_for_previous();
-  const i64 at = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x);
-  if (at >= args.count) return;
-  const float4 x = load4(args.x + at), value = load4(args.value + at);
+  const i64 index = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  if (index >= args.count) return;
+  const float4 x = load4(args.x + index), value = load4(args.value + index);
   constexpr float UNIT = UNIT_OF_SQUARES<X>;
   float4 open = {UNIT, UNIT, UNIT, UNIT};
   if (args.gate) {
-    const float4 gate = load4(args.gate + at);
+    const float4 gate = load4(args.gate + index);
     open = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
   }
-  store4(args.x + at, {fmaf(open.x, value.x, x.x), fmaf(open.y, value.y, x.y), fmaf(open.z, value.z, x.z),
-                       fmaf(open.w, value.w, x.w)});
+  store4(args.x + index, {fmaf(open.x, value.x, x.x), fmaf(open.y, value.y, x.y), fmaf(open.z, value.z, x.z),
+                          fmaf(open.w, value.w, x.w)});
 }

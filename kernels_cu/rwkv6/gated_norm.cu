@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) 
   const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
   if (row >= args.rows) return;
   const int lane = threadIdx.x % 32, N = int(args.N);
-  const i64 at = row * N, h = row % args.H * N;
+  const i64 index = row * N, h = row % args.H * N;
   const float inverse_N = 1.f / N;
   float2 x[PAIRS], gate[PAIRS];
   float sum = 0.f, share = 0.f, squares = 0.f;
@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) 
     const int j = 2 * (32 * n + lane);
     x[n] = gate[n] = {};
     if (j >= N) continue;
-    x[n] = load2(args.o + at + j), gate[n] = load2(args.gate + at + j);
+    x[n] = load2(args.o + index + j), gate[n] = load2(args.gate + index + j);
     sum += x[n].x + x[n].y;
     if constexpr (BONUS) {
-      const float2 r = load2(args.r + at + j), k = load2(args.k + at + j), bonus = load2(args.bonus + h + j);
+      const float2 r = load2(args.r + index + j), k = load2(args.k + index + j), bonus = load2(args.bonus + h + j);
       share += r.x * k.x * bonus.x + r.y * k.y * bonus.y;
     }
   }
@@ -63,11 +63,11 @@ __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) 
     const float2 weight = load2(args.weight + h + j), bias = load2(args.bias + h + j);
     float2 y = {fmaf(x[n].x * scale, weight.x, bias.x), fmaf(x[n].y * scale, weight.y, bias.y)};
     if constexpr (BONUS) {
-      const float2 v = load2(args.v + at + j);
+      const float2 v = load2(args.v + index + j);
       y = {fmaf(share, v.x, y.x) * gate[n].x, fmaf(share, v.y, y.y) * gate[n].y};
     } else {
       y = {y.x * gate[n].x * sigmoid(gate[n].x), y.y * gate[n].y * sigmoid(gate[n].y)};
     }
-    store2(args.y + at + j, y);
+    store2(args.y + index + j, y);
   }
 }

@@ -134,7 +134,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, 
     float from_parts[MAX_PARTS][LOWS];  // all loads are issued before the first is used
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
-      const int at = n * THREADS + threadIdx.x, token = at / PASS, a = at % PASS;
+      const int index = n * THREADS + threadIdx.x, token = index / PASS, a = index % PASS;
 #pragma unroll
       for (int p = 0; p < MAX_PARTS; ++p) {
         const bool inside = (p == 0 || p < parts) && token < tokens && start + a < rank;
@@ -147,11 +147,11 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, 
     for (int n = 0; n < EIGHTS; ++n) { s.put_up(row + n * ROWS, j, eights[n]); }
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
-      const int at = n * THREADS + threadIdx.x;
+      const int index = n * THREADS + threadIdx.x;
       float sum = from_parts[0][n];
 #pragma unroll
       for (int p = 1; p < MAX_PARTS; ++p) sum += from_parts[p][n];
-      s.put_low(at / PASS, at % PASS, activate(sum));
+      s.put_low(index / PASS, index % PASS, activate(sum));
     }
     __syncthreads();  // the operands are in shared memory
     s.multiply(sums.x);

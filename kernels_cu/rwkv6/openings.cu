@@ -54,12 +54,12 @@ __global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i64 t = tile * TILE_TOKENS + half * 8 + token;
-      const i64 at =
+      const i64 index =
           ((first + t) * D + j) / 4 * 4;  // rounded down to a multiple of four, so that four numbers are stored at once
       if (t >= tokens) continue;
       const float4 z = sums.of(tile, half);
       const float4 y = {opened(z.x, base.x), opened(z.y, base.y), opened(z.z, base.z), opened(z.w, base.w)};
-      if (kind == DECAY) store4(args.w + at, y);
-      else store4(args.openings + (kind - 1) * args.tokens * D + at, y);
+      if (kind == DECAY) store4(args.w + index, y);
+      else store4(args.openings + (kind - 1) * args.tokens * D + index, y);
     }
 }

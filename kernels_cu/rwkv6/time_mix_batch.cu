@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int groups = (B + SEQUENCES - 1) / SEQUENCES, h = blockIdx.x / groups;
   const int b = blockIdx.x % groups * SEQUENCES + warp;
-  const i64 D = args.H * N, head = i64(h) * N, at = b * D + head;
+  const i64 D = args.H * N, head = i64(h) * N, index = b * D + head;
   const int column = lane % QUADS * 4, group = lane / QUADS;
   float* const s_low = reinterpret_cast<float*>(&s + 1) + warp * W;
   T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + SEQUENCES * W);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   const float2 u = load2(args.u + head + own);
   float4 gain, bias, open;  // of the lane's columns
   const auto load_norm = [&] { gain = load4(args.weight + head + column), bias = load4(args.bias + head + column); };
-  const auto load_gate = [&] { open = load4_parts<TWO>(args.gate + at + column, args.P, 4 * B * D); };
+  const auto load_gate = [&] { open = load4_parts<TWO>(args.gate + index + column, args.P, 4 * B * D); };
   if (ALL) load_norm();
   else if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
   cp_async_wait<0>();
@@ -79,10 +79,11 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     float4 v;
   };
   const auto load_inputs = [&]() -> Inputs {
-    if (!TWO) return {load2(args.k + at + own), load2(args.r + at + own), load4(args.v + at + column)};
+    if (!TWO) return {load2(args.k + index + own), load2(args.r + index + own), load4(args.v + index + column)};
     const i64 apart = 4 * B * D;
-    return {load2_parts<TWO>(args.k + at + own, args.P, apart), load2_parts<TWO>(args.r + at + own, args.P, apart),
-            load4_parts<TWO>(args.v + at + column, args.P, apart)};
+    return {load2_parts<TWO>(args.k + index + own, args.P, apart),
+            load2_parts<TWO>(args.r + index + own, args.P, apart),
+            load4_parts<TWO>(args.v + index + column, args.P, apart)};
   };
   Inputs early;
   if (ALL) early = load_inputs(), load_gate();
@@ -112,5 +113,5 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   o = group_norm(o, float(args.eps));
   if (group > 0) return;
   if (!ALL) load_gate(), load_norm();
-  store4_terms<TERMS>(args.y + at + column, args.B * D, gated(o, gain, bias, open));
+  store4_terms<TERMS>(args.y + index + column, args.B * D, gated(o, gain, bias, open));
 }

@@ -23,18 +23,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
   launch_next();
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;
-  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head;
+  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, index = b * D + head;
   S* state = args.state_of(b, h, N);
   if (tid < N / 4) prefetch_l2(state + tid * 4 * N, sizeof(S) * 4 * N);
   wait_for_previous();
 
   ChannelOfHead channel = {};
   if (tid < N) {
-    s.k[tid] = args.k[at + tid];
-    s.v[tid] = args.v[at + tid];
-    s.r[tid] = args.r[at + tid];
+    s.k[tid] = args.k[index + tid];
+    s.v[tid] = args.v[index + tid];
+    s.r[tid] = args.r[index + tid];
     s.u[tid] = args.u[head + tid];
-    channel = {args.decay[head + tid], silu(args.gate[at + tid]), args.weight[head + tid], args.bias[head + tid]};
+    channel = {args.decay[head + tid], silu(args.gate[index + tid]), args.weight[head + tid], args.bias[head + tid]};
   }
   const StatePart part(state, N, tid, true);
   for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);
@@ -48,5 +48,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
     s.parts[split * N + tid % N] = sum;
   }
   time_mix_head(s, part, state, N, tid, channel, float(args.eps),
-                [&](int n, float y) { store_terms<TERMS>(args.y + at + n, args.B * D, y); });
+                [&](int n, float y) { store_terms<TERMS>(args.y + index + n, args.B * D, y); });
 }

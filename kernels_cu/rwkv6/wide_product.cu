@@ -223,10 +223,10 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
     wait_for_previous();
     const int row = tile.rows.row, b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
     const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
-    const i64 at = first * B * stack.M;
+    const i64 index = first * B * stack.M;
     if (stack.finish == Finish::ReluSquared)
-      store_squares<ROWS>(static_cast<T*>(stack.y) + at, stack.M, row, b, B, sums);
-    else store<ROWS>(static_cast<float*>(stack.y) + at, stack.M, row, b, B, sums);
+      store_squares<ROWS>(static_cast<T*>(stack.y) + index, stack.M, row, b, B, sums);
+    else store<ROWS>(static_cast<float*>(stack.y) + index, stack.M, row, b, B, sums);
   }
   if constexpr (HALVES > 1) cluster_leave();  // no block ends while the other one may copy or arrive there
 }

@@ -20,10 +20,10 @@ template <typename T> struct Args {
 
 template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_widen(const Args<T> args) {
   launch_next();
-  const i64 at = 16 * (i64(blockIdx.x) * THREADS + threadIdx.x);
-  const bool inside = at < args.count;
-  const uint4 four = inside ? *reinterpret_cast<const uint4*>(args.q + at) : uint4{};
-  const float scale = inside ? args.scales[at / args.K] : 0.f;
+  const i64 index = 16 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  const bool inside = index < args.count;
+  const uint4 four = inside ? *reinterpret_cast<const uint4*>(args.q + index) : uint4{};
+  const float scale = inside ? args.scales[index / args.K] : 0.f;
   wait_for_previous();  // which reads what was here before
   if (!inside) return;
   const u32 words[4] = {four.x, four.y, four.z, four.w};
@@ -35,6 +35,6 @@ template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_widen(con
     float eight[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) eight[i] = x[8 * half + i];
-    store8(args.w + at + 8 * half, eight);
+    store8(args.w + index + 8 * half, eight);
   }
 }

@@ -71,14 +71,14 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
     if (step < steps) {
       Stage<T>& to = s.stages[step % STAGES];
       const bool channels = step < past;
-      const i64 at = i64(channels ? step : step - past) * STEP, first_channel = c * shape.K;
-      copy_tile<TILE, STEP, LD<float, STEP>>(to.left, channels ? args.qg : args.A, batch, head, first, span.stop, at,
+      const i64 index = i64(channels ? step : step - past) * STEP, first_channel = c * shape.K;
+      copy_tile<TILE, STEP, LD<float, STEP>>(to.left, channels ? args.qg : args.A, batch, head, first, span.stop, index,
                                              channels ? shape.K : stop - span.start, args.bytes);
       if (channels)
-        copy_tile<STEP, TILE, LD<float, TILE>>(to.h, args.h, batch, head, first_channel + at, first_channel + shape.K,
-                                               v_tile, shape.V, args.bytes);
+        copy_tile<STEP, TILE, LD<float, TILE>>(to.h, args.h, batch, head, first_channel + index,
+                                               first_channel + shape.K, v_tile, shape.V, args.bytes);
       else
-        copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, span.start + at, stop, v_tile, shape.V,
+        copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, span.start + index, stop, v_tile, shape.V,
                                            args.bytes);
     }
     cp_async_commit();

@@ -55,9 +55,9 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
         if (channel < shape.K && column < shape.V) f(S[tile][x], channel * shape.V + column);
       }
   };
-  if (args.initial) each([&](float& x, i64 at) { x = args.initial[(n * shape.H + head) * size + at]; });
+  if (args.initial) each([&](float& x, i64 index) { x = args.initial[(n * shape.H + head) * size + index]; });
   const auto store = [&](float* state) {
-    if (!pairs) return each([&](float& x, i64 at) { state[at] = x; });
+    if (!pairs) return each([&](float& x, i64 index) { state[index] = x; });
 #pragma unroll
     for (int tile = 0; tile < TILE / 8; ++tile)
 #pragma unroll
@@ -116,5 +116,5 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       }
     }
   }
-  if (args.final) each([&](float& x, i64 at) { args.final[(n * shape.H + head) * size + at] = x; });
+  if (args.final) each([&](float& x, i64 index) { args.final[(n * shape.H + head) * size + index] = x; });
 }

@@ -351,8 +351,9 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
 
   const auto tokens_from = [&](i64 token) {
     const i64 left = span.stop - token;
-    const i64 at = left > 0 ? token : span.start;
-    return WarpTokens<T, G>{args.q.row(batch, h, at), args.k.row(batch, h, at), args.g.row(batch, h, at),
+    const i64 first_token = left > 0 ? token : span.start;
+    return WarpTokens<T, G>{args.q.row(batch, h, first_token), args.k.row(batch, h, first_token),
+                            args.g.row(batch, h, first_token),
                             int(left > SUB ? SUB
                                 : left > 0 ? left
                                            : 0),

@@ -19,15 +19,15 @@ template <typename T> struct Args {
 
 template <class F, typename T>
 __global__ void __launch_bounds__(THREADS) training_activation_backward(const Args<T> args) {
-  const i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
-  if (at + 8 <= args.count) {
-    Eight dy = load8(args.dy + at);
-    const Eight y = load8(args.y + at);
+  const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  if (index + 8 <= args.count) {
+    Eight dy = load8(args.dy + index);
+    const Eight y = load8(args.y + index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) dy.x[n] *= F::template slope<T>(y.x[n]);
-    store8(args.dy + at, dy);
+    store8(args.dy + index, dy);
   } else {
-    for (i64 n = at; n < args.count; ++n)
+    for (i64 n = index; n < args.count; ++n)
       args.dy[n] = from_float<T>(to_float(args.dy[n]) * F::template slope<T>(to_float(args.y[n])));
   }
 }

@@ -41,10 +41,10 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
   const float eps = float(args.eps);
 
   const i64 step = 8 * args.blocks * THREADS;
-  for (i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); at < args.count; at += step) {
-    Eight w = load8(args.weights + at), first = load8(args.first + at), second = load8(args.second + at);
-    const Eight gradient = load8(args.gradient + at);
-    const float kept = at < args.matrices ? keep : 1.f;
+  for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
+    Eight w = load8(args.weights + index), first = load8(args.first + index), second = load8(args.second + index);
+    const Eight gradient = load8(args.gradient + index);
+    const float kept = index < args.matrices ? keep : 1.f;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float g = gradient.x[n] * clip;
@@ -52,9 +52,9 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
       second.x[n] = b2 * second.x[n] + a2 * g * g;
       w.x[n] = w.x[n] * kept - rate * (first.x[n] / c1 / (sqrtf(second.x[n] / c2) + eps));
     }
-    store8(args.weights + at, w);
-    store8(args.first + at, first);
-    store8(args.second + at, second);
-    if (args.copy && at < args.matrices) store8(args.copy + at, w);
+    store8(args.weights + index, w);
+    store8(args.first + index, first);
+    store8(args.second + index, second);
+    if (args.copy && index < args.matrices) store8(args.copy + index, w);
   }
 }

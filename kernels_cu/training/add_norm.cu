@@ -30,9 +30,9 @@ template <typename T> struct Args {
 };
 
 struct Added {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 at, i64) {
-    Eight change = load8(args.first + at), x = load8(args.x + at);
-    dropped(change, args.drop, at);
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
+    Eight change = load8(args.first + index), x = load8(args.x + index);
+    dropped(change, args.drop, index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] += change.x[n];
     return x;
@@ -40,10 +40,10 @@ struct Added {
 };
 
 struct Gated {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 at, i64) {
-    const Eight gate = load8(args.first + at);
-    Eight value = load8(args.value + at), x = load8(args.x + at);
-    dropped(value, args.drop, at);
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
+    const Eight gate = load8(args.first + index);
+    Eight value = load8(args.value + index), x = load8(args.x + index);
+    dropped(value, args.drop, index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] = fmaf(UNIT_OF_SQUARES<T> * sigmoid(gate.x[n]), value.x[n], x.x[n]);
     return x;
@@ -51,17 +51,17 @@ struct Gated {
 };
 
 struct Embedded {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64 t, i64 at, i64 j) {
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64 t, i64 index, i64 j) {
     Eight x = load8(args.table + args.read[t + t / args.T_] * args.D +
                     j);  // a row of `read` has one token more, the last to predict
-    dropped(x, args.drop, at);
+    dropped(x, args.drop, index);
     return x;
   }
 };
 
 struct Kept {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 at, i64) {
-    return load8(args.x + at);
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
+    return load8(args.x + index);
   }
 };
 
@@ -73,13 +73,13 @@ template <typename T, int THREADS, class Change>
 __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
-  const i64 t = blockIdx.x, D = args.D, j = 8 * threadIdx.x, at = t * D + j;
+  const i64 t = blockIdx.x, D = args.D, j = 8 * threadIdx.x, index = t * D + j;
   const bool inside = j < D;
   Eight x = {};
   float sum = 0.f, squares = 0.f;
   if (inside) {
-    x = Change::residual(args, t, at, j);
-    if (args.y) store8(args.y + at, x);
+    x = Change::residual(args, t, index, j);
+    if (args.y) store8(args.y + index, x);
 #pragma unroll
     for (int n = 0; n < 8; ++n) sum += x.x[n];
   }
@@ -99,5 +99,5 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
   const Eight weight = load8(args.weight + j), bias = load8(args.bias + j);
 #pragma unroll
   for (int n = 0; n < 8; ++n) x.x[n] = fmaf(x.x[n] * scale, weight.x[n], bias.x[n]);
-  store8(args.xx + at, x);
+  store8(args.xx + index, x);
 }

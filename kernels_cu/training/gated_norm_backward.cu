@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(THREADS) training_gated_norm_backward(const Ar
     bias = load8(args.bias + j);
   }
   for (i64 t = first; t < last; ++t) {
-    const i64 at = t * D + j;
+    const i64 index = t * D + j;
     Eight o = {}, gate = {}, dy = {};
     if (inside) {
-      o = load8(args.o + at);
-      gate = load8(args.gate + at);
-      dy = load8(args.dy + at);
+      o = load8(args.o + index);
+      gate = load8(args.gate + index);
+      dy = load8(args.dy + index);
     }
     const float scale = normalise(o, N, float(args.eps));
     float sum = 0.f, product = 0.f;
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(THREADS) training_gated_norm_backward(const Ar
     if (!inside) continue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) dy.x[n] = scale * (dy.x[n] - mean - o.x[n] * projection);
-    store8(args.do_ + at, dy);
-    store8(args.dgate + at, gate);
+    store8(args.do_ + index, dy);
+    store8(args.dgate + index, gate);
   }
   if (!inside) return;
   store8(args.parts + blockIdx.x * 2 * D + j, dweight);

@@ -19,11 +19,11 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) training_log_decay_forward(const Args<T> args) {
-  const i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
-  if (at >= args.count) return;
-  Eight low = load8(args.low + at);
-  const Eight decay = load8(args.decay + at % args.D);
+  const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  if (index >= args.count) return;
+  Eight low = load8(args.low + index);
+  const Eight decay = load8(args.decay + index % args.D);
 #pragma unroll
   for (int n = 0; n < 8; ++n) low.x[n] = -expf(decay.x[n] + low.x[n]);
-  store8(args.w + at, low);
+  store8(args.w + index, low);
 }

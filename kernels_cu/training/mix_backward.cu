@@ -41,16 +41,16 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
   Eight sums[MIXES] = {}, before = {};
   if (!mine.starts()) before = load8(args.xx + (mine.t - 1) * D + j);
   for (; mine.more(); mine.next()) {
-    const i64 at = mine.t * D + j;
+    const i64 index = mine.t * D + j;
     Stored<T> now, dmixed[TOGETHER], m[TOGETHER];
-    now.load(args.xx + at);
+    now.load(args.xx + index);
     Eight d, dxx = {}, dd = {};
 #pragma unroll
     for (int first = 0; first < MIXES; first += TOGETHER) {
 #pragma unroll
       for (int c = 0; c < TOGETHER; ++c) {
-        dmixed[c].load(args.dmixed + (first + c) * apart + at);
-        m[c].load(args.m + (first + c) * apart + at);
+        dmixed[c].load(args.dmixed + (first + c) * apart + index);
+        m[c].load(args.m + (first + c) * apart + index);
       }
       if (first == 0) {
         const Eight xx = now.floats();
@@ -69,11 +69,11 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
           dxx.x[n] += given.x[n];
           dd.x[n] = fmaf(given.x[n], maa.x[n] + share.x[n], dd.x[n]);
         }
-        store8(args.m + (first + c) * apart + at, dm);
+        store8(args.m + (first + c) * apart + index, dm);
       }
     }
-    store8(args.dxx + at, dxx);
-    store8(args.dd + at, dd);
+    store8(args.dxx + index, dxx);
+    store8(args.dd + index, dd);
   }
 #pragma unroll
   for (int c = 0; c < MIXES; ++c) store8(args.parts + (blockIdx.x * MIXES + c) * D + j, sums[c]);

@@ -20,16 +20,16 @@ template <typename T> struct Args {
 };
 
 template <typename T, int C> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
-  const i64 D = args.D, at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), t = at / D, j = at - t * D;
+  const i64 D = args.D, index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), t = index / D, j = index - t * D;
   if (t >= args.tokens) return;
-  const Eight xx = load8(args.xx + at);
+  const Eight xx = load8(args.xx + index);
   Eight d = {};
-  if (t % args.T_) d = load8(args.xx + at - D);
+  if (t % args.T_) d = load8(args.xx + index - D);
 #pragma unroll
   for (int n = 0; n < 8; ++n) d.x[n] -= xx.x[n];
 #pragma unroll
   for (int c = 0; c < C; ++c) {
-    const i64 to = c * args.tokens * D + at;
+    const i64 to = c * args.tokens * D + index;
     Eight share = load8(args.maa + c * D + j), m = {};
     if (args.m) m = load8(args.m + to);
 #pragma unroll

@@ -40,20 +40,20 @@ template <typename T> struct Args {
 template <typename T> struct Added {
   __device__ __forceinline__ void load(const Args<T>&, i64) {}
 
-  __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) const {
-    store8(args.dfirst + at, dy);
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const Eight& dy) const {
+    store8(args.dfirst + index, dy);
   }
 };
 
 template <typename T> struct Gated {
   Stored<T> first, second;
 
-  __device__ __forceinline__ void load(const Args<T>& args, i64 at) {
-    first.load(args.first + at);
-    second.load(args.value + at);
+  __device__ __forceinline__ void load(const Args<T>& args, i64 index) {
+    first.load(args.first + index);
+    second.load(args.value + index);
   }
 
-  __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) const {
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const Eight& dy) const {
     const Eight gate = first.floats(), value = second.floats();
     Eight dgate, dvalue;
 #pragma unroll
@@ -62,8 +62,8 @@ template <typename T> struct Gated {
       dvalue.x[n] = dy.x[n] * opening * UNIT_OF_SQUARES<T>;
       dgate.x[n] = dvalue.x[n] * value.x[n] * (1.f - opening);
     }
-    store8(args.dfirst + at, dgate);
-    store8(args.dvalue + at, dvalue);
+    store8(args.dfirst + index, dgate);
+    store8(args.dvalue + index, dvalue);
   }
 };
 
@@ -76,17 +76,17 @@ template <int C> struct State {
   // Loads token t. first: whether it is the first of its sequence; own: whether it is the block's, so that dmaa has its
   // terms.
   template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool own) {
-    const i64 D = args.D, j = 8 * threadIdx.x, at = t * D + j;
+    const i64 D = args.D, j = 8 * threadIdx.x, index = t * D + j;
     direct = shifted = {};
-    if (args.dxx) direct = load8(args.dxx + at);
-    if (args.dd) shifted = load8(args.dd + at);
+    if (args.dxx) direct = load8(args.dxx + index);
+    if (args.dd) shifted = load8(args.dd + index);
     if constexpr (C > 0) {
-      const Eight xx = load8(args.xx + at);
+      const Eight xx = load8(args.xx + index);
 #pragma unroll
       for (int n = 0; n < 8; ++n) before.x[n] = own ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const Eight dmixed = load8(args.dmixed + c * args.tokens * D + at), maa = load8(args.maa + c * D + j);
+        const Eight dmixed = load8(args.dmixed + c * args.tokens * D + index), maa = load8(args.maa + c * D + j);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           direct.x[n] += dmixed.x[n];
@@ -118,16 +118,16 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
     state.load(args, mine.t, mine.starts(), true);
   }
   for (int parity = 0; mine.more(); mine.next(), parity ^= 1) {
-    const i64 at = mine.t * D + j;
+    const i64 index = mine.t * D + j;
     Eight G = {}, x = {}, dx = {};
     Change<T> change = {};
     float sum = 0.f, product = 0.f;
     const float mean = args.moments[2 * mine.t], scale = args.moments[2 * mine.t + 1];
     if (inside) {
-      x = load8(args.x + at);
+      x = load8(args.x + index);
       const Eight weight = load8(args.weight + j);
-      if (args.dy) dx = load8(args.dy + at);
-      change.load(args, at);
+      if (args.dy) dx = load8(args.dy + index);
+      change.load(args, index);
       G = state.direct;
       const bool own = mine.t + 1 < mine.last;
       if (own || !mine.ends()) state.load(args, mine.t + 1, mine.ends(), own);
@@ -147,9 +147,9 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
     if (!inside) continue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - x.x[n] * (sums.y / D));
-    store8(args.dx + at, dx);
-    dropped(dx, args.drop, at);
-    change.pull(args, at, dx);
+    store8(args.dx + index, dx);
+    dropped(dx, args.drop, index);
+    change.pull(args, index, dx);
   }
   if (!inside) return;
   float* parts = args.parts + blockIdx.x * (2 + C) * D + j;

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(THREADS) training_square_sums(const Args args)
   float sum = 0.f;
   const i64 step = 8 * args.blocks * THREADS;
 #pragma unroll 2
-  for (i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); at < args.count; at += step) {
-    const Eight x = load8(args.x + at);
+  for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
+    const Eight x = load8(args.x + index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) sum = fmaf(x.x[n], x.x[n], sum);
   }

@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const Decays<AfterWrite> decays(gates);
         const Middle<AfterWrite> middle(gates);
         const float2 start = decays.start * query, end = decays.end * key;
-        const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
-        put_pair(s.queries + at, middle.queries * query);
-        put_pair(s.keys + at, middle.keys * key);
-        put_pair(s.border8 + at, m % 2 ? start : end);
-        put_pair(s.border16 + at,
+        const int index = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        put_pair(s.queries + index, middle.queries * query);
+        put_pair(s.keys + index, middle.keys * key);
+        put_pair(s.border8 + index, m % 2 ? start : end);
+        put_pair(s.border16 + index,
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.border32 + at,
+        put_pair(s.border32 + index,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
         put_tokens(s.starts, m, product_of(all, 0, m) * start);
         put_tokens(s.ends, m, product_of(all, m + 1, SUBS) * end);
@@ -161,9 +161,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   if (grows) {                                                // replaces the scores of this warp's two sub-chunks
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
-      const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
-      const float score = score_of_pair<AfterWrite>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
-                                                    args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+      const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
+      const float score = score_of_pair<AfterWrite>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
+                                                    args.g.row(b, h, first_token), args.q.t, args.k.t, args.g.t,
+                                                    int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
       Stored* to = args.scores + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
       if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * TF32_CORRECTION_OF_BOTH<M> * scale * score);

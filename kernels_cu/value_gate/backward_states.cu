@@ -63,8 +63,8 @@ __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& ar
             columns = int(args.shape.V) - column;
   const float scale = backwards ? float(args.scale) : 1.f;
 #pragma unroll 1
-  for (int at = 0; at < rows; ++at) {
-    const int i = backwards ? rows - 1 - at : at;
+  for (int index = 0; index < rows; ++index) {
+    const int i = backwards ? rows - 1 - index : index;
 #pragma unroll 1
     for (int n = 0; n < TILE / 2; ++n) {
       const int row = n / 2 % 2 * 8, across = n / 4 * 8 + n % 2;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         if (row < K && across < V) f(S[n / 2][n % 2][x], state + i64(row) * V + across);
       }
   };
-  if (const float* given = backwards ? args.dht : args.initial) each([&](float& x, i64 at) { x = given[at]; });
+  if (const float* given = backwards ? args.dht : args.initial) each([&](float& x, i64 index) { x = given[index]; });
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
   const i64 first_chunk = chunks_of(shape, n % shape.count).start;
@@ -120,13 +120,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, head, token, stop, v_tile * TILE,
                                                width[1], true);
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
-        const int side = threadIdx.x / (TILE / 4), at = threadIdx.x % (TILE / 4) * 4;
-        const i64 first = (side ? v_tile : k_tile) * TILE + at,
+        const int side = threadIdx.x / (TILE / 4), index = threadIdx.x % (TILE / 4) * 4;
+        const i64 first = (side ? v_tile : k_tile) * TILE + index,
                   chunk = (i64(b) * heads + head) * shape.NC + chunk_of(step);
         const bool exists = first < width[side];
         const float* from =
             (side ? args.column_decays : args.channel_decays) + (exists ? chunk * width[side] + first : 0);
-        cp_async<16>(in.decays[side] + at, from, exists);
+        cp_async<16>(in.decays[side] + index, from, exists);
       }
     }
     cp_async_commit();
@@ -187,5 +187,5 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     }
   }
   cp_async_wait<0>();
-  if (backwards && args.dh0) each([&](float& x, i64 at) { args.dh0[at] = x; });
+  if (backwards && args.dh0) each([&](float& x, i64 index) { args.dh0[index] = x; });
 }

@@ -54,8 +54,8 @@ __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, i
 template <int ROWS, int COLS, typename T>
 __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
 #pragma unroll 1
-  for (int at = threadIdx.x & 31; at < ROWS * 16; at += 32) {
-    const int row = at / 16, across = at % 16;
+  for (int index = threadIdx.x & 31; index < ROWS * 16; index += 32) {
+    const int row = index / 16, across = index % 16;
     if (row < rows && across < columns)
       to[row * stride + across] = *place<COLS>(const_cast<T*>(tile), row, column + across);
   }
@@ -83,41 +83,43 @@ __device__ __forceinline__ void add_earlier_channels(float& o, float& sum, bool 
 }
 
 template <typename T, typename G>
-__device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, const ChunkColumns& at) {
-  return growth_of(tokens_at(args.g, at.b, at.h, at.token, args.channel), at.rows, at.channels) +
-             growth_of(tokens_at(args.gv, at.b, at.h, at.token, at.first), at.rows, at.columns) >
+__device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, const ChunkColumns& chunk) {
+  return growth_of(tokens_at(args.g, chunk.b, chunk.h, chunk.token, args.channel), chunk.rows, chunk.channels) +
+             growth_of(tokens_at(args.gv, chunk.b, chunk.h, chunk.token, chunk.first), chunk.rows, chunk.columns) >
          BY_CHUNK;
 }
 
 // Computes a chunk token by token: S and the outputs. S is in memory, so that the caller needs no registers for it
 // here.
 template <class Schedule, int BK, typename T, typename G>
-__device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& at) {
-  const auto tokens_of = [&](const auto& x, i64 first) { return tokens_at(x, at.b, at.h, at.token, first); };
-  const auto g = tokens_of(args.g, args.channel), gv = tokens_of(args.gv, at.first);
-  const auto q = tokens_of(args.q, args.channel), k = tokens_of(args.k, args.channel), v = tokens_of(args.v, at.first);
+__device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& chunk) {
+  const auto tokens_of = [&](const auto& x, i64 first) { return tokens_at(x, chunk.b, chunk.h, chunk.token, first); };
+  const auto g = tokens_of(args.g, args.channel), gv = tokens_of(args.gv, chunk.first);
+  const auto q = tokens_of(args.q, args.channel), k = tokens_of(args.k, args.channel),
+             v = tokens_of(args.v, chunk.first);
   const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll 1
-  for (int n = 0; n < 2 * at.rows; ++n) {
+  for (int n = 0; n < 2 * chunk.rows; ++n) {
     const int i = n / 2, side = n % 2, column = (lane >> 2) + 8 * side;  // side: the lane's first or second column
-    const float value = v.at(i, column, at.columns), gate = gv.at(i, column, at.columns);
+    const float value = v.at(i, column, chunk.columns), gate = gv.at(i, column, chunk.columns);
     float o = 0.f;
 #pragma unroll 1
     for (int n = 0; n < BK / 4; ++n) {
       const int c = n / 2 * 8 + 2 * t + n % 2;
       float& state = S[n / 2][n % 2 + 2 * side];
-      state = fmaf(k.at(i, c, at.channels), value, grown(state, g.at(i, c, at.channels) + gate));
-      if (Schedule::has_outputs) o = fmaf(q.at(i, c, at.channels), state, o);
+      state = fmaf(k.at(i, c, chunk.channels), value, grown(state, g.at(i, c, chunk.channels) + gate));
+      if (Schedule::has_outputs) o = fmaf(q.at(i, c, chunk.channels), state, o);
     }
     if (!Schedule::has_outputs) continue;
     o += __shfl_xor_sync(0xffffffffu, o, 1);
     o += __shfl_xor_sync(0xffffffffu, o, 2);
-    if (t || column >= at.columns) continue;
-    const i64 token = at.token + i, v_column = at.first + column;
-    float* sum = args.sums + ((at.b * args.shape.H + at.h) * args.shape.T + token) * args.shape.V + v_column;
+    if (t || column >= chunk.columns) continue;
+    const i64 token = chunk.token + i, v_column = chunk.first + column;
+    float* sum = args.sums + ((chunk.b * args.shape.H + chunk.h) * args.shape.T + token) * args.shape.V + v_column;
     const bool last = args.channel + BK >= args.shape.K;
     if (!Schedule::all_channels) add_earlier_channels(o, *sum, args.channel == 0, last);
-    if (Schedule::all_channels || last) args.o.row(at.b, at.h, token)[v_column] = from_float<T>(float(args.scale) * o);
+    if (Schedule::all_channels || last)
+      args.o.row(chunk.b, chunk.h, token)[v_column] = from_float<T>(float(args.scale) * o);
   }
 }
 
@@ -142,21 +144,23 @@ __global__ void __launch_bounds__(2 * BV,
   const auto each = [&](auto f) {
     each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
-  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+  each([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if constexpr (HAS_OUTPUTS) {
-    for (int at = threadIdx.x; at < s.NUMBERS * BT * s.LDA; at += THREADS)
-      s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
+      s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
     if (Share::CHANNEL_PARTS == 1)
-      for (int at = threadIdx.x; at < 2 * BT; at += THREADS) s.direct[at / BT][1][at % BT] = 0.f;
+      for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   }
 
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
-    const i64 at = span.start + token;
-    fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, at) + args.channel, args.k.t, rows, channels, bytes);
+    const i64 first_token = span.start + token;
+    fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, first_token) + args.channel, args.k.t, rows, channels,
+                               bytes);
     if constexpr (HAS_OUTPUTS)
-      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, at) + args.channel, args.q.t, rows, channels, bytes);
-    fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, at) + v_tile, args.v.t, rows, columns, bytes);
+      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, first_token) + args.channel, args.q.t, rows, channels,
+                                 bytes);
+    fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, first_token) + v_tile, args.v.t, rows, columns, bytes);
   };
   const auto fetch_next_gates = [&](int token) {
     fetch_chunk_gates<Share, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
@@ -290,8 +294,8 @@ __global__ void __launch_bounds__(2 * BV,
     }
   }
   if (args.final)
-    each([&](float& x, i64 at, bool inside) {
-      if (inside) args.final[at] = x;
+    each([&](float& x, i64 index, bool inside) {
+      if (inside) args.final[index] = x;
     });
   if (!HAS_OUTPUTS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
     float* decays = args.channel_decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;

@@ -113,8 +113,8 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   WithinSubChunks within;
 #pragma unroll 1
-  for (int at = 0; at < 8; ++at) {
-    const int sub = at / 4, x = at % 4, i = first + BC * sub + 2 * t + (x & 1), col = column + g + 8 * (x >> 1);
+  for (int index = 0; index < 8; ++index) {
+    const int sub = index / 4, x = index % 4, i = first + BC * sub + 2 * t + (x & 1), col = column + g + 8 * (x >> 1);
     float sum = 0.f, decay = 1.f;
 #pragma unroll 1
     for (int j = i; j >= first + BC * sub; --j) {

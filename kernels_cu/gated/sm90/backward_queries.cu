@@ -222,8 +222,9 @@ __device__ __forceinline__ void add_pairs_within(Gradients& d, const TokenOperan
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
-// Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; at: lane_offset(). Sets `growth`,
-// whether the chunk must go token by token, and `decays`; then calls write_state(keys decayed to the chunk's end).
+// Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; offset: lane_offset(). Sets
+// `growth`, whether the chunk must go token by token, and `decays`; then calls write_state(keys decayed to the chunk's
+// end).
 template <bool HOLDS_INPUTS, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                                  SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],

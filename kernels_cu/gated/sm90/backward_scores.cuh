@@ -86,8 +86,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
   for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
 }
 
-// Stores x, a warp's 16 channels of the queries or keys of sub-chunk n. at: the byte offset in `place` of this lane's
-// first value of sub-chunk 0. Its other channel is an XOR away; the next token is an XOR and a row away.
+// Stores x, a warp's 16 channels of the queries or keys of sub-chunk n. first: the byte offset in `place` of this
+// lane's first value of sub-chunk 0. Its other channel is an XOR away; the next token is an XOR and a row away.
 template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int first, int n) {
   const auto put = [&](int flip, float value) {
     *reinterpret_cast<float*>(at_offset(place, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;

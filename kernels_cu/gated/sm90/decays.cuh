@@ -63,8 +63,8 @@ __device__ __forceinline__ int lane_offset() {
   return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
 }
 
-// Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels; at:
-// lane_offset(), here and in all functions below, which for float32 do not need it.
+// Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels;
+// offset: lane_offset(), here and in all functions below, which for float32 do not need it.
 template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int offset) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + offset + 2048 * s);

@@ -19,7 +19,7 @@
 // For all THREADS threads of the block, before its pipeline starts, since it overwrites `inputs` and `operands`.
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
-                                                const WorkTile& at) {
+                                                const WorkTile& work) {
   if constexpr (GATES_PER_TOKEN<G> == 1) return 0;
   else {
     if (runs_backwards<Schedule>(args)) return 0;  // tensor maps have no negative token stride
@@ -35,12 +35,12 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       const int count = min(stop, BOXES);
       barrier_expect(s.scan.loaded, count * u32(sizeof(Box)));
       for (int box = 0; box < count; ++box)
-        tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), at.start + (stop - 1 - box) * CHUNK, at.head,
-                    at.batch);
+        tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), work.start + (stop - 1 - box) * CHUNK,
+                    work.head, work.batch);
     };
     float total = 0.f,
           largest_gate = 0.f;  // the sum of channel `thread`'s gates; the largest gate that this thread has read
-    int stop = (at.tokens + CHUNK - 1) / CHUNK;
+    int stop = (work.tokens + CHUNK - 1) / CHUNK;
     if (thread == 0 && stop) fetch(stop);
     __syncwarp();  // else CUDA 13.0's assembler keeps thread 0 apart from its warp
     for (u32 batch = 0; stop; ++batch) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       barrier_wait(s.scan.loaded, batch & 1);
       for (int box = 0; box < count && row < ROWS; ++box)
         for (int i = row; i < CHUNK; i += ROWS) {
-          if ((stop - 1 - box) * CHUNK + i >= at.tokens) continue;
+          if ((stop - 1 - box) * CHUNK + i >= work.tokens) continue;
           float g[4];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -72,9 +72,9 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       if (thread == 0 && stop) fetch(stop);
       if (has_channel)
         for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][thread];
-      const float tokens_read = float(at.tokens - stop * CHUNK);
-      const bool hopeless =
-          largest_gate > 0.f || has_channel && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
+      const float tokens_read = float(work.tokens - stop * CHUNK);
+      const bool hopeless = largest_gate > 0.f ||
+                            has_channel && !(total * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
       const bool remembered =
           barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(total <= FORGOTTEN_NATS));
       if (remembered && !barrier_any(VALUES, THREADS, hopeless)) continue;
@@ -88,12 +88,12 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
 // Sets s.work to the part of the segment that this block computes. The parts share the tokens that are not forgotten in
 // equal numbers of chunks. For all threads of the block.
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void narrow_work(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, WorkTile at) {
-  const i32 first = first_remembered<THREADS>(s, args, at), parts = i32(args.parts), part = at.sequence % parts;
-  const i32 each = (at.tokens - first + parts * CHUNK - 1) / (parts * CHUNK) * CHUNK;
-  const i32 begin = min(first + part * each, at.tokens), end = min(begin + each, at.tokens);
+__device__ __forceinline__ void narrow_work(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, WorkTile work) {
+  const i32 first = first_remembered<THREADS>(s, args, work), parts = i32(args.parts), part = work.sequence % parts;
+  const i32 each = (work.tokens - first + parts * CHUNK - 1) / (parts * CHUNK) * CHUNK;
+  const i32 begin = min(first + part * each, work.tokens), end = min(begin + each, work.tokens);
   if (threadIdx.x == 0) {
-    s.work.start = at.start + begin, s.work.tokens = end - begin;
+    s.work.start = work.start + begin, s.work.tokens = end - begin;
     s.scan.before = part == 0 && first > 0 ? 0.f : 1.f;
   }
   __syncthreads();  // s.work is set

@@ -140,9 +140,9 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     const bool decays = STEPS == 1 || step % STEPS == 1, writes = STEPS == 1 || step % STEPS == 0;
     if (step == 0) {
       if constexpr (HAS_OUTPUTS)
-        for (int at = coord.thread; at < CHUNK * PANEL / 2; at += THREADS) {
-          const bool second = (at ^ at / 8) & 16;  // whether `at` is in the tile's columns of stage 1
-          if (!s.SHARED || second == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[at] = 0;
+        for (int index = coord.thread; index < CHUNK * PANEL / 2; index += THREADS) {
+          const bool second = (index ^ index / 8) & 16;  // whether `index` is in the tile's columns of stage 1
+          if (!s.SHARED || second == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[index] = 0;
         }
       barrier_sync(PRODUCERS + coord.group, THREADS);  // the stage's scores are zero before a score is stored
       for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);

@@ -412,8 +412,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   using P = ProducerCoord<BK>;
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
-  const WorkTile& at = s.work;
-  const int tokens = at.tokens;
+  const WorkTile& work = s.work;
+  const int tokens = work.tokens;
   int group = GROUPS > 1 ? u32(thread) / P::THREADS : 0;
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   // The group's number among those of the cluster that take chunks in turn: its first chunk.

@@ -111,10 +111,10 @@ __device__ __forceinline__ void load_gates(float (&g)[4], const InputStage<HAS_O
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, int chunk) {
-  const WorkTile& at = s.work;
+  const WorkTile& work = s.work;
   const int row = chunk * CHUNK + coord.first + coord.thread % BC;
-  const bool exists = row < at.tokens && at.start + row < i32(args.shape.T);
-  return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(at.batch, at.head, at.start + row) : 0.f;
+  const bool exists = row < work.tokens && work.start + row < i32(args.shape.T);
+  return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(work.batch, work.head, work.start + row) : 0.f;
 }
 
 // Set to zero the gates, or the keys, of this thread's channels and sub-chunk in rows from `tokens` on, which are after
@@ -142,8 +142,8 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
                                        int thread) {
   constexpr int PIECE = 16 / sizeof(X), PIECES = BK / PIECE;
 #pragma unroll 4
-  for (int at = thread; at < CHUNK * PIECES; at += THREADS) {
-    const int row = at / PIECES, channel = at % PIECES * PIECE;
+  for (int index = thread; index < CHUNK * PIECES; index += THREADS) {
+    const int row = index / PIECES, channel = index % PIECES * PIECE;
     cp_async<16>(&to[row][channel], from + row * stride + channel, row < tokens && channel < channels);
   }
 }
@@ -156,10 +156,10 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
                                             int group, int chunk, int tokens) {
   if constexpr (GATES_PER_TOKEN<G> == 4) {
     if (chunk * CHUNK >= tokens) return;
-    const WorkTile& at = s.work;
+    const WorkTile& work = s.work;
     if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
       const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-      const G* const from = args.g_rows.row(at.batch, at.head, at.start + chunk * CHUNK) + first;
+      const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first;
       copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
                                             int(args.shape.K - first), thread);
       copies_arrive(s.gates[group]);
@@ -169,21 +169,21 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
     auto& g = s.inputs[group].g;
     const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
     barrier_expect(s.gates[group], sizeof g);
-    tensor_load(g, args.g, s.gates[group], channel, at.start + chunk * CHUNK, at.head, at.batch);
+    tensor_load(g, args.g, s.gates[group], channel, work.start + chunk * CHUNK, work.head, work.batch);
   }
 }
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                            int group, int chunk, int tokens) {
   if (chunk * CHUNK >= tokens) return;
-  const WorkTile& at = s.work;
+  const WorkTile& work = s.work;
   auto& in = s.inputs[group];
   if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
     constexpr int THREADS = ProducerCoord<BK>::THREADS;
     const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
     const int rest = tokens - chunk * CHUNK, channels = int(args.shape.K - first);
     const auto start = [&](const Rows<const T>& x) {
-      return x.row(at.batch, at.head, at.start + chunk * CHUNK) + first;
+      return x.row(work.batch, work.head, work.start + chunk * CHUNK) + first;
     };
     copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, rest, channels, thread);
     if constexpr (Schedule::has_outputs)
@@ -193,7 +193,7 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   }
   if (thread) return;
   const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-  const i32 row = at.start + chunk * CHUNK, h = at.head, b = at.batch;
+  const i32 row = work.start + chunk * CHUNK, h = work.head, b = work.batch;
   Barrier& rows = s.rows[group];
   if constexpr (Schedule::has_outputs) {
     barrier_expect(rows, sizeof in.k + sizeof in.q);

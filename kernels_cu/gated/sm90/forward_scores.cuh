@@ -21,14 +21,14 @@ __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
-// Stores two scores x and y of neighbouring keys at (address `at` XOR `flip`) + `offset` bytes, and, if SPLIT_SCORES,
+// Stores two scores x and y of neighbouring keys at (base XOR flip) + offset, in bytes, and, if SPLIT_SCORES,
 // their rounding errors 32 columns later, which in the swizzle is an XOR with 64 bytes.
 template <class Schedule, typename T>
-__device__ __forceinline__ void put_scores(void* at, int flip, int offset, float x, float y) {
+__device__ __forceinline__ void put_scores(void* base, int flip, int offset, float x, float y) {
   const u32 two = pack<T>(x, y);
-  store_flipped(at, flip, offset, two);
+  store_flipped(base, flip, offset, two);
   if constexpr (SPLIT_SCORES<Schedule, T>)
-    store_flipped(at, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
+    store_flipped(base, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
 }
 
 // The limits, as bits of float32, of the sum of squares of a bfloat16 row between which float16 holds the row: 16 log
@@ -54,18 +54,18 @@ template <typename X> __device__ __forceinline__ const char* piece_of(const X* r
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
 
-// Adds to the sums of N tiles the products of STEP bytes along the channels: queries and keys of type X from byte `at`
-// of their rows on. One ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
+// Adds to the sums of N tiles the products of STEP bytes along the channels: queries and keys of type X from byte
+// `offset` of their rows on. One ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
 constexpr int STEP = 32;  // bytes of a row
 template <typename X, int N>
 __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
-                                              int at) {
+                                              int offset) {
   u32 q[4];
-  ldmatrix_x4(q, queries + at);
-  if (N == 2 || at % (2 * STEP) == 0) ldmatrix_x4(k, keys + at);
+  ldmatrix_x4(q, queries + offset);
+  if (N == 2 || offset % (2 * STEP) == 0) ldmatrix_x4(k, keys + offset);
 #pragma unroll
   for (int m = 0; m < N; ++m) {
-    const int pair = N == 2 ? m : at / STEP & 1;
+    const int pair = N == 2 ? m : offset / STEP & 1;
     const u32 b[2] = {k[2 * pair], k[2 * pair + 1]};
     multiply(X{}, to[m], q, b);
   }
@@ -73,9 +73,9 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
 
 // The same of 8 queries and 8 keys within a sub-chunk, which one ldmatrix loads from `both`. A product has 16 rows:
 // both together, of which the products of keys with keys are not used.
-template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int at) {
+template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int offset) {
   u32 x[4];
-  ldmatrix_x4(x, both + at);
+  ldmatrix_x4(x, both + offset);
   if constexpr (sizeof(X) == 2)  // products of 8 channels, so that no register has to move
     multiply(X{}, to[0], {x[0], x[1]}, x[1]), multiply(X{}, to[0], {x[2], x[3]}, x[3]);
   else multiply(X{}, to[0], x, {x[1], x[3]});
@@ -97,12 +97,12 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
   const auto* const own = s.rows + BC * share.subchunk;
-  const auto* const at = s.rows + (share.halves ? s.HALF : s.NEAR);
+  const auto* const rows = s.rows + (share.halves ? s.HALF : s.NEAR);
   const auto& row = own[N == 1 ? lane & 7 : lane & 15];
   const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
   const char* const own_keys = piece_of(own[BC * key + (lane & 7)].middle_k, piece);
-  const char* const queries = piece_of(at[lane & 15].border_q, lane >> 4);
-  const char* const keys = piece_of(at[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
+  const char* const queries = piece_of(rows[lane & 15].border_q, lane >> 4);
+  const char* const keys = piece_of(rows[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
   Sums turns[TURNS][N] = {};
 #pragma unroll
   for (int m = 0; m < N; ++m)
@@ -110,11 +110,11 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     for (int x = 0; x < 4; ++x) border[m][x] = 0.f;
   u32 k[4], own_k[4];
 #pragma unroll
-  for (int at = 0; at < BK * int(sizeof(B)); at += STEP) {
-    multiply_step<B>(border, queries, keys, k, at);
+  for (int offset = 0; offset < BK * int(sizeof(B)); offset += STEP) {
+    multiply_step<B>(border, queries, keys, k, offset);
 #pragma unroll
     for (int more = 0; more < int(sizeof(M)); more += sizeof(B)) {
-      const int own_at = (at * int(sizeof(M)) + more * STEP) / int(sizeof(B));
+      const int own_at = (offset * int(sizeof(M)) + more * STEP) / int(sizeof(B));
       if constexpr (N == 1) multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_at);
       else multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_keys, own_k, own_at);
     }
@@ -147,8 +147,8 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
     both = piece_of((lane & 8 ? k : q)[BC * first + row], lane >> 4 ^ (BEFORE && lane & 8 ? row + 1 & 7 : row));
   }
   __device__ __forceinline__ void load(int step) {
-    const int m = step / STEPS, at = step % STEPS * STEP;
-    ldmatrix_x4_flipped(x, both, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
+    const int m = step / STEPS, index = step % STEPS * STEP;
+    ldmatrix_x4_flipped(x, both, index % 128, index / 128 * 128 + m * (BC * BK * int(sizeof(T))));
   }
   __device__ __forceinline__ void multiply_step(int step) {
 #pragma unroll
@@ -224,8 +224,9 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   constexpr int ROWS = BC * 128;  // bytes of the rows of a sub-chunk
   // Stores two scores of the queries of sub-chunk `queries` + `next` and the keys of sub-chunk `keys`.
   const auto put = [&](int queries, int keys, int next, float x, float y) {
-    char* const at = reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;  // XOR 16 keys: their piece
-    put_scores<Schedule, T>(at, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
+    char* const first =
+        reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;  // XOR 16 keys: their piece
+    put_scores<Schedule, T>(first, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
   };
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
