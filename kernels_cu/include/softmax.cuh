@@ -15,7 +15,8 @@ template <int D, typename T> __device__ __forceinline__ T* piece_of(T* tile, int
   return tile + row * D + (piece ^ (row & 7)) * 8;
 }
 
-// A lane's part of a warp's [16 M, N] values: four of every 16 x 8, as `mma.sync` has its sums.
+// A lane's part of a warp's sums [16 M, N]. It has four of every 16 x 8, as `mma.sync` leaves them: 0 and 1 are in row
+// lane / 4, columns 2 (lane % 4) and the next; 2 and 3 are in the same columns 8 rows further down.
 template <int M, int N> using Fragment = float[M][N / 8][4];
 
 // d += A B^T. A is the 16 M rows from `row` on of tile a, B all N rows of tile b. FEW: use fewer registers.

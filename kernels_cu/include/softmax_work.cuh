@@ -16,12 +16,13 @@ struct alignas(16) Work {
                          // sequence's first tile of keys in ds_offsets
 };
 
-// The tokens of the other side that a row sees: the first one and their number. The row's own position there is
-// `diagonal`; it sees `before` tokens before it and `after` tokens after it, of `length`.
-struct Seen {
+// Tokens of the other side: the first one, and how many.
+struct TokenRange {
   int from, count;
 };
-__device__ __forceinline__ Seen seen(int diagonal, int before, int after, int length) {
+// Those that a row sees. The row's own position there is `diagonal`; it sees `before` tokens before it and `after`
+// tokens after it, of `length`.
+__device__ __forceinline__ TokenRange visible_tokens(int diagonal, int before, int after, int length) {
   const int from = max(diagonal - before, 0);
   return {from, max(min(diagonal + after + 1, length) - from, 0)};
 }
@@ -29,35 +30,35 @@ __device__ __forceinline__ Seen seen(int diagonal, int before, int after, int le
 // Whether scores need a mask: some of ROWS rows, with positions from `diagonal` on, do not see some of COLUMNS tokens
 // of the other side from `column` on.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ bool partly_seen(int column, int diagonal, int before, int after, const i32& length) {
+__device__ __forceinline__ bool needs_mask(int column, int diagonal, int before, int after, const i32& length) {
   if (column + COLUMNS > length) return true;
   return column + COLUMNS - 1 > diagonal + after || column < diagonal + ROWS - 1 - before;
 }
 
-// Sets x to `unseen` for the tokens that a row does not see. A lane has two rows of a product, with the positions
+// Sets x to `hidden_value` for the tokens that a row does not see. A lane has two rows of a product, with the positions
 // `diagonal` and `diagonal` + 8; the product's columns are the other side's tokens from `column` on.
 template <int EIGHTS>
 __device__ __forceinline__ void mask_rows(float (&x)[EIGHTS][4], int column, int diagonal, int before, int after,
-                                          const i32& length, float unseen) {
+                                          const i32& length, float hidden_value) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Seen tokens = seen(diagonal + 8 * half, before, after, length);
+    const TokenRange tokens = visible_tokens(diagonal + 8 * half, before, after, length);
     const int from = column - tokens.from;
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(tokens.count)) x[n][2 * half + i] = unseen;
+        if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(tokens.count)) x[n][2 * half + i] = hidden_value;
   }
 }
 template <int N>
 __device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagonal, int before, int after, int length,
-                                          float unseen) {
-  mask_rows(reinterpret_cast<float (&)[N / 4][4]>(x), column, diagonal, before, after, length, unseen);
+                                          float hidden_value) {
+  mask_rows(reinterpret_cast<float (&)[N / 4][4]>(x), column, diagonal, before, after, length, hidden_value);
 }
 
 // The array `statistics` [B, H, chunks, 2, 64] has for every 64 queries of a sequence, a chunk, first L = log2 sum_j
-// e^s_ij and then delta. L is infinite for a query that sees no key and behind the sequence's end: weights are then 0.
+// e^s_ij and then delta. L is infinite for a query that sees no key, and after the sequence's end: weights are then 0.
 constexpr int CHUNK_QUERIES = 64;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -72,10 +73,10 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// x + the dot product of two neighbouring elements of g and o.
-template <typename T> __device__ __forceinline__ float add_dot(u32 g, u32 o, float x) {
-  x = fmaf(to_float(T{u16(g)}), to_float(T{u16(o)}), x);
-  return fmaf(to_float(T{u16(g >> 16)}), to_float(T{u16(o >> 16)}), x);
+// x + the dot product of two neighbouring elements of do and o.
+template <typename T> __device__ __forceinline__ float add_dot(u32 do_, u32 o, float x) {
+  x = fmaf(to_float(T{u16(do_)}), to_float(T{u16(o)}), x);
+  return fmaf(to_float(T{u16(do_ >> 16)}), to_float(T{u16(o >> 16)}), x);
 }
 
 // |scale| log2 e, and above 0: the product with a masked score, -inf, is not NaN.

@@ -18,7 +18,7 @@
 constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v, g;  // g is do
+  Rows<const T> q, k, v, do_;
   Rows<T> dk, dv;
   const Work* works;
   const float* statistics;
@@ -31,7 +31,7 @@ template <typename T, int D> struct alignas(128) Shared {
   T k[KEYS * D];
   T v[KEYS * D];
   T q[2][QUERIES * D];
-  T g[2][QUERIES * D];
+  T do_[2][QUERIES * D];
   float statistics[2][2][QUERIES];  // L, delta
   Work work;
 };
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     const int stage = n & 1, tile = tile_of(n), head = work.head * int(args.group) + n / work.tiles;
     const int rows = work.other_length - tile * QUERIES, token = work.other_start + tile * QUERIES;
     fetch<QUERIES, D>(s.q[stage], args.q, work.batch, head, token, rows, args.K, args.vectors);
-    fetch<QUERIES, D>(s.g[stage], args.g, work.batch, head, token, rows, args.V, args.vectors);
+    fetch<QUERIES, D>(s.do_[stage], args.do_, work.batch, head, token, rows, args.V, args.vectors);
     static_assert(2 * QUERIES == THREADS);
     const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk + tile;
     const float* from = args.statistics + chunk * THREADS + threadIdx.x;
@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
       each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
     each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
-    if (partly_seen<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
+    if (needs_mask<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
       mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
-    multiply_rows<D, 1, QUERIES>(dv, p, s.g[stage]);
+    multiply_rows<D, 1, QUERIES>(dv, p, s.do_[stage]);
     if (CAPPED) each<1, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
-    multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.g[stage]);
+    multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.do_[stage]);
     each_of_two<1, QUERIES>(p, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
     multiply_rows<D, 1, QUERIES>(dk, p, s.q[stage]);
   }

@@ -2,8 +2,8 @@
 //           and v read.
 // math      dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j,   p_ij = e^(s_ij - lse_i),   delta_i = do_i . o_i -
 //           dlse_i; with a cap each term times 1 - (s_ij / cap)^2
-// shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V], L dL [B, H, Tq]: lse, its
-//           gradient or null; statistics: softmax_work.cuh
+// shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V], lse dlse [B, H, Tq],
+//           dlse or null; statistics: softmax_work.cuh
 // grid      a block for every tile of queries (struct Work) of `works`, the longest first; a warp has 32 queries
 // smem      Shared: a tile of q, later of dq; a tile of do; a tile of o, later two tiles of k and v: one is multiplied
 //           while the next one is copied
@@ -11,7 +11,7 @@
 //           have read the previous one
 // numerics  scores and p are computed again, in float32; p (dp - delta) is rounded to T for its product. delta is
 //           computed from the rounded o: where one key has nearly all the weight, dq and dk are small and carry this
-//           rounding. L: see logarithm_or_infinity
+//           rounding. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that nothing is
 //           added atomically
 // limits    half data; K, V <= D; D of 64, 128
@@ -22,10 +22,10 @@
 constexpr int QUERIES = 128, KEYS = 32;
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v, o, g;  // g is do
+  Rows<const T> q, k, v, o, do_;
   Rows<T> dq;
   const Work* works;
-  const float *L, *dL;
+  const float *lse, *dlse;
   float* statistics;
   i64 H, group, Tq, K, V, left, right, chunks;
   double scale, softcap;
@@ -34,7 +34,7 @@ template <typename T> struct Args {
 
 template <typename T, int D> struct alignas(128) Shared {
   T q[QUERIES * D];
-  T g[QUERIES * D];
+  T do_[QUERIES * D];
   union {
     T o[QUERIES * D];
     T kv[2][2][KEYS * D];  // of two tiles: k, v
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   };
 
   fetch<QUERIES, D>(s.q, args.q, work.batch, work.head, work.start, work.tokens, args.K, args.vectors);
-  fetch<QUERIES, D>(s.g, args.g, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
+  fetch<QUERIES, D>(s.do_, args.do_, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   fetch<QUERIES, D>(s.o, args.o, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   cp_async_commit();
   cp_async_wait<0>();
@@ -73,15 +73,15 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     float delta = 0.f;
 #pragma unroll
     for (int piece = 0; piece < D / 8; ++piece) {
-      const T *g = piece_of<D>(s.g, query, piece), *o = piece_of<D>(s.o, query, piece);
+      const T *do_ = piece_of<D>(s.do_, query, piece), *o = piece_of<D>(s.o, query, piece);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) delta = fmaf(to_float(g[i]), to_float(o[i]), delta);
+      for (int i = 0; i < 8; ++i) delta = fmaf(to_float(do_[i]), to_float(o[i]), delta);
     }
     const i64 pair = i64(work.batch) * args.H + work.head, token = pair * args.Tq + work.start + query;
     float L = minus_infinity();
     if (query < work.tokens) {
-      L = LOG2E * args.L[token];
-      if (args.dL) delta -= args.dL[token];
+      L = LOG2E * args.lse[token];
+      if (args.dlse) delta -= args.dlse[token];
     }
     s.L[query] = L = logarithm_or_infinity(L);
     s.delta[query] = delta;
@@ -111,13 +111,13 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     if (key > diagonal() + 31 + int(args.right) || key + KEYS <= diagonal() - int(args.left)) continue;  // unseen
     Fragment<2, KEYS> p = {}, dp = {};
     multiply_transposed<D, 2, KEYS, CAPPED>(p, s.q, row, s.kv[stage][0]);
-    multiply_transposed<D, 2, KEYS, CAPPED>(dp, s.g, row, s.kv[stage][1]);
+    multiply_transposed<D, 2, KEYS, CAPPED>(dp, s.do_, row, s.kv[stage][1]);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
       each<2, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
     each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
-    if (partly_seen<32, KEYS>(key, diagonal(), int(args.left), int(args.right), work.other_length))
+    if (needs_mask<32, KEYS>(key, diagonal(), int(args.left), int(args.right), work.other_length))
 #pragma unroll
       for (int m = 0; m < 2; ++m)
         mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), work.other_length, 0.f);

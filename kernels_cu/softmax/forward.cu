@@ -2,7 +2,7 @@
 // math      for each tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'),  o <- e^(m - m')
 //           o + sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
 //           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value
-// shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
+// shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
 // grid      a block for every tile of queries (struct Work) of `works`, the longest first; a warp has 16 SIXTEENS
 //           queries
 // smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
@@ -24,7 +24,7 @@ template <typename T> struct Args {
   Rows<const T> q, k, v;
   Rows<T> o;
   const Work* works;
-  float* L;
+  float* lse;
   const float* sinks;  // [H] or null
   i64 H, group, Tq, K, V, left, right;
   double scale, softcap;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
       each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
-    if (partly_seen<16 * M, KEYS>(key, diagonal, left, right, work.other_length))
+    if (needs_mask<16 * M, KEYS>(key, diagonal, left, right, work.other_length))
 #pragma unroll
       for (int m = 0; m < M; ++m)
         mask_rows(p[m], key, diagonal + 16 * m + lane / 4, left, right, work.other_length, minus_infinity());
@@ -101,8 +101,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
     for (int half = 0; half < 2; ++half) {
       const RowEnd result = row_end(RowMaximum::score_of(maximum[m][half].shift, scale), row_sum(sum[m][half]), sink);
       const int query = row + 16 * m + 8 * half + lane / 4;
-      if (args.L && lane % 4 == 0 && query < work.tokens)
-        args.L[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + query] = result.logarithm / LOG2E;
+      if (args.lse && lane % 4 == 0 && query < work.tokens)
+        args.lse[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + query] =
+            result.logarithm / LOG2E;
       sum[m][half] = result.factor;
     }
   store<D, M>(o, [&](int m, int half) { return sum[m][half]; }, s.q, row, args.o, work, args.V, args.vectors);

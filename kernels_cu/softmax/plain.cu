@@ -5,9 +5,9 @@
 //           k_j, ds_ij = scale p_ij (do_i . v_j - delta_i) (1 - (s_ij / cap)^2).  Keys: dv_j = sum_i p_ij do_i, dk_j =
 //           sum_i ds_ij q_i, over all heads that share the keys.  Sinks: dsink = - sum_i e^(sink - lse_i) delta_i.
 //           Merge: lse = log(e^sink + sum_n e^lse_n), o = sum_n e^(lse_n - lse) o_n over parts n
-// shapes    q dq [B, H, Tq, K], k dk [B, H / group, Tk, K], v dv [.., V], o do [B, H, Tq, V], L (lse) dL
-//           (dlse) [B, H, Tq] or null, sinks dsinks [H], statistics as in softmax_work.cuh, but in Real<T> and base e.
-//           Merge: o [parts B, H, Tq, V] and L [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B, H,
+// shapes    q dq [B, H, Tq, K], k dk [B, H / group, Tk, K], v dv [.., V], o do [B, H, Tq, V], lse dlse
+//           [B, H, Tq] or null, sinks dsinks [H], statistics as in softmax_work.cuh, but in Real<T> and base e.
+//           Merge: o [parts B, H, Tq, V] and lse [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B, H,
 //           Tq]
 // grid      a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for each token. Sinks: a
 //           block for each head. Merge: a warp for each query
@@ -25,14 +25,14 @@ constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, an
 constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`, queries or keys
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v, o, g;  // g is do
+  Rows<const T> q, k, v, o, do_;
   Rows<T> out, dq, dk, dv;
   const Work* works;
-  Real<T>*L, *dL, *statistics, *sinks, *dsinks, *merged;
+  Real<T>*lse, *dlse, *statistics, *sinks, *dsinks, *merged;
   i64 B, H, group, Tq, K, V, left, right, chunks;
   i64 tiles, parts;  // tiles: of 128 columns of a result; parts: of the keys
   double scale, softcap;
-  double unit;  // Sinks: L in `statistics` times this is a natural logarithm; 1, or log 2 after tensor-core kernels
+  double unit;  // Sinks: L in `statistics` times this is lse; 1, or log 2 after tensor-core kernels
 };
 
 // What a warp computes: token n of a tile of `works`. A lane has the columns column, column + 32 ... `others` are the
@@ -41,14 +41,14 @@ struct Place {
   Work work;
   int n;  // the token's number in the tile
   i64 column;
-  Seen others;
+  TokenRange others;
 
   __device__ Place(const Work* works, i64 tiles, i64 before, i64 after) {
     constexpr int BLOCKS = TOKENS / WARPS;  // that share a tile's tokens
     work = works[blockIdx.x / BLOCKS / tiles];
     column = blockIdx.x / BLOCKS % tiles * WIDTH + threadIdx.x % 32;
     n = blockIdx.x % BLOCKS * WARPS + threadIdx.x / 32;
-    others = seen(work.diagonal + n, int(before), int(after), work.other_length);
+    others = visible_tokens(work.diagonal + n, int(before), int(after), work.other_length);
   }
 };
 
@@ -126,8 +126,8 @@ struct Forward {
 #pragma unroll
       for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] /= total;
     store_row(args.out.row(work.batch, work.head, work.start + place.n), sums, place.column, args.V);
-    if (args.L && place.column == 0)
-      args.L[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.n] = largest + log(total);
+    if (args.lse && place.column == 0)
+      args.lse[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.n] = largest + log(total);
   }
 };
 
@@ -139,11 +139,11 @@ struct Queries {
     const bool is_empty = place.n >= work.tokens;  // no such query: its statistics are written, too
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
     const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + place.n;
-    const T *q = args.q.row(work.batch, work.head, token), *g = args.g.row(work.batch, work.head, token);
+    const T *q = args.q.row(work.batch, work.head, token), *do_ = args.do_.row(work.batch, work.head, token);
     R L = minus_infinity(), delta = 0, sums[LANE_COLUMNS] = {};
     if (!is_empty) {
-      L = args.L[pair * args.Tq + token], delta = dot(g, args.o.row(work.batch, work.head, token), args.V);
-      if (args.dL) delta -= args.dL[pair * args.Tq + token];
+      L = args.lse[pair * args.Tq + token], delta = dot(do_, args.o.row(work.batch, work.head, token), args.V);
+      if (args.dlse) delta -= args.dlse[pair * args.Tq + token];
     }
     if (L == minus_infinity()) L = -L;  // no key is seen, or there is no such query: its weights become e^-inf = 0
     if (place.column == 0) {
@@ -156,7 +156,7 @@ struct Queries {
       const int count = min(32, place.others.count - n);
       const i64 j = first + min(lane, count - 1);
       const Score<R> score = score_of(dot(q, args.k.row(work.batch, shared_head, j), args.K), args);
-      const R dp_less_delta = dot(g, args.v.row(work.batch, shared_head, j), args.V) - delta;
+      const R dp_less_delta = dot(do_, args.v.row(work.batch, shared_head, j), args.V) - delta;
       add_rows(sums, decay_of(score.value - L) * score.slope * dp_less_delta,
                args.k.row(work.batch, shared_head, first), args.k.t, count, place.column, args.K);
     }
@@ -167,7 +167,8 @@ struct Queries {
 struct Keys {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
-    const Place place(args.works, args.tiles, args.right, args.left);  // a key's queries: the window turned round
+    const Place place(args.works, args.tiles, args.right,
+                      args.left);  // a key is seen by queries up to `right` before it
     const Work& work = place.work;
     if (place.n >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32;
@@ -185,9 +186,9 @@ struct Keys {
         const Score<R> score = score_of(dot(args.q.row(work.batch, head, i), k, args.K), args);
         const R weight = decay_of(score.value - statistics[0]);
         const R score_gradient =
-            weight * score.slope * (dot(args.g.row(work.batch, head, i), v, args.V) - statistics[CHUNK_QUERIES]);
+            weight * score.slope * (dot(args.do_.row(work.batch, head, i), v, args.V) - statistics[CHUNK_QUERIES]);
         add_rows(dk, score_gradient, args.q.row(work.batch, head, first), args.q.t, count, place.column, args.K);
-        add_rows(dv, weight, args.g.row(work.batch, head, first), args.g.t, count, place.column, args.V);
+        add_rows(dv, weight, args.do_.row(work.batch, head, first), args.do_.t, count, place.column, args.V);
       }
     }
     store_row(args.dk.row(work.batch, work.head, work.start + place.n), dk, place.column, args.K);
@@ -220,14 +221,14 @@ struct Merge {
     if (row >= rows) return;  // the whole warp
     const i64 b = row / (args.H * args.Tq), h = row / args.Tq % args.H, t = row % args.Tq;
     R largest = args.sinks ? args.sinks[h] : R(minus_infinity());
-    for (i64 n = 0; n < args.parts; ++n) largest = max(largest, args.L[n * rows + row]);
+    for (i64 n = 0; n < args.parts; ++n) largest = max(largest, args.lse[n * rows + row]);
     largest = max(largest, R(-3e38));  // finite even if no key is seen
     R total = args.sinks ? decay_of(args.sinks[h] - largest) : R(0);
-    for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.L[n * rows + row] - largest);
+    for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.lse[n * rows + row] - largest);
     for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {
       R sum = 0;
       for (i64 n = 0; n < args.parts; ++n)
-        sum = fma(decay_of(args.L[n * rows + row] - largest), to_real(args.o.row(n * args.B + b, h, t)[c]), sum);
+        sum = fma(decay_of(args.lse[n * rows + row] - largest), to_real(args.o.row(n * args.B + b, h, t)[c]), sum);
       args.out.row(b, h, t)[c] = from_real<T>(total > 0 ? sum / total : R(0));
     }
     if (args.merged && threadIdx.x % 32 == 0) args.merged[row] = largest + log(total);

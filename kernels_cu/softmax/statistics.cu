@@ -1,19 +1,19 @@
 // what      The statistics of softmax attention's queries, which the gradients of k and v read.
 // math      delta_i = do_i . o_i - dlse_i
-// shapes    o g [B, H, Tq, V], g is do; L [B, H, Tq] float32 is lse, dL its gradient or null; statistics [B, H,
-//           chunks, 2, 64]: softmax_work.cuh
+// shapes    o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32, dlse or null; statistics [B, H, chunks, 2, 64]:
+//           softmax_work.cuh
 // grid      a block for every 64 queries (struct Work); four threads compute those of a query
 // smem      none
 // barriers  none
-// numerics  float32; delta is computed from the rounded o. L: see logarithm_or_infinity
+// numerics  float32; delta is computed from the rounded o. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19
 // limits    half data; rows of whole 16 bytes
 #include "softmax_work.cuh"
 
 template <typename T> struct Args {
-  Rows<const T> o, g;
+  Rows<const T> o, do_;
   const Work* works;
-  const float *L, *dL;
+  const float *lse, *dlse;
   float* statistics;
   i64 H, Tq, V, chunks;
 };
@@ -24,16 +24,17 @@ template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) so
   const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + query;
   float delta = 0.f, L = minus_infinity();
   if (query < work.tokens) {
-    const T *const o = args.o.row(work.batch, work.head, token), *const g = args.g.row(work.batch, work.head, token);
+    const T *const o = args.o.row(work.batch, work.head, token), *const do_ =
+                                                                     args.do_.row(work.batch, work.head, token);
     for (int v = threadIdx.x % 4 * 8; v < args.V; v += 32) {
-      const uint4 x = *reinterpret_cast<const uint4*>(o + v), y = *reinterpret_cast<const uint4*>(g + v);
+      const uint4 x = *reinterpret_cast<const uint4*>(o + v), y = *reinterpret_cast<const uint4*>(do_ + v);
       delta = add_dot<T>(y.x, x.x, delta), delta = add_dot<T>(y.y, x.y, delta);
       delta = add_dot<T>(y.z, x.z, delta), delta = add_dot<T>(y.w, x.w, delta);
     }
-    L = LOG2E * args.L[pair * args.Tq + token];
+    L = LOG2E * args.lse[pair * args.Tq + token];
   }
   delta = row_sum(delta);
-  if (query < work.tokens && args.dL) delta -= args.dL[pair * args.Tq + token];
+  if (query < work.tokens && args.dlse) delta -= args.dlse[pair * args.Tq + token];
   if (threadIdx.x % 4) return;
   float* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + query;
   to[0] = logarithm_or_infinity(L), to[CHUNK_QUERIES] = delta;

@@ -2,14 +2,14 @@
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
-//           cap)^2.  Code: st holds s, then p, with keys as rows, dp do_i . v_j, ds = p (dp - delta), g = do
+//           cap)^2.  Code: `scores` holds s, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta)
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics:
 //           softmax_work.cuh; ds: DsEntry, for query_gradient.cu, or null
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
 // barriers  full: k and v have arrived; empty: dk and dv that overwrote them have been stored; q_full: q and statistics
-//           have arrived; g_full: do has; q_empty, g_empty: they have been read. Named: 1 + warpgroup in zero_rows:
+//           have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: 1 + warpgroup in zero_rows:
 //           zeros are written
 // numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
@@ -20,9 +20,9 @@
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES;
 
 template <typename T> struct Args {
-  TensorMap q, k, v, g, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16; g is do
-  Rows<T> dk_out, dv_out;        // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
-  const Work* works;             // [rounds, gridDim.x]
+  TensorMap q, k, v, do_, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16
+  Rows<T> dk_out, dv_out;          // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
+  const Work* works;               // [rounds, gridDim.x]
   const float* statistics;
   DsEntry* ds;                              // null: ds is not stored
   i64 H, group, K, V, left, right, chunks;  // H: heads of queries
@@ -34,10 +34,10 @@ template <typename T, int D> struct alignas(1024) Shared {
   static constexpr int STAGES = 3;
   Tile<T, D, KEYS> k[2], v[2];
   Tile<T, D, QUERIES> q[STAGES];
-  Tile<T, D, QUERIES> g[STAGES];
+  Tile<T, D, QUERIES> do_[STAGES];
   alignas(16) float statistics[STAGES][2][QUERIES];  // L, delta
   Work works[2], coming;
-  Barrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], g_full[STAGES], g_empty[STAGES];
+  Barrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], do_full[STAGES], do_empty[STAGES];
 };
 
 // The producing thread: copies the tiles of all of the block's work.
@@ -45,7 +45,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
-  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.g), prefetch_map(args.dk),
+  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.do_), prefetch_map(args.dk),
       prefetch_map(args.dv);
   Ring<2> kv;
   Ring<S::STAGES> q;
@@ -73,9 +73,9 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
         copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
                   s.q_full[q.stage]);
-        barrier_wait(s.g_empty[q.stage], q.parity ^ 1);
-        barrier_expect(s.g_full[q.stage], sizeof s.g[0]);
-        load_tile<64>(s.g[q.stage], args.g, s.g_full[q.stage], token, head, work.batch);
+        barrier_wait(s.do_empty[q.stage], q.parity ^ 1);
+        barrier_expect(s.do_full[q.stage], sizeof s.do_[0]);
+        load_tile<64>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, head, work.batch);
         q.next();
       }
     }
@@ -93,10 +93,10 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   Ring<2> kv;
   Ring<S::STAGES> q;
-  float st[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
+  float scores[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
-  constexpr bool HELD = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
-  u32 k[HELD ? D / 16 : 1][4], v[HELD ? D / 16 : 1][4];
+  constexpr bool IN_REGISTERS = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
+  u32 k[IN_REGISTERS ? D / 16 : 1][4], v[IN_REGISTERS ? D / 16 : 1][4];
   bool store_pending = false;  // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
   int tiles, end;              // the number of a head's query tiles; the last one's index plus 1
   int tiles_left, heads_left;  // the current query tile is end - tiles_left; heads_left: with the current one
@@ -112,13 +112,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       store_pending = false;
     }
   };
-  auto skip_unseen = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
+  auto skip_hidden_tiles = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
     while (tiles_left > 1 &&
            (end - tiles_left) * QUERIES + QUERIES - 1 < first_diagonal + warpgroup_row - int(args.right)) {
       barrier_wait(s.q_full[q.stage], q.parity);
       release(s.q_empty[q.stage]);
-      barrier_wait(s.g_full[q.stage], q.parity);
-      release(s.g_empty[q.stage]);
+      barrier_wait(s.do_full[q.stage], q.parity);
+      release(s.do_empty[q.stage]);
       q.next();
       --tiles_left;
     }
@@ -126,32 +126,32 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto begin_tile = [&](const Work& work) {
     tiles = tiles_left = uniform(work.tiles), end = uniform(work.first_tile + work.tiles), heads_left = int(args.group);
     first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
-    if constexpr (HELD) load_rows(k, s.k[kv.stage], warpgroup_row), load_rows(v, s.v[kv.stage], warpgroup_row);
-    skip_unseen();
+    if constexpr (IN_REGISTERS) load_rows(k, s.k[kv.stage], warpgroup_row), load_rows(v, s.v[kv.stage], warpgroup_row);
+    skip_hidden_tiles();
   };
   // Issues a product of 16 columns, from 16 n on, of keys or values with a tile of q or do. The keys or values are the
-  // registers `a` if HELD, otherwise the tile described by `a_tile`.
+  // registers `a` if IN_REGISTERS, otherwise the tile described by `a_tile`.
   auto multiply_columns = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 a_tile, u64 b_tile, int n) {
     const u64 b = b_tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
-    if constexpr (HELD) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
+    if constexpr (IN_REGISTERS) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
     else wgmma<T, QUERIES, false>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
-  auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: st = k q^T, dp = v do^T
+  auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
-    const u64 kt = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
-              vt = wgmma_tile(s.v[kv.stage][0] + warpgroup_row * PANEL, 16, 1024);
-    const u64 qt = wgmma_tile(s.q[q.stage][0], 16, 1024), gt = wgmma_tile(s.g[q.stage][0], 16, 1024);
+    const u64 k_tile = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
+              v_tile = wgmma_tile(s.v[kv.stage][0] + warpgroup_row * PANEL, 16, 1024);
+    const u64 q_tile = wgmma_tile(s.q[q.stage][0], 16, 1024), do_tile = wgmma_tile(s.do_[q.stage][0], 16, 1024);
     barrier_wait(s.q_full[q.stage], q.parity);
     if (valid < QUERIES) zero_rows(s.q[q.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n) multiply_columns(st, k[HELD ? n : 0], kt, qt, n);
+    for (int n = 0; n < D / 16; ++n) multiply_columns(scores, k[IN_REGISTERS ? n : 0], k_tile, q_tile, n);
     wgmma_commit();
-    barrier_wait(s.g_full[q.stage], q.parity);
-    if (valid < QUERIES) zero_rows(s.g[q.stage], valid, warpgroup);
+    barrier_wait(s.do_full[q.stage], q.parity);
+    if (valid < QUERIES) zero_rows(s.do_[q.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n) multiply_columns(dp, v[HELD ? n : 0], vt, gt, n);
+    for (int n = 0; n < D / 16; ++n) multiply_columns(dp, v[IN_REGISTERS ? n : 0], v_tile, do_tile, n);
     wgmma_commit();
   };
   // Issues sum = a tile, or sum += a tile if `accumulates`, for a tile of q or do.
@@ -180,20 +180,20 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       for (int half = 0; half < 2; ++half) f(4 * n + 2 * half, Ls.x, deltas.x), f(4 * n + 2 * half + 1, Ls.y, deltas.y);
     }
   };
-  auto weigh_scores = [&] {  // replaces the scores st by weights
+  auto weigh_scores = [&] {  // replaces the scores scores by weights
     if (CAPPED) {
 #pragma unroll
-      for (int n = 0; n < QUERIES / 2; ++n) st[n] = tanh_of(tanh_scale * st[n]);
+      for (int n = 0; n < QUERIES / 2; ++n) scores[n] = tanh_of(tanh_scale * scores[n]);
     }
-    each_column([&](int n, float L, float) { st[n] = exp2_approx(fmaf(scale, st[n], -L)); });
+    each_column([&](int n, float L, float) { scores[n] = exp2_approx(fmaf(scale, scores[n], -L)); });
     const int query = (end - tiles_left) * QUERIES, diagonal = first_diagonal + warpgroup_row;
-    if (partly_seen<64, QUERIES>(query, diagonal, int(args.right), int(args.left), length))
-      mask_rows(st, query, first_diagonal + row, int(args.right), int(args.left), length, 0.f);
+    if (needs_mask<64, QUERIES>(query, diagonal, int(args.right), int(args.left), length))
+      mask_rows(scores, query, first_diagonal + row, int(args.right), int(args.left), length, 0.f);
   };
-  auto differentiate_scores = [&] {  // replaces dp by ds = st (dp - delta)
+  auto differentiate_scores = [&] {  // replaces dp by ds = scores (dp - delta)
     each_column([&](int n, float, float delta) { dp[n] -= delta; });
 #pragma unroll
-    for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= st[n];
+    for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= scores[n];
     const int tokens = uniform(s.works[kv.stage].tokens);
     if (warpgroup_row + 64 > tokens)  // keys of another sequence: ds may be NaN, which dq would multiply by 0
 #pragma unroll
@@ -221,9 +221,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   // Issues dv = p do, or dv += p do if `accumulates`, and waits for dp.
   auto multiply_do = [&](bool accumulates) {
     if (D == 128) wgmma_wait<0>();  // p gets the registers of ds, which the previous product reads
-    pack_operand(p, st);
-    if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
-    multiply_tile(dv, p, s.g[q.stage][0], accumulates);
+    pack_operand(p, scores);
+    if (CAPPED) each_column([&](int n, float L, float) { scores[n] *= slope_of_cap(scores[n], L, scale); });
+    multiply_tile(dv, p, s.do_[q.stage][0], accumulates);
     wgmma_wait<1>();
     wgmma_keep(dp);
   };
@@ -234,7 +234,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     before_next_copy();  // this warp has read the statistics; also keeps the wait after the computation of ds
     wgmma_wait<0>();
     wgmma_keep(dv);
-    release(s.g_empty[q.stage]);
+    release(s.do_empty[q.stage]);
     store_ds();
   };
 
@@ -243,7 +243,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   begin_tile(s.works[0]);
   multiply_keys_and_values();
   wgmma_wait<1>();
-  wgmma_keep(st);
+  wgmma_keep(scores);
   weigh_scores();
   multiply_do(false);
   end_step();
@@ -264,14 +264,14 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
         begin_tile(s.works[kv.stage]);
       } else {
         tiles_left = tiles;
-        skip_unseen();
+        skip_hidden_tiles();
       }
     }
     multiply_keys_and_values();
     multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
     if (!next_is_new_tile) release_stored_tile();
     wgmma_wait<CAPPED && D == 128 ? 0 : 2>();  // with a cap, registers are too few for ds's product to run on
-    wgmma_keep(st);
+    wgmma_keep(scores);
     weigh_scores();
     if (next_is_new_tile) {
       wgmma_wait<0>();
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
     for (int n = 0; n < 2; ++n) barrier_init(s.full[n], 1), barrier_init(s.empty[n], 8);
     for (int n = 0; n < S::STAGES; ++n) {
       barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], 8);
-      barrier_init(s.g_full[n], 1), barrier_init(s.g_empty[n], 8);
+      barrier_init(s.do_full[n], 1), barrier_init(s.do_empty[n], 8);
     }
   }
   consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });

@@ -2,9 +2,9 @@
 //           statistics of queries for the gradients of k and v.
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j, delta_i = do_i . o_i - dlse_i; with a cap each
-//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta), g = do
-// shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; L dL [B, H, Tq] float32: lse,
-//           its gradient or null; statistics: softmax_work.cuh
+//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta)
+// shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32,
+//           dlse or null; statistics: softmax_work.cuh
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 queries, and holds their q and do in registers
 // smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
@@ -12,7 +12,7 @@
 //           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.
 //           Named: 1 + warpgroup in zero_rows: zeros are written
 // numerics  scores, weights and sums in float32; ds is rounded to T for its product with k. delta is computed
-//           from the rounded o. L: see logarithm_or_infinity
+//           from the rounded o. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
@@ -21,10 +21,10 @@
 constexpr int QUERIES = 128, KEYS = 64;
 
 template <typename T> struct Args {
-  TensorMap q, k, v, o, g, dq;  // boxes of 64 columns and 64 tokens, of dq 16; g is do
-  Rows<T> out;                  // dq again, for a warp's 16 rows that are not all tokens of the tile
-  const Work* works;            // [rounds, gridDim.x]
-  const float *L, *dL;          // lse, natural logarithms; its gradient, or null
+  TensorMap q, k, v, o, do_, dq;  // boxes of 64 columns and 64 tokens, of dq 16
+  Rows<T> out;                    // dq again, for a warp's 16 rows that are not all tokens of the tile
+  const Work* works;              // [rounds, gridDim.x]
+  const float *lse, *dlse;        // dlse: or null
   float* statistics;
   i64 H, group, Tq, K, left, right, chunks;
   double scale, softcap;
@@ -32,7 +32,7 @@ template <typename T> struct Args {
 
 template <typename T, int D> struct alignas(1024) Shared {
   static constexpr int K_STAGES = 4, V_STAGES = D == 64 ? 4 : 3;
-  Tile<T, D, QUERIES> q, g, o;
+  Tile<T, D, QUERIES> q, do_, o;
   Tile<T, D, KEYS> k[K_STAGES];
   Tile<T, D, KEYS> v[V_STAGES];
   Work works[2], coming;
@@ -44,7 +44,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
-  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.o), prefetch_map(args.g),
+  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.o), prefetch_map(args.do_),
       prefetch_map(args.dq);
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
@@ -54,7 +54,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     fence_async();  // orders the consumers' accesses to q and do, known by `empty`, before the copy engine's writes
     if (work.tiles) {
       load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
-      load_tile<64>(s.g, args.g, s.full, work.start, work.head, work.batch);
+      load_tile<64>(s.do_, args.do_, s.full, work.start, work.head, work.batch);
     }
     barrier_wait(s.o_empty, parity);
     fence_async();           // likewise for o
@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
-  u32 q[D / 16][4], g[D / 16][4], ds[KEYS / 16][4];
+  u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
   u32 parity = 0;              // of `full` for the current query tile
   bool store_pending = false;  // lane 0: the copy engine may still read this warp's dq, which has overwritten o
@@ -110,14 +110,14 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   // behind the tile's end get an infinite L, so that their weights are 0.
   auto begin_tile = [&](const Work& work) {
     load_rows(q, s.q, warpgroup_row);
-    load_rows(g, s.g, warpgroup_row);
+    load_rows(do_, s.do_, warpgroup_row);
     delta[0] = delta[1] = 0.f;
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
       u32 o[4];
       ldmatrix_x4(o, matrix_row(s.o, warpgroup_row, n));
 #pragma unroll
-      for (int r = 0; r < 4; ++r) delta[r & 1] = add_dot<T>(g[n][r], o[r], delta[r & 1]);
+      for (int r = 0; r < 4; ++r) delta[r & 1] = add_dot<T>(do_[n][r], o[r], delta[r & 1]);
     }
     before_next_copy();  // this warp has read q, do and o
     release(s.empty);
@@ -129,8 +129,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       delta[half] = row_sum(delta[half]);
       L[half] = minus_infinity();
       if (n < work.tokens) {
-        L[half] = LOG2E * args.L[token];
-        if (args.dL) delta[half] -= args.dL[token];
+        L[half] = LOG2E * args.lse[token];
+        if (args.dlse) delta[half] -= args.dlse[token];
       } else delta[half] = 0.f;
       L[half] = logarithm_or_infinity(L[half]);
       if (lane % 4 == 0 && warpgroup_row < work.tokens) {
@@ -153,26 +153,29 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
   };
   auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
-    const u64 kt = wgmma_tile(s.k[k.stage][0], 16, 1024), vt = wgmma_tile(s.v[v.stage][0], 16, 1024);
+    const u64 k_tile = wgmma_tile(s.k[k.stage][0], 16, 1024), v_tile = wgmma_tile(s.v[v.stage][0], 16, 1024);
     const int valid = length - (first_tile + tiles_left) * KEYS;
     barrier_wait(s.k_full[k.stage], k.parity);
     if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n) wgmma<T, KEYS, false>(p, q[n], kt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
+    for (int n = 0; n < D / 16; ++n)
+      wgmma<T, KEYS, false>(p, q[n], k_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
     barrier_wait(s.v_full[v.stage], v.parity);
     if (valid < KEYS) zero_rows(s.v[v.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n) wgmma<T, KEYS, false>(dp, g[n], vt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
+    for (int n = 0; n < D / 16; ++n)
+      wgmma<T, KEYS, false>(dp, do_[n], v_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
   };
   auto multiply_ds = [&](int stage, bool accumulates) {  // issues dq = ds k, or dq += ds k, for the keys in `stage`
-    const u64 kt = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
+    const u64 k_tile = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || accumulates);
+    for (int n = 0; n < KEYS / 16; ++n)
+      wgmma<T, D, true>(dq, ds[n], k_tile + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();
   };
   // Waits for dq. To be called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start
@@ -189,7 +192,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] = exp2_approx(fmaf(scale, p[n], -L[n / 2 % 2]));
     const int key = (first_tile + tiles_left) * KEYS, diagonal = first_diagonal + warpgroup_row;
-    if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
+    if (needs_mask<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
       mask_rows(p, key, first_diagonal + row, int(args.left), int(args.right), length, 0.f);
     if (CAPPED)
 #pragma unroll

@@ -5,15 +5,15 @@
 //           A warpgroup holds 64 queries and visits their key tiles from the last to the first. For each: S = q k^T;
 //           mask; weights e^(S - m) with the running row maximum m; o = rescale * o + weights v. The product with v of
 //           one key tile runs while the weights of the next are computed
-// shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
+// shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of
 //           `works`, in turn. Two warpgroups consume, three if K = 64 without a cap, each 64 queries of the tile;
 //           in one more warpgroup a single thread, the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; q_empty, k_empty, v_empty: all consuming warps have read it.
 //           Named: 1 + warpgroup in zero_rows: zeros are written; 4 + warpgroup: its turn to issue products
-// numerics  scores, m, l, o in float32; e^(S - m) is rounded to T. m is raised only if it would grow by more than SLACK
-//           in base 2: o and l use the same m, so the result is exact
+// numerics  scores, m, sums of weights and o in float32; e^(S - m) is rounded to T. m is raised only if it would grow
+//           by more than SLACK in base 2: o and the sums use the same m, so the result is exact
 // source    Shah et al., "FlashAttention-3", 2024: the roles, and the overlap of a key tile's product with v with the
 //           softmax of the next tile. Here that next tile may belong to the block's next query tile
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; K of 64, 128, 192, V of 64, 128, at most K
@@ -25,7 +25,7 @@ template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes [tokens, 64 columns] of q [64, 64], k and v [KEYS, 64], o [16, 64]
   Rows<T> out;           // o again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;     // [rounds, gridDim.x]
-  float* L;              // lse, or null
+  float* lse;            // null: not wanted
   const float* sinks;    // [H]: the sinks' scores, or null
   i64 H, group, Tq, V, left, right;
   double scale, softcap;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     } else if (negative)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
-    if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
+    if (needs_mask<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
       mask_rows(scores, key, first_diagonal + row, int(args.left), int(args.right), length, minus_infinity());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -202,8 +202,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
       const float sink = args.sinks ? LOG2E * args.sinks[work.head] : minus_infinity();
       const RowEnd end = row_end(RowMaximum::score_of(shift[half], scale), row_sum(sum[half]), sink);
       factor[half] = end.factor;
-      if (args.L && lane % 4 == 0 && row + 8 * half < work.tokens)
-        args.L[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + row + 8 * half] =
+      if (args.lse && lane % 4 == 0 && row + 8 * half < work.tokens)
+        args.lse[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + row + 8 * half] =
             end.logarithm / LOG2E;
     }
     store_rows(args.o, args.out, args.V, o, factor[0], factor[1], s.q[stage], warpgroup_row, work);

@@ -35,7 +35,7 @@ template <typename T, int D> struct alignas(1024) Shared {
 };
 
 // Whether one of a block's 64 queries sees one of the 64 keys of a key tile.
-__device__ __forceinline__ bool sees(const Work& work, int block, int tile, int left, int right) {
+__device__ __forceinline__ bool sees_keys(const Work& work, int block, int tile, int left, int right) {
   const int queries = min(work.tokens - block * CHUNK_QUERIES, CHUNK_QUERIES),
             diagonal = work.diagonal + block * CHUNK_QUERIES;
   const int from = max(diagonal - left, 0), end = min(diagonal + queries + right, work.other_length);
@@ -65,7 +65,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       u32 bits = 0, blocks = 0;  // bit n: block n sees a key; blocks: how many do
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
-        const bool any = sees(work, block, tile, int(args.left), int(args.right));
+        const bool any = sees_keys(work, block, tile, int(args.left), int(args.right));
         bits |= u32(any) << block, blocks += any;
       }
       // A sequence without keys has no offset: its dq, 0, is written all the same.
@@ -101,10 +101,11 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     }
   };
   auto multiply_ds = [&](int n, int stage) {  // issues dq += ds k for block n
-    const u64 kt = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
+    const u64 k_tile = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int key = 0; key < KEYS / 16; ++key) wgmma<T, D, true>(dq[n], ds[n][key], kt + key * (16 * 128 / 16), true);
+    for (int key = 0; key < KEYS / 16; ++key)
+      wgmma<T, D, true>(dq[n], ds[n][key], k_tile + key * (16 * 128 / 16), true);
     wgmma_commit();
   };
 
@@ -122,7 +123,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       bool any[2];  // whether each block sees a key; if not, nothing is added: 0 times a key of NaN is NaN
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        any[n] = uniform(sees(work, 2 * warpgroup + n, tile, int(args.left), int(args.right)));
+        any[n] = uniform(sees_keys(work, 2 * warpgroup + n, tile, int(args.left), int(args.right)));
       barrier_wait(s.full[k.stage], k.parity);
       if (length - tile * KEYS < KEYS) zero_rows(s.k[k.stage], length - tile * KEYS, warpgroup);
 #pragma unroll

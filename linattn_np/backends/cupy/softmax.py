@@ -3,11 +3,10 @@
 Each of the three has a version for half-precision data on Hopper, one for half-precision data on every card, and a
 plain one (without tensor cores) for every dtype and size. A plan takes the first version that can compute the call.
 
-The backward pass recomputes the scores from each query's log-sum-exp (lse, in kernels L), so that memory is linear in
+The backward pass recomputes the scores from each query's log-sum-exp (lse), so that memory is linear in
 T. It does so twice, or on Hopper once if scores are many: then the kernel of dk and dv stores their gradients, ds, in a
 bounded part of memory, for dq. There are no atomic additions, so that equal calls give equal bits. `softmax_tiles`
-makes the tables that assign tiles to blocks. In kernels g is the gradient of o, `group` the number of query heads that
-share a key head.
+makes the tables that assign tiles to blocks. `group` is the number of query heads that share a key head.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .kernel import FLOATS, HALF, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
-IN_ROWS = "q k v o g dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
+IN_ROWS = "q k v o do_ dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
 
 
 # -- on every card's tensor cores --------------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared = ("Shared<{dtype}, {D}, {capped}>",)
     arguments = members(
-        "rows q k v o, pointers works L sinks, integers H group Tq K V left right, reals scale softcap, "
+        "rows q k v o, pointers works lse sinks, integers H group Tq K V left right, reals scale softcap, "
         "integers vectors"
     )
 
@@ -77,7 +76,7 @@ class SoftmaxForward(SoftmaxSquare):
 class SoftmaxBackwardQueries(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_queries", 128, 32
     arguments = members(
-        "rows q k v o g dq, pointers works L dL statistics, integers H group Tq K V left right chunks, "
+        "rows q k v o do_ dq, pointers works lse dlse statistics, integers H group Tq K V left right chunks, "
         "reals scale softcap, integers vectors"
     )
 
@@ -85,7 +84,7 @@ class SoftmaxBackwardQueries(SoftmaxSquare):
 class SoftmaxBackwardKeys(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_keys", CHUNK_QUERIES, 64
     arguments = members(
-        "rows q k v g dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
+        "rows q k v do_ dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
         "integers vectors"
     )
 
@@ -112,7 +111,7 @@ class SoftmaxForwardSm90(SoftmaxSm90):
     file, RESULTS = "softmax/sm90/forward", {"o": "out"}
     shared = ("Shared<{dtype}, {K}, {V}, {capped}>",)
     arguments = members(
-        "maps q k v o, rows out, pointers works L sinks, integers H group Tq V left right, reals scale softcap"
+        "maps q k v o, rows out, pointers works lse sinks, integers H group Tq V left right, reals scale softcap"
     )
     COLUMNS = ((64, 64), (128, 128), (192, 128))
     dtype: np.dtype
@@ -144,7 +143,7 @@ class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_queries", 128, 64
     RESULTS = {"dq": "out"}
     arguments = members(
-        "maps q k v o g dq, rows out, pointers works L dL statistics, integers H group Tq K left right chunks, "
+        "maps q k v o do_ dq, rows out, pointers works lse dlse statistics, integers H group Tq K left right chunks, "
         "reals scale softcap"
     )
 
@@ -153,7 +152,7 @@ class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_keys", CHUNK_QUERIES, DS_KEYS
     RESULTS = {"dk": "dk_out", "dv": "dv_out"}
     arguments = members(
-        "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, pointers? ds, "
+        "maps q k v do_ dk dv, rows dk_out dv_out, pointers works statistics, pointers? ds, "
         "integers H group K V left right chunks ds_head ds_entries, reals scale softcap"
     )
 
@@ -162,7 +161,7 @@ class SoftmaxStatistics(Softmax):
     """The statistics of queries, for the gradients of k and v; it reads rows of whole 16 bytes."""
 
     file, threads, QUERIES, KEYS = "softmax/statistics", 4 * CHUNK_QUERIES, CHUNK_QUERIES, CHUNK_QUERIES
-    arguments = members("rows o g, pointers works L dL statistics, integers H Tq V chunks")
+    arguments = members("rows o do_, pointers works lse dlse statistics, integers H Tq V chunks")
     dtype: np.dtype
 
 
@@ -196,7 +195,7 @@ class SoftmaxPlain(Kernel):
     PASSES: ClassVar[tuple[str, ...]] = ("Forward", "Queries", "Keys", "Sinks", "Merge")
     threads = 32 * WARPS
     arguments = members(
-        "rows q k v o g out dq dk dv, pointers works L dL statistics sinks dsinks merged, "
+        "rows q k v o do_ out dq dk dv, pointers works lse dlse statistics sinks dsinks merged, "
         "integers B H group Tq K V left right chunks tiles parts, reals scale softcap unit"
     )
     what: str
@@ -228,7 +227,7 @@ def plan(problem, device):
     if problem.gradient or problem.output_final_state:
         lse = draft.empty(problem.shape("B H T"), problem.compute_dtype)
     (kernel,) = attention.choose({"Forward": (SoftmaxForwardSm90, SoftmaxForward)}, arrays)
-    attention.forward(kernel, arrays | {"L": lse, "sinks": attention.sinks})
+    attention.forward(kernel, arrays | {"lse": lse, "sinks": attention.sinks})
     results = draft.give_back(problem, o), (lse,) if problem.output_final_state else None
     return draft.plan(results, saved=(o, lse) if problem.gradient else (), tiles=attention.tiles)
 
@@ -241,7 +240,7 @@ def plan_vjp(problem, device, do, dht, saved):
     do, _ = draft.cotangents(problem, do, None)
     if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
         do = draft.contiguous_copy(do, reason="do: a tensor map cannot describe it")
-    dL = draft.as_contiguous(dht and dht[0], "dlse", problem.compute_dtype)
+    dlse = draft.as_contiguous(dht and dht[0], "dlse", problem.compute_dtype)
     dq, dk, dv = (draft.like(x) for x in inputs.values())
     statistics = draft.empty(
         (*problem.shape("B H"), attention.numbers["chunks"], 2, CHUNK_QUERIES), problem.compute_dtype
@@ -250,10 +249,10 @@ def plan_vjp(problem, device, do, dht, saved):
         "Queries": (SoftmaxBackwardQueriesSm90, SoftmaxBackwardQueries),
         "Keys": (SoftmaxBackwardKeysSm90, SoftmaxBackwardKeys),
     }
-    inputs_and_do = inputs | {"g": do}
+    inputs_and_do = inputs | {"do_": do}
     queries, keys = attention.choose(passes, inputs_and_do | {"o": o, "dq": dq, "dk": dk, "dv": dv})
     key_tiles = attention.tiles_of(keys, by_keys=True)
-    query_arrays = inputs_and_do | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
+    query_arrays = inputs_and_do | {"o": o, "dq": dq, "lse": lse, "dlse": dlse, "statistics": statistics}
     key_arrays = inputs_and_do | {"dk": dk, "dv": dv, "statistics": statistics}
     per_turn = 0
     if isinstance(keys, SoftmaxSm90):
@@ -322,7 +321,7 @@ class SoftmaxLaunches:
         if problem.dtype not in HALF:
             return plain
         hopper, portable = ([kernel.fitting(problem) for kernel in kernels] for kernels in zip(*passes.values()))
-        unmapped = ", ".join(name for name, x in arrays.items() if not mappable(x))
+        unmapped = ", ".join(name.rstrip("_") for name, x in arrays.items() if not mappable(x))
         if self.device.capability == 90:
             if None not in hopper and not unmapped:
                 return hopper
@@ -347,8 +346,15 @@ class SoftmaxLaunches:
         self.tiles["parts of the keys"] = parts
         o = self.draft.empty((parts * B, H, T, V), self.problem.dtype)
         lse = self.draft.empty((parts * B, H, T), self.problem.compute_dtype)
-        self.launch(kernel, softmax_tiles.split(tiles, parts, B), arrays | {"o": o, "L": lse, "sinks": None})
-        merged = {"o": o, "L": lse, "out": arrays["o"], "merged": arrays["L"], "sinks": arrays["sinks"], "parts": parts}
+        self.launch(kernel, softmax_tiles.split(tiles, parts, B), arrays | {"o": o, "lse": lse, "sinks": None})
+        merged = {
+            "o": o,
+            "lse": lse,
+            "out": arrays["o"],
+            "merged": arrays["lse"],
+            "sinks": arrays["sinks"],
+            "parts": parts,
+        }
         self.launch_blocks(SoftmaxPlain("Merge", self.problem.dtype), ceil_div(B * H * T, SoftmaxPlain.WARPS), merged)
 
     def backward_in_turns(self, keys, key_tiles, per_turn, query_arrays, key_arrays):
