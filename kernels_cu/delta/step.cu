@@ -4,7 +4,7 @@
 // shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] or [B, HV, K], beta [B, HV], state [P, HV, K, V], slots [B] or
 //           null
 // grid      a block for every (sequence, head of values, 64 columns of V), sequence slowest; a lane has 16 bytes of
-//           columns, of EACH channels
+//           columns, of LANE_CHANNELS channels
 // smem      Shared: the token, and the warps' parts of S'^T k (Dplr: S^T a) and S'^T q
 // barriers  two: the token is in shared memory | so are the parts, and the token's scalars
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
@@ -49,35 +49,36 @@ template <class Rule, typename R, int BK> struct Shared {
 template <class Rule, typename T, typename G, typename S, int BK>
 __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>) delta_step(const Args<T, G, S> args) {
   using R = Widest<T, S>;
-  constexpr int N = 16 / sizeof(S), LANES = STEP_COLUMNS / N, DOWN = STEP_THREADS / LANES, EACH = BK / DOWN;
+  constexpr int LANE_COLUMNS = 16 / sizeof(S), LANES = STEP_COLUMNS / LANE_COLUMNS,
+                CHANNELS_AT_ONCE = STEP_THREADS / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE;
   struct alignas(16) Piece {
-    S x[N];
+    S x[LANE_COLUMNS];
   };
   auto& s = *reinterpret_cast<Shared<Rule, R, BK>*>(dynamic_smem());
   const u32 tiles = u32((args.V + STEP_COLUMNS - 1) / STEP_COLUMNS), pair = blockIdx.x / tiles, H = u32(args.H);
   const u32 h = pair % H, b = pair / H, head = h / u32(args.group);
-  const int K = int(args.K), start = blockIdx.x % tiles * STEP_COLUMNS, left = int(args.V) - start;
+  const int K = int(args.K), start = blockIdx.x % tiles * STEP_COLUMNS, columns_left = int(args.V) - start;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * N;
+  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
 
   S* const first = args.state.row(args.slots ? args.slots[b] : b, h, row) + start + column;
-  Piece state[EACH];
+  Piece state[LANE_CHANNELS];
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    const S* from = first + n * DOWN * args.state.t;
-    const bool exists = row + n * DOWN < K;
+  for (int n = 0; n < LANE_CHANNELS; ++n) {
+    const S* from = first + n * CHANNELS_AT_ONCE * args.state.t;
+    const bool exists = row + n * CHANNELS_AT_ONCE < K;
     if (args.pieces) {
-      if (exists && column < left) state[n] = *reinterpret_cast<const Piece*>(from);
+      if (exists && column < columns_left) state[n] = *reinterpret_cast<const Piece*>(from);
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i)
-        if (exists && column + i < left) state[n].x[i] = from[i];
+      for (int i = 0; i < LANE_COLUMNS; ++i)
+        if (exists && column + i < columns_left) state[n].x[i] = from[i];
     }
   }
   for (int c = threadIdx.x; c < BK; c += STEP_THREADS) {
-    const auto of = [&](const Rows<const T>& x) { return c < K ? R(to_real(x.row(b, head, 0)[c])) : R(0); };
-    s.q[c] = of(args.q), s.k[c] = of(args.k);
-    if constexpr (Rule::own_erasure) s.a[c] = of(args.a), s.b[c] = of(args.b);
+    const auto load = [&](const Rows<const T>& x) { return c < K ? R(to_real(x.row(b, head, 0)[c])) : R(0); };
+    s.q[c] = load(args.q), s.k[c] = load(args.k);
+    if constexpr (Rule::own_erasure) s.a[c] = load(args.a), s.b[c] = load(args.b);
     if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(to_real(args.g.row(b, h, 0)[c])) : R(0));
   }
   __syncthreads();  // the token is in shared memory
@@ -95,23 +96,23 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
       s.scalars.inverse_k_length = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
     }
   }
-  R decay = 1, erased[N] = {}, read[N] = {};
+  R decay = 1, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
   if constexpr (!Rule::channel_gates) decay = decay_of(R(to_real(*args.g.row(b, h, 0))));
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    const int c = row + n * DOWN;
+  for (int n = 0; n < LANE_CHANNELS; ++n) {
+    const int c = row + n * CHANNELS_AT_ONCE;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
     if (c >= K) break;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (column + i >= left) continue;
+    for (int i = 0; i < LANE_COLUMNS; ++i) {
+      if (column + i >= columns_left) continue;
       const R before = to_real(state[n].x[i]), after = decay * before;
       erased[i] = fma(Rule::own_erasure ? s.a[c] : s.k[c], Rule::own_erasure ? before : after, erased[i]);
       read[i] = fma(s.q[c], after, read[i]);
     }
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < LANE_COLUMNS; ++i) {
     for (int distance = LANES; distance < 32; distance *= 2) {
       erased[i] += __shfl_xor_sync(0xffffffffu, erased[i], distance);
       read[i] += __shfl_xor_sync(0xffffffffu, read[i], distance);
@@ -128,36 +129,37 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][index];
     return sum;
   };
-  // What the token adds to a column, times its key: v, or beta (v - S'^T k).
+  // The number by which the token's k is multiplied when it is added to a column: v, or beta (v - S'^T k). `erased`:
+  // the column's number of S'^T k (Dplr: not used).
   const auto written = [&](R erased, int index) {
     const R v = to_real(args.v.row(b, h, 0)[start + index]);
     return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
   };
-  R write[N];
+  R write[LANE_COLUMNS];
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < LANE_COLUMNS; ++i) {
     erased[i] = sum_of_parts(0, column + i);
-    write[i] = column + i < left ? written(erased[i], column + i) : R(0);
+    write[i] = column + i < columns_left ? written(erased[i], column + i) : R(0);
   }
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    const int c = row + n * DOWN;
+  for (int n = 0; n < LANE_CHANNELS; ++n) {
+    const int c = row + n * CHANNELS_AT_ONCE;
     if (c >= K) break;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
-    S* to = first + n * DOWN * args.state.t;
+    S* to = first + n * CHANNELS_AT_ONCE * args.state.t;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (column + i >= left) continue;
+    for (int i = 0; i < LANE_COLUMNS; ++i) {
+      if (column + i >= columns_left) continue;
       R x = decay * R(to_real(state[n].x[i]));
       x = fma(s.k[c], write[i], x);
       if constexpr (Rule::own_erasure) x = fma(s.b[c], erased[i], x);
       state[n].x[i] = from_real<S>(Real<S>(x));
       if (!args.pieces) to[i] = state[n].x[i];
     }
-    if (args.pieces && column < left) *reinterpret_cast<Piece*>(to) = state[n];
+    if (args.pieces && column < columns_left) *reinterpret_cast<Piece*>(to) = state[n];
   }
-  const int index = threadIdx.x;
-  if (index < STEP_COLUMNS && index < left) {
+  const int index = threadIdx.x;  // of a column
+  if (index < STEP_COLUMNS && index < columns_left) {
     const R p = sum_of_parts(0, index);
     R o = fma(scalars.q_dot_k, written(p, index), sum_of_parts(1, index));
     if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);

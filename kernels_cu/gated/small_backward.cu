@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       for (int x = 0; x < D; ++x)
         if (work.n >= 0 && channel + c < K && x < V) f(S[c][x], first + c * V + x);
   };
-  const i64 first_kept =
+  const i64 first_state =
       (work.b * shape.NC + (work.n < 0 ? 0 : chunks_of(shape, work.n % shape.count).start)) * shape.H + work.h;
   const auto state_at = [&](int token) {
     return reinterpret_cast<float4*>(args.step_states) +
-           (first_kept + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+coord.lane;
+           (first_state + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+coord.lane;
   };
   // The addresses of rows, in memory and in tiles, are computed each time: registers to hold them are too few.
   const auto fetch_rows = [&](auto& to, const auto& rows, int token, int width) {

@@ -64,16 +64,17 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   if (args.initial) each_number([&](float& x, i64 place) { x = args.initial[place]; });
 
   const auto& tiles = s.stages[0];
-  const auto q = lane_rows(tiles.q, args.q, work, coord.lane), k = lane_rows(tiles.k, args.k, work, coord.lane);
-  const auto v = lane_rows(tiles.v, args.v, work, coord.lane);
-  const auto g = lane_rows(tiles.g, args.g, work, coord.lane);
-  const auto o = lane_rows(tiles.o, args.o, work, coord.lane);
+  const auto q_rows = lane_rows(tiles.q, args.q, work, coord.lane),
+             k_rows = lane_rows(tiles.k, args.k, work, coord.lane);
+  const auto v_rows = lane_rows(tiles.v, args.v, work, coord.lane);
+  const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
+  const auto o_rows = lane_rows(tiles.o, args.o, work, coord.lane);
   const auto fetch_step = [&](Stage<T, G, D>& to, int token) {
     const int rest = work.tokens - token;
-    fetch(to.k, k, coord.head, coord.lane, token, rest, K, bytes);
-    fetch(to.v, v, coord.head, coord.lane, token, rest, V, bytes);
-    fetch(to.g, g, coord.head, coord.lane, token, rest, K, bytes);
-    fetch(to.q, q, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.k, k_rows, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.v, v_rows, coord.head, coord.lane, token, rest, V, bytes);
+    fetch(to.g, g_rows, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.q, q_rows, coord.head, coord.lane, token, rest, K, bytes);
     cp_async_commit();
   };
   const int longest = largest_of_warp<LANES>(work.tokens);
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
       in.o.put(o, i, coord.head, column);
     }
     __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
-    store(in.o, o, coord.head, coord.lane, token, work.tokens - token, V, bytes);
+    store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);
   }
   if (args.final) each_number([&](float& x, i64 place) { args.final[place] = x; });
 }

@@ -80,16 +80,16 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
 
   const auto& tiles = s.stages[0];
   // x and y are k and v, or backwards q and do: the factors of the product that is added to the state.
-  const auto xs = lane_rows(tiles.x, backwards ? args.q : args.k, work, coord.lane);
-  const auto ys = lane_rows(tiles.y, backwards ? args.do_ : args.v, work, coord.lane);
-  const auto gs = lane_rows(tiles.g, args.g, work, coord.lane);
+  const auto x_rows = lane_rows(tiles.x, backwards ? args.q : args.k, work, coord.lane);
+  const auto y_rows = lane_rows(tiles.y, backwards ? args.do_ : args.v, work, coord.lane);
+  const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
   const int longest = largest_of_warp<LANES>(work.tokens), last = (longest - 1) / STEP * STEP;
   const auto fetch_step = [&](int n) {
     const int token = backwards ? last - n : n, rest = work.tokens - token;
     auto& to = s.stages[n / STEP % 2];
-    fetch(to.x, xs, coord.head, coord.lane, token, rest, K, bytes);
-    fetch(to.y, ys, coord.head, coord.lane, token, rest, V, bytes);
-    fetch(to.g, gs, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.x, x_rows, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.y, y_rows, coord.head, coord.lane, token, rest, V, bytes);
+    fetch(to.g, g_rows, coord.head, coord.lane, token, rest, K, bytes);
     cp_async_commit();
   };
   const float scale = backwards ? float(args.scale) : 1.f;

@@ -131,6 +131,7 @@ __device__ __forceinline__ u32 copy_of(float x) {
   return y;
 }
 
+// x, its origin hidden from the compiler.
 __device__ __forceinline__ int opaque(int x) {
   forget(x);
   return x;
@@ -459,8 +460,8 @@ __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// Starts copying `bytes` (a multiple of 16, as are the addresses) to shared memory, counted by `b`: of data that are
-// not read again soon.
+// Starts copying `bytes` (a multiple of 16, as are the addresses) of data that are not read again soon to shared
+// memory; the phase of `b` ends after the copy (barrier_expect).
 __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, Barrier& b) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -471,7 +472,7 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes,
       : "memory");
 }
 
-// The same of data that are read again.
+// copy_once for data that are read again.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    u32(__cvta_generic_to_shared(to))),
@@ -479,7 +480,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes,
                : "memory");
 }
 
-// Writes 16 bytes that are not read again soon: they leave the cache first.
+// Stores 16 bytes that are not read again soon: they leave the cache first.
 __device__ __forceinline__ void store_once(uint4& to, const u32 (&x)[4]) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -500,8 +501,9 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts copying the box at (batch, head, token, column) to shared memory, counted by `b`; by one thread. Outside of
-// the array it has zeros: it may extend beyond the array's end, not before its beginning.
+// Starts copying the box at (batch, head, token, column) to shared memory, by one thread; the
+// phase of `b` ends after the copy (barrier_expect). Outside of the array the box has zeros: it may extend beyond the
+// array's end, not before its beginning.
 __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
                                             i32 head, i32 batch) {
   asm volatile(
@@ -511,7 +513,7 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
       : "memory");
 }
 
-// The same of data that are not read again soon: they leave the cache first.
+// tensor_load of data that are not read again soon: they leave the cache first.
 __device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
                                                  i32 head, i32 batch) {
   u64 policy;
@@ -541,7 +543,7 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* b
       : "memory");
 }
 
-// The same, or, if it `adds`, adds the box to the array, each sum rounded to the array's type. Predicated instead of a
+// tensor_store, or, if `adds`, adds the box to the array, each sum rounded to the array's type. Predicated instead of a
 // branch, since the threads that store have few registers.
 template <typename T>
 __device__ __forceinline__ void tensor_store_or_add(const TensorMap& map, const T* box, i32 column, i32 token, i32 head,
@@ -582,6 +584,8 @@ __device__ __forceinline__ void copies_arrive(Barrier& b) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
+
+// ---- arithmetic of pairs, and stores of matrices -----------------------------------------------------------
 
 // Values 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: 128 + the lower seven bits is a bfloat16 number, from
 // which 128 is subtracted, or 256 if the sign bit is set.

@@ -11,7 +11,7 @@
 //           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p; slots [B]: each sequence's
 //           state in P; accepted [B]: how many pending tokens are; both may be null
 // grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
-//           16 bytes of columns, of EACH channels
+//           16 bytes of columns, of LANE_CHANNELS channels
 // smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
 // barriers  three every BV columns: all tokens are in shared memory | the products of their rows are | the last token
 //           has been read; two a token: the warps' sums are in shared memory | their totals are
@@ -75,49 +75,50 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
 template <class Rule, typename T, typename G, typename S, int BK>
 __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
   using R = Widest<T, S>;
-  constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, STEP_WARPS = BLOCK / 32, N = 16 / sizeof(S),
-                LANES = BV / N, DOWN = BLOCK / LANES, EACH = BK / DOWN, ROWS = LANES < 32 ? LANES : 32;
+  constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, STEP_WARPS = BLOCK / 32, LANE_COLUMNS = 16 / sizeof(S),
+                LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = BLOCK / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE,
+                STORING_LANES = LANES < 32 ? LANES : 32;
   struct alignas(16) Piece {
-    S x[N];
+    S x[LANE_COLUMNS];
   };
   auto& s = *reinterpret_cast<Shared<Rule, R, BK, BV>*>(dynamic_smem());
   const u32 H = u32(args.H), h = blockIdx.x % H, b = blockIdx.x / H, head = h / u32(args.group);
   const int K = int(args.K), V = int(args.V), tokens = int(args.T_), gates = Rule::channel_gates ? K : 1;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * N;
+  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
   const i64 slot = args.slots ? args.slots[b] : b;
-  const i64 asked = args.accepted ? args.accepted[b] : 0;
-  const int accepted = asked < 0 ? 0 : asked > args.M ? int(args.M) : int(asked);
+  const i64 requested = args.accepted ? args.accepted[b] : 0;
+  const int accepted = requested < 0 ? 0 : requested > args.M ? int(args.M) : int(requested);
   // The address of a pending token's numbers: decays, then its k and b, then its u and p.
   const auto pending = [&](int token) { return args.pending.row(slot, h, token); };
   const int columns_at = gates + KEYS<Rule> * K;
 
   for (int start = 0; start < V; start += BV) {
-    const int left = V - start;
+    const int columns_left = V - start;
     S* const first = args.state.row(slot, h, row) + start + column;
-    R state[EACH][N];
+    R state[LANE_CHANNELS][LANE_COLUMNS];
 #pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      const S* from = first + n * DOWN * args.state.t;
-      const bool exists = row + n * DOWN < K;
+    for (int n = 0; n < LANE_CHANNELS; ++n) {
+      const S* from = first + n * CHANNELS_AT_ONCE * args.state.t;
+      const bool exists = row + n * CHANNELS_AT_ONCE < K;
       Piece piece{};
       if (args.pieces) {
-        if (exists && column < left) piece = *reinterpret_cast<const Piece*>(from);
+        if (exists && column < columns_left) piece = *reinterpret_cast<const Piece*>(from);
       } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-          if (exists && column + i < left) piece.x[i] = from[i];
+        for (int i = 0; i < LANE_COLUMNS; ++i)
+          if (exists && column + i < columns_left) piece.x[i] = from[i];
       }
 #pragma unroll
-      for (int i = 0; i < N; ++i) state[n][i] = to_real(piece.x[i]);
+      for (int i = 0; i < LANE_COLUMNS; ++i) state[n][i] = to_real(piece.x[i]);
     }
 #pragma unroll 1  // unrolled, it would hold more addresses than the state leaves registers for
     for (int index = threadIdx.x; index < TOKENS * BK; index += BLOCK) {
       const int t = index / BK, c = index % BK;
       const bool is_accepted = t < accepted && c < K, exists = t < tokens && c < K;
-      const auto of = [&](const Rows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
-      s.q[t][c] = of(args.q), s.keys[0][t][c] = of(args.k);
-      if constexpr (Rule::own_erasure) s.a[t][c] = of(args.a), s.keys[1][t][c] = of(args.b);
+      const auto load = [&](const Rows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
+      s.q[t][c] = load(args.q), s.keys[0][t][c] = load(args.k);
+      if constexpr (Rule::own_erasure) s.a[t][c] = load(args.a), s.keys[1][t][c] = load(args.b);
       if constexpr (Rule::channel_gates) {
         s.decays[t][c] = decay_of(exists ? R(to_real(args.g.row(b, h, t)[c])) : R(0));
         s.pending_decays[t][c] = is_accepted ? pending(t)[c] : R(1);
@@ -127,10 +128,11 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     for (int index = threadIdx.x; index < TOKENS * BV; index += BLOCK) {
       const int t = index / BV, c = index % BV;
-      s.v[t][c] = t < tokens && c < left ? R(to_real(args.v.row(b, h, t)[start + c])) : R(0);
+      s.v[t][c] = t < tokens && c < columns_left ? R(to_real(args.v.row(b, h, t)[start + c])) : R(0);
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n)
-        s.pending_columns[n][t][c] = t < accepted && c < left ? pending(t)[columns_at + n * V + start + c] : R(0);
+        s.pending_columns[n][t][c] =
+            t < accepted && c < columns_left ? pending(t)[columns_at + n * V + start + c] : R(0);
     }
     if (const int t = threadIdx.x; t < TOKENS) {
       if constexpr (!Rule::channel_gates) {
@@ -166,10 +168,10 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     for (int t = 0; t < accepted; ++t) {
 #pragma unroll
-      for (int n = 0; n < EACH; ++n) {
-        const int c = row + n * DOWN;
+      for (int n = 0; n < LANE_CHANNELS; ++n) {
+        const int c = row + n * CHANNELS_AT_ONCE;
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
+        for (int i = 0; i < LANE_COLUMNS; ++i) {
           R x = s.pending_decays[t][Rule::channel_gates ? c : 0] * state[n][i];
 #pragma unroll
           for (int m = 0; m < KEYS<Rule>; ++m) x = fma(s.pending_keys[m][t][c], s.pending_columns[m][t][column + i], x);
@@ -179,29 +181,29 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     if (accepted) {
 #pragma unroll
-      for (int n = 0; n < EACH; ++n) {
-        S* to = first + n * DOWN * args.state.t;
-        const bool exists = row + n * DOWN < K;
+      for (int n = 0; n < LANE_CHANNELS; ++n) {
+        S* to = first + n * CHANNELS_AT_ONCE * args.state.t;
+        const bool exists = row + n * CHANNELS_AT_ONCE < K;
         Piece piece;
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
+        for (int i = 0; i < LANE_COLUMNS; ++i) {
           piece.x[i] = from_real<S>(Real<S>(state[n][i]));
           state[n][i] = to_real(piece.x[i]);  // rounded as a later call will load it
-          if (!args.pieces && exists && column + i < left) to[i] = piece.x[i];
+          if (!args.pieces && exists && column + i < columns_left) to[i] = piece.x[i];
         }
-        if (args.pieces && exists && column < left) *reinterpret_cast<Piece*>(to) = piece;
+        if (args.pieces && exists && column < columns_left) *reinterpret_cast<Piece*>(to) = piece;
       }
     }
     __syncthreads();  // normalized rows and weights are in shared memory
 
     for (int t = 0; t < tokens; ++t) {
-      R erased[N] = {}, read[N] = {};
+      R erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
 #pragma unroll
-      for (int n = 0; n < EACH; ++n) {
-        const int c = row + n * DOWN;
+      for (int n = 0; n < LANE_CHANNELS; ++n) {
+        const int c = row + n * CHANNELS_AT_ONCE;
         const R decay = s.decays[t][Rule::channel_gates ? c : 0], q = s.q[t][c];
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
+        for (int i = 0; i < LANE_COLUMNS; ++i) {
           const R before = state[n][i], after = decay * before;
           if constexpr (Rule::own_erasure) erased[i] = fma(s.a[t][c], before, erased[i]);
           else if constexpr (!GATED<Rule>) erased[i] = fma(s.keys[0][t][c], after, erased[i]);
@@ -210,12 +212,12 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         }
       }
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
+      for (int i = 0; i < LANE_COLUMNS; ++i) {
         for (int distance = LANES; distance < 32; distance *= 2) {
           if constexpr (!GATED<Rule>) erased[i] += __shfl_xor_sync(0xffffffffu, erased[i], distance);
           read[i] += __shfl_xor_sync(0xffffffffu, read[i], distance);
         }
-        if (lane < ROWS) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
+        if (lane < STORING_LANES) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
       }
       __syncthreads();  // all warps' parts are in shared memory
       if (const int which = threadIdx.x / BV, c = threadIdx.x % BV; which < 2) {
@@ -233,15 +235,16 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
       };
 #pragma unroll
       for (int m = 0; m < KEYS<Rule>; ++m) {
-        R columns[N];
+        R columns[LANE_COLUMNS];
 #pragma unroll
-        for (int i = 0; i < N; ++i) columns[i] = added(m, column + i);
+        for (int i = 0; i < LANE_COLUMNS; ++i) columns[i] = added(m, column + i);
 #pragma unroll
-        for (int n = 0; n < EACH; ++n)
+        for (int n = 0; n < LANE_CHANNELS; ++n)
 #pragma unroll
-          for (int i = 0; i < N; ++i) state[n][i] = fma(s.keys[m][t][row + n * DOWN], columns[i], state[n][i]);
+          for (int i = 0; i < LANE_COLUMNS; ++i)
+            state[n][i] = fma(s.keys[m][t][row + n * CHANNELS_AT_ONCE], columns[i], state[n][i]);
       }
-      if (const int c = threadIdx.x; c < BV && c < left) {
+      if (const int c = threadIdx.x; c < BV && c < columns_left) {
         R o = s.sums[1][c];
 #pragma unroll
         for (int n = 0; n < KEYS<Rule>; ++n) {

@@ -7,7 +7,7 @@
 // barriers  one: tanh(low) and `up` are in shared memory
 // numerics  tensor cores: `up` as it is, tanh(low) as a sum of two numbers of its type; float32; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8; A even, up to RANK; all start on 16 bytes; sm_90a
+// limits    D a multiple of 8; A even, up to RANK; all arrays start on 16 bytes; sm_90a
 #include "decode.cuh"
 
 constexpr int COLUMNS = 128, INPUTS = 5, PARTS = 4, TERMS = 2;
@@ -23,7 +23,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int RANK, int TOKENS> struct Shared {
-  // + 8: no bank conflicts.
+  // Rows are 8 numbers longer, so that ldmatrix reads them from different banks.
   T up[INPUTS * RANK][COLUMNS + 8], low[TERMS][TOKENS][INPUTS * RANK + 8];
 };
 
@@ -36,28 +36,31 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int B = int(args.B), D = int(args.D), A = int(args.A), across = (D + COLUMNS - 1) / COLUMNS;
-  const int start = blockIdx.x % across * COLUMNS, first = blockIdx.x / across * TOKENS;
+  const int first_channel = blockIdx.x % across * COLUMNS, first_sequence = blockIdx.x / across * TOKENS;
   for (int n = tid; n < INPUTS * RANK * COLUMNS / 8; n += THREADS) {
     const int row = n / (COLUMNS / 8), column = n % (COLUMNS / 8) * 8, a = row % RANK;
-    const bool inside = a < A && start + column < D;
-    cp_async<16>(&s.up[row][column], inside ? args.up + i64(row / RANK * A + a) * D + start + column : args.up, inside);
+    const bool inside = a < A && first_channel + column < D;
+    cp_async<16>(&s.up[row][column], inside ? args.up + i64(row / RANK * A + a) * D + first_channel + column : args.up,
+                 inside);
   }
   cp_async_commit();
-  // A lane has channels own, own + 1, own + 8, own + 9, and tokens begin + g, begin + g + 8.
-  const int own = warp % (COLUMNS / 16) * 16 + 2 * t, begin = warp / (COLUMNS / 16) * 16;
-  const auto inside = [&](int pair) { return start + own + 8 * pair < D; };
+  // A lane has channels lane_channel and lane_channel + 8, each with the next one, of sequences warp_sequence + g and
+  // warp_sequence + g + 8.
+  const int lane_channel = warp % (COLUMNS / 16) * 16 + 2 * t, warp_sequence = warp / (COLUMNS / 16) * 16;
+  const auto inside = [&](int pair) { return first_channel + lane_channel + 8 * pair < D; };
   float2 maa[INPUTS][2];
 #pragma unroll
   for (int c = 0; c < INPUTS; ++c)
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair)
-      if (inside(pair)) maa[c][pair] = load2(args.maa + i64(c) * D + start + own + 8 * pair);
+      if (inside(pair)) maa[c][pair] = load2(args.maa + i64(c) * D + first_channel + lane_channel + 8 * pair);
   wait_for_previous();
 
   float2 low[PAIRS][PARTS], xx[2][2], d[2][2];  // all loads are issued before the first is used
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
-    const int index = n * THREADS + tid, b = first + index / (INPUTS * RANK / 2), row = index % (INPUTS * RANK / 2) * 2;
+    const int index = n * THREADS + tid, b = first_sequence + index / (INPUTS * RANK / 2),
+              row = index % (INPUTS * RANK / 2) * 2;
     const float* const from = args.low + (i64(b) * INPUTS + row / RANK) * A + row % RANK;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
@@ -67,8 +70,8 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const int b = first + begin + g + 8 * half;
-      const i64 index = i64(b) * D + start + own + 8 * pair;
+      const int b = first_sequence + warp_sequence + g + 8 * half;
+      const i64 index = i64(b) * D + first_channel + lane_channel + 8 * pair;
       if (b < B && inside(pair)) xx[half][pair] = load2(args.xx + index), d[half][pair] = load2(args.d + index);
     }
 #pragma unroll
@@ -92,13 +95,13 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
     for (int a = 0; a < RANK; a += 16) {
       const int row = c * RANK + a;
       u32 up[4];
-      ldmatrix_x4_trans(up, &s.up[row + lane % 16][own - 2 * t + lane / 16 * 8]);
+      ldmatrix_x4_trans(up, &s.up[row + lane % 16][lane_channel - 2 * t + lane / 16 * 8]);
 #pragma unroll
       for (int term = TERMS - 1; term >= 0; --term) {
-        u32 of_low[4];
-        ldmatrix_x4(of_low, &s.low[term][begin + lane % 16][row + lane / 16 * 8]);
-        multiply_halves(sums[0], of_low, {up[0], up[1]}, T{});
-        multiply_halves(sums[1], of_low, {up[2], up[3]}, T{});
+        u32 low_operand[4];
+        ldmatrix_x4(low_operand, &s.low[term][warp_sequence + lane % 16][row + lane / 16 * 8]);
+        multiply_halves(sums[0], low_operand, {up[0], up[1]}, T{});
+        multiply_halves(sums[1], low_operand, {up[2], up[3]}, T{});
       }
     }
 #pragma unroll
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
       const bool odd = t & 1;
       const u32 other = __shfl_xor_sync(0xffffffffu, odd ? mixed[0] : mixed[1], 1);
       const uint2 four = odd ? uint2{other, mixed[1]} : uint2{mixed[0], other};
-      const int b = first + begin + g + 8 * half, j = start + own - 2 * odd + 8 * odd;
+      const int b = first_sequence + warp_sequence + g + 8 * half, j = first_channel + lane_channel - 2 * odd + 8 * odd;
       if (b < B && j < D) *reinterpret_cast<uint2*>(args.mixed + (i64(c) * B + b) * D + j) = four;
     }
   }

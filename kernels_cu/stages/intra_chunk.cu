@@ -8,9 +8,9 @@
 // smem      Shared
 // barriers  two for every ROWS keys: decayed queries and keys are stored | they have been read. Within its 16 rows a
 //           warp uses __syncwarp
-// numerics  scores within 16 tokens in three tf32 products; a token's with itself in float32; others: copies.cuh. A
-//           decay is a product of tokens' decays, each at least e^-20 if it is from or to a middle: so a divisor is not
-//           0, and e^-20 of a token passes a reset within its 8 tokens. If a gate is above GROWTH, pairs in its 8
+// numerics  scores within 16 tokens in three tf32 products; a token's with self_scores in float32; others: copies.cuh.
+//           A decay is a product of tokens' decays, each at least e^-20 if it is from or to a middle: so a divisor is
+//           not 0, and e^-20 of a token passes a reset within its 8 tokens. If a gate is above GROWTH, pairs in its 8
 //           tokens are computed one by one
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
@@ -22,7 +22,7 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int SUB = 16, UNIT = 8, HALF = UNIT / 2;  // tokens of a warp, of a unit with a middle, of each side of it
+constexpr int SUB = 16, UNIT = 8, HALF = UNIT / 2;  // tokens of a warp; of a unit with a middle; on each side of this
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -30,7 +30,7 @@ template <typename T, typename G> struct Args {
   const float* u;  // [H, K], null for GLA
   Rows<float> A;
   Shape shape;
-  i64 bytes;  // rows of q, k and g start on multiples of it, and are multiples long
+  i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
 };
 
 // The warps and the rows of a block.
@@ -102,22 +102,23 @@ __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Pi
   }
 }
 
-// Stores queries decayed from the start of their 8 tokens. Sets `units` to the decays over both 8 tokens.
+// Stores queries decayed from the start of their 8 tokens. Sets `unit_decays` to the decays over the first and the
+// second 8 tokens.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&queries)[SUB], const float (&a)[SUB][W],
-                                                  float (&units)[2][W]) {
+                                                  float (&unit_decays)[2][W]) {
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
-    for (int c = 0; c < W; ++c) units[unit][c] = 1.f;
+    for (int c = 0; c < W; ++c) unit_decays[unit][c] = 1.f;
 #pragma unroll
     for (int i = UNIT * unit; i < UNIT * (unit + 1); ++i) {
       float x[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float before = units[unit][c], after = before * a[i][c];
+        const float before = unit_decays[unit][c], after = before * a[i][c];
         x[c] = queries[i].get(c) * (ReadOrder::reads_before_write ? before : after);
-        units[unit][c] = after;
+        unit_decays[unit][c] = after;
       }
       put(q + i * ROW<BK>, x);
     }
@@ -172,15 +173,15 @@ template <typename T, typename G> struct WarpTokens {
   int rows, channels;
 };
 
-// Sets `own` to a lane's scores of the warp's 16 queries with its 16 keys. Stores the queries in q, decayed from the
-// start of these tokens, the keys in k, decayed to their end, and the decay over them in `total`.
+// Sets `own` to a lane's scores of the warp's 16 queries with its 16 keys, and stores three things: in q the queries,
+// decayed from the start of these tokens, in k the keys, decayed to their end, in `total` the decay over these tokens.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k, float* total,
                                           const WarpTokens<T, G>& from, const Args<T, G>& args, const float* u) {
   constexpr int W = WIDTH<T>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  float across[4] = {};    // the last two: scores of the last 8 queries with the first 8 keys
-  float itself[SUB] = {};  // this lane's part of each token's score with itself
+  float across[4] = {};  // products [16, 8]; across[2] and [3]: scores of the last 8 queries with the first 8 keys
+  float self_scores[SUB] = {};  // this lane's part of each token's score with self_scores
   bool grows = false;
 #pragma unroll 1
   for (int slice = 0; slice < BK; slice += 32 * W) {
@@ -200,7 +201,7 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
         const float gate = gates[i].get(c);
         grows |= !(gate <= GROWTH);
         a[i][c] = decay_of(gate);
-        itself[i] = fmaf(queries[i].get(c), bonus * keys[i].get(c), itself[i]);
+        self_scores[i] = fmaf(queries[i].get(c), bonus * keys[i].get(c), self_scores[i]);
       }
     }
 
@@ -215,8 +216,8 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       multiply(own, left, right);
     }
     __syncwarp();  // they have been read
-    float units[2][W], all[W];
-    decay_from_starts<ReadOrder, BK>(q + channel, queries, a, units);
+    float unit_decays[2][W], all[W];
+    decay_from_starts<ReadOrder, BK>(q + channel, queries, a, unit_decays);
     decay_to_ends<UNIT, BK>(k + channel, keys, a, all);
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
 #pragma unroll 2
@@ -228,10 +229,10 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       multiply(across, left, right[0]);
     }
     __syncwarp();  // they have been read
-    multiply_unit<BK>(q + UNIT * ROW<BK> + channel, units[0]);
-    multiply_unit<BK>(k + channel, units[1]);
+    multiply_unit<BK>(q + UNIT * ROW<BK> + channel, unit_decays[0]);
+    multiply_unit<BK>(k + channel, unit_decays[1]);
 #pragma unroll
-    for (int c = 0; c < W; ++c) all[c] = units[0][c] * units[1][c];
+    for (int c = 0; c < W; ++c) all[c] = unit_decays[0][c] * unit_decays[1][c];
     put(total + channel, all);
   }
   if (__any_sync(0xffffffffu, grows)) {
@@ -250,7 +251,7 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       }
     }
   }
-  float sum = sum_each<SUB / 2>(itself);
+  float sum = sum_each<SUB / 2>(self_scores);
   sum += __shfl_xor_sync(0xffffffffu, sum, SUB);
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
@@ -341,48 +342,48 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 groups = u32(shape.chunk + ROWS<BK> - 1) / ROWS<BK>, NC = u32(shape.NC), H = u32(shape.H);
-  const u32 own = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
+  const u32 own_group = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
   const u32 batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
-  if (span.start + own * ROWS<BK> >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
+  if (span.start + own_group * ROWS<BK> >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const i64 top = span.start + own * ROWS<BK> + warp * SUB;  // the warp's first row
+  const i64 first_row = span.start + own_group * ROWS<BK> + warp * SUB;  // the warp's first row
   float* const k = s.k + warp * SUB * ROW<BK>;
 
   const auto tokens_from = [&](i64 token) {
-    const i64 left = span.stop - token;
-    const i64 first_token = left > 0 ? token : span.start;
+    const i64 rows = span.stop - token;
+    const i64 first_token = rows > 0 ? token : span.start;
     return WarpTokens<T, G>{args.q.row(batch, h, first_token), args.k.row(batch, h, first_token),
                             args.g.row(batch, h, first_token),
-                            int(left > SUB ? SUB
-                                : left > 0 ? left
+                            int(rows > SUB ? SUB
+                                : rows > 0 ? rows
                                            : 0),
                             int(shape.K)};
   };
   for (int x = lane; x < BK; x += 32) s.carry[warp][x] = 1.f;
-  if (top < span.stop) {
+  if (first_row < span.stop) {
     float d[2][4] = {};
-    score_own<ReadOrder, T, G, BK>(d, s.q + warp * SUB * ROW<BK>, k, s.total[warp], tokens_from(top), args,
+    score_own<ReadOrder, T, G, BK>(d, s.q + warp * SUB * ROW<BK>, k, s.total[warp], tokens_from(first_row), args,
                                    args.u ? args.u + h * shape.K : nullptr);
-    store_scores(args.A, batch, h, top, span.stop, top - span.start, d);
+    store_scores(args.A, batch, h, first_row, span.stop, first_row - span.start, d);
     constexpr int LANES = 32 / SUB;  // of a row, which write zeros to its later columns, four at a time
-    if (const i64 row = top + lane / LANES; row < span.stop)
-      for (i64 column = top - span.start + SUB + lane % LANES * 4; column < shape.chunk; column += 4 * LANES)
+    if (const i64 row = first_row + lane / LANES; row < span.stop)
+      for (i64 column = first_row - span.start + SUB + lane % LANES * 4; column < shape.chunk; column += 4 * LANES)
         *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
 #pragma unroll 1
-  for (int group = own;; --group) {
-    __syncthreads();  // decayed queries and keys are stored
-    if (top < span.stop) {
-      const int count = group == int(own) ? warp : WARPS<BK>;
+  for (int group = own_group;; --group) {
+    __syncthreads();  // decayed queries and keys, and the decays over 16 keys, are in shared memory
+    if (first_row < span.stop) {
+      const int count = group == int(own_group) ? warp : WARPS<BK>;
       float d[WARPS<BK>][2][4] = {};
       score_earlier<T, BK>(d, s, warp, count);
 #pragma unroll
       for (int n = 0; n < WARPS<BK>; ++n)
-        if (n < count) store_scores(args.A, batch, h, top, span.stop, group * ROWS<BK> + n * SUB, d[n]);
+        if (n < count) store_scores(args.A, batch, h, first_row, span.stop, group * ROWS<BK> + n * SUB, d[n]);
     }
     if (group == 0) return;
-    __syncthreads();  // keys have been read
+    __syncthreads();  // keys and their decays have been read: those of the group before may overwrite them
     store_earlier_keys<T, G, BK>(k, s.total[warp], tokens_from(span.start + (group - 1) * ROWS<BK> + warp * SUB), args);
   }
 }

@@ -36,7 +36,8 @@ template <typename T> struct Args {
   Dropout drop;
 };
 
-// What the change is made of, read before it is needed, and its gradient.
+// The previous mix's result, which was added to the residual: `load` reads it before `pull` stores its gradient, given
+// the residual's gradient dy.
 template <typename T> struct Added {
   __device__ __forceinline__ void load(const Args<T>&, i64) {}
 
@@ -67,14 +68,14 @@ template <typename T> struct Gated {
   }
 };
 
-// What a thread holds of the next token, and its sums over the block's tokens.
+// A thread's 8 channels of the next token, and its sums over the block's tokens.
 template <int C> struct State {
   Eight direct, shifted;  // G without D_{t+1}, and D_t
   Eight before;           // xx of the token before
   Eight dweight, dbias, dmaa[C > 0 ? C : 1];
 
-  // Loads token t. first: whether it is the first of its sequence; own: whether it is the block's, so that dmaa has its
-  // terms.
+  // Loads token t. first: whether it is the first of its sequence; own: whether it is one of the block's, whose terms
+  // are added to dmaa. `before` must hold xx of token t - 1 unless `first`.
   template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool own) {
     const i64 D = args.D, j = 8 * threadIdx.x, index = t * D + j;
     direct = shifted = {};
@@ -111,28 +112,28 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x;
   const bool inside = j < D;
-  Tokens mine(args.each, args.tokens, args.T_);
+  Tokens token(args.each, args.tokens, args.T_);
   State<C> state = {};
-  if (inside && mine.more()) {
-    if (C > 0 && !mine.starts()) state.before = load8(args.xx + (mine.t - 1) * D + j);
-    state.load(args, mine.t, mine.starts(), true);
+  if (inside && token.more()) {
+    if (C > 0 && !token.starts()) state.before = load8(args.xx + (token.t - 1) * D + j);
+    state.load(args, token.t, token.starts(), true);
   }
-  for (int parity = 0; mine.more(); mine.next(), parity ^= 1) {
-    const i64 index = mine.t * D + j;
+  for (int parity = 0; token.more(); token.next(), parity ^= 1) {
+    const i64 index = token.t * D + j;
     Eight G = {}, x = {}, dx = {};
     Change<T> change = {};
     float sum = 0.f, product = 0.f;
-    const float mean = args.moments[2 * mine.t], scale = args.moments[2 * mine.t + 1];
+    const float mean = args.moments[2 * token.t], scale = args.moments[2 * token.t + 1];
     if (inside) {
       x = load8(args.x + index);
       const Eight weight = load8(args.weight + j);
       if (args.dy) dx = load8(args.dy + index);
       change.load(args, index);
       G = state.direct;
-      const bool own = mine.t + 1 < mine.last;
-      if (own || !mine.ends()) state.load(args, mine.t + 1, mine.ends(), own);
+      const bool own = token.t + 1 < token.last;
+      if (own || !token.ends()) state.load(args, token.t + 1, token.ends(), own);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) G.x[n] += mine.ends() ? 0.f : state.shifted.x[n];
+      for (int n = 0; n < 8; ++n) G.x[n] += token.ends() ? 0.f : state.shifted.x[n];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         x.x[n] = (x.x[n] - mean) * scale;

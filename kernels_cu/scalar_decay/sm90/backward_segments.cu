@@ -42,11 +42,11 @@ template <int BV>
 __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const WorkTile& work, int first, bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (work.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
-  const auto first_of = [&](int iteration) { return (backwards ? last - iteration : iteration) * CHUNK; };
+  const auto first_token_of = [&](int iteration) { return (backwards ? last - iteration : iteration) * CHUNK; };
   float gates[STAGES];  // of as many chunks: one would be waited for longer than a chunk takes
 #pragma unroll
   for (int iteration = 0; iteration < STAGES; ++iteration)
-    gates[iteration] = gate_of(args.g, work, first_of(iteration) + lane);
+    gates[iteration] = gate_of(args.g, work, first_token_of(iteration) + lane);
 #pragma unroll 1
   for (int first_turn = 0; first_turn * CHUNK < work.tokens; first_turn += STAGES)
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Work
       if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
       if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
-      fetch_chunk(s.full[stage], work, first_of(iteration), [&](auto f) {
+      fetch_chunk(s.full[stage], work, first_token_of(iteration), [&](auto f) {
         f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
         f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
@@ -73,7 +73,7 @@ __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Work
                                             : exp2_approx(behind);
       if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
       barrier_arrive(s.full[stage]);
-      gates[stage] = gate_of(args.g, work, first_of(iteration + STAGES) + lane);
+      gates[stage] = gate_of(args.g, work, first_token_of(iteration + STAGES) + lane);
     }
 }
 

@@ -23,8 +23,8 @@
 //           if the caller's sequences are cut into pieces, so that more blocks work at a time, each piece is a sequence
 //           here, and scan_segments.cu joins the pieces' states. Gradients: dq, dk and dv in one launch, without dg.
 //           Queries: dq; Keys: dk, dv. With dg, two launches: GatedQueries gives dq, and writes token_sums and, for
-//           each stretch, the state S before the stretch's last chunk (`kept`); then GatedKeys reads both and gives dk,
-//           dv, dg
+//           each stretch, the state S before the stretch's last chunk (`stretch_states`); then GatedKeys reads both and
+//           gives dk, dv, dg
 // smem      weighted_sums_storage.cuh, which names the barriers, too
 // numerics  products of bfloat16 numbers in float32. S is multiplied as the sum of two bfloat16 numbers in Whole,
 //           rounded to one in gradients; A and the decayed v are rounded to one. The exponent of each decay is a sum of
@@ -86,7 +86,7 @@ __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum
   const int lane = threadIdx.x & 31;
   G gate0, gate1;
   const auto load = [&](int iteration) {
-    const int token = first_of(iteration, work, backwards) + lane;
+    const int token = first_token_of(iteration, work, backwards) + lane;
     gate0 = gate_of(gates, work, token), gate1 = gate_of(gates, work, token + 32);
   };
   load(0);
@@ -134,16 +134,16 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   }
 }
 
-// The address in `args.kept` of the state of the stretch that `token` is in: S before the stretch's last chunk.
+// The address in `stretch_states` of the state of the stretch that `token` is in: S before the stretch's last chunk.
 // Stretches are counted from the start of each sequence, and the last one may be short. A sequence's first slot is its
 // start in the batch row divided by STRETCH, rounded down, plus its number in the row: so no two sequences share a
 // slot.
 template <int BK, class Args>
-__device__ __forceinline__ uint4* kept_state(const Args& args, const WorkTile& work, int token) {
+__device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile& work, int token) {
   const i64 first_slot = (i64(work.batch) * args.shape.H + work.head) * (args.shape.T / STRETCH + args.shape.count);
   const int sequence_in_batch = work.sequence - work.batch * i32(args.shape.count);
   const i64 slot = first_slot + work.start / STRETCH + sequence_in_batch + token / STRETCH;
-  return args.kept + slot * (BK / 16) * (BK / 16) * 32;
+  return args.stretch_states + slot * (BK / 16) * (BK / 16) * 32;
 }
 
 // GatedKeys: writes dg or, if dk has several tiles of BV columns, the part of this block's tile `tile`. Chunks come
@@ -154,7 +154,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int lane = threadIdx.x & 31, T = int(args.shape.T),
             sums = tile ? 0 : int(args.parts);  // tile 0 alone adds q . dq
-  int first = first_of(0, work, true);
+  int first = first_token_of(0, work, true);
   const i64 pair = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
   const float* from = args.token_sums + pair * args.parts * T + token;
   i64 to = (pair * T + token) * tiles + tile;
@@ -179,7 +179,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     // The consumers load the previous stretch's state in at most STRETCH / CHUNK iterations. From DRAM that would take
     // as long as a chunk.
     if (lane == 0 && ends_stretch(first, work) && first >= STRETCH)
-      prefetch_l2(kept_state<BK>(args, work, first - STRETCH) + tile * (BV / 16) * (BK / 16 * 32),
+      prefetch_l2(stretch_state<BK>(args, work, first - STRETCH) + tile * (BV / 16) * (BK / 16 * 32),
                   BV * BK * sizeof(bf16));
     const bool has_first = first + 2 * lane < work.tokens, has_second = first + 2 * lane + 1 < work.tokens;
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
@@ -224,7 +224,7 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
         // Orders the consumers' results, which the barrier has made visible to this warp, before the copy engine's
         // reads. The consumers could do it, too, but have less time.
         fence_async();
-        store_chunk(work, first_of(iteration, work, backwards),
+        store_chunk(work, first_token_of(iteration, work, backwards),
                     [&](auto f) { f(stage.v, sum.o, sum.o_rows, sum.V, column, sum.adds_to_o); });
       }
     }
@@ -236,7 +236,7 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
       __syncwarp();  // all lanes have passed the wait, whose barrier the other block may then use again
       if ((threadIdx.x & 31) == 0) arrive_at_peer(s.requested[next % (2 * CLUSTER_LEAD)]);
     }
-    fetch_chunk(s.full[next % STAGES], work, first_of(next, work, backwards), [&](auto f) {
+    fetch_chunk(s.full[next % STAGES], work, first_token_of(next, work, backwards), [&](auto f) {
       if constexpr (HAS_OUTPUTS<Pass>) f(stage.q, sum.q, sum.q_rows, sum.K, 0);
       f(stage.k, sum.k, sum.k_rows, sum.K, 0);
       f(stage.v, sum.v, sum.v_rows, sum.V, column);
@@ -368,15 +368,16 @@ template <int BK, class F> __device__ __forceinline__ void each_operand(const fl
 
 // A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores for each stretch, in the
 // register layout of each_operand.
-template <int BK> using KeptState = uint4[BK / 16];
+template <int BK> using StretchState = uint4[BK / 16];
 
-// This lane's share of <S, kept>, the sum of elementwise products over the warp's columns. It is the trace of S^T kept:
-// tensor cores compute that with fewer instructions, though only the product's diagonal is used.
-template <int BK> __device__ __forceinline__ float dot_with_kept(const float (&S)[BK / 2], const KeptState<BK>& kept) {
+// This lane's share of <S, stored>, the sum of elementwise products over the warp's columns. It is the trace of S^T
+// stored: tensor cores compute that with fewer instructions, though only the product's diagonal is used.
+template <int BK>
+__device__ __forceinline__ float dot_with_state(const float (&S)[BK / 2], const StretchState<BK>& stored) {
   float columns0[2][4] = {}, columns8[2][4] = {};  // columns 0 to 7, 8 to 15; two sums each, for latency
   each_operand<BK>(S, [&](int c, const u32(&state)[4]) {
-    mma_bf16(columns0[c % 2], state, {kept[c].x, kept[c].z});
-    mma_bf16(columns8[c % 2], state, {kept[c].y, kept[c].w});
+    mma_bf16(columns0[c % 2], state, {stored[c].x, stored[c].z});
+    mma_bf16(columns8[c % 2], state, {stored[c].y, stored[c].w});
   });
   const int lane = threadIdx.x & 31, g = lane >> 2;
   const float odd = columns0[0][1] + columns0[1][1] + (columns8[0][3] + columns8[1][3]);
@@ -460,27 +461,28 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     each_transposed<BK>(S, sum.initial + state, sum, sum, column,
                         [](float& value, const float* from) { value = *from; });
 
-  // The address of this lane's part of the kept state of a token's stretch; null if its warp's columns are beyond V.
-  const auto kept_address = [&](int token) {
+  // The address of this lane's part of the stored state of a token's stretch; null if its warp's columns are beyond V.
+  const auto state_address = [&](int token) {
     const int tile = (tile_column + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
-    return 16 * tile < sum.V ? kept_state<BK>(args, work, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31) : nullptr;
+    return 16 * tile < sum.V ? stretch_state<BK>(args, work, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31)
+                             : nullptr;
   };
-  constexpr bool USES_KEPT = WRITES_GATE_GRADIENT<Pass>;
+  constexpr bool READS_STRETCH_STATES = WRITES_GATE_GRADIENT<Pass>;
   constexpr bool PREFETCHES =
-      USES_KEPT && !Registers<BK, BV>::TWO_BLOCKS;  // loads kept states a chunk ahead, if registers suffice
-  KeptState<BK> prefetched = {};
-  const uint4* next_kept = nullptr;  // the kept state that load_kept loads next; earlier stretches come later
-  if constexpr (USES_KEPT)
+      READS_STRETCH_STATES && !Registers<BK, BV>::TWO_BLOCKS;  // loads these states a chunk ahead, if registers suffice
+  StretchState<BK> prefetched = {};
+  const uint4* next_state = nullptr;  // what load_stretch_state loads next; the stretches come backward in time
+  if constexpr (READS_STRETCH_STATES)
     if (block_serves_gate_gradient<Pass>() && work.tokens)
-      next_kept = kept_address(first_of(0, work, backwards));  // the sequence's end ends a stretch
-  const auto load_kept = [&](KeptState<BK>& to) {
-    if (!next_kept) return;
+      next_state = state_address(first_token_of(0, work, backwards));  // the sequence's end ends a stretch
+  const auto load_stretch_state = [&](StretchState<BK>& to) {
+    if (!next_state) return;
 #pragma unroll
-    for (int c = 0; c < BK / 16; ++c) to[c] = next_kept[32 * c];
-    next_kept -= BK / 16 * (BK / 16) * 32;
+    for (int c = 0; c < BK / 16; ++c) to[c] = next_state[32 * c];
+    next_state -= BK / 16 * (BK / 16) * 32;
   };
   if constexpr (PREFETCHES)
-    if (block_serves_gate_gradient<Pass>() && work.tokens) load_kept(prefetched);
+    if (block_serves_gate_gradient<Pass>() && work.tokens) load_stretch_state(prefetched);
 
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
@@ -488,21 +490,21 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const Gates& gates = s.gates[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
     const bool is_stretch_end =
-        block_serves_gate_gradient<Pass>() && ends_stretch(first_of(iteration, work, backwards), work);
-    // GatedKeys: becomes this lane's share of -<S, dS> after the stretch's last token. dS is there already: S below, as
-    // the sum goes backward in time. S is kept from before the last chunk, so S after it is E_64 S + sum_j L_j v_j
-    // k_j^T, and <S, dS> is the sum of two terms: E_64 times the product with the kept state, which is computed here,
-    // and the sum of k_j . (L_j dS v_j), added below: L_j dS v_j is the part of dk_j that comes from dS.
+        block_serves_gate_gradient<Pass>() && ends_stretch(first_token_of(iteration, work, backwards), work);
+    // GatedKeys: becomes this lane's share of -<S, dS> after the stretch's last token. The code's S is dS there, as the
+    // sum goes backward in time. The stored state S' is that before the last chunk, so S = E_64 S' + sum_j L_j v_j
+    // k_j^T, and <S, dS> has two terms: E_64 <S', dS>, which is computed here, and the sum of k_j . (L_j dS v_j), which
+    // is added below: L_j dS v_j is the part of dk_j that comes from dS.
     float end_term = 0.f;
     if constexpr (SERVES_GATE_GRADIENT<Pass>) {
       if (is_stretch_end) {
-        if constexpr (PREFETCHES) end_term = -dot_with_kept<BK>(S, prefetched);
-        else if constexpr (USES_KEPT) {
-          KeptState<BK> loaded = {};
-          load_kept(loaded);
-          end_term = -dot_with_kept<BK>(S, loaded);
+        if constexpr (PREFETCHES) end_term = -dot_with_state<BK>(S, prefetched);
+        else if constexpr (READS_STRETCH_STATES) {
+          StretchState<BK> loaded = {};
+          load_stretch_state(loaded);
+          end_term = -dot_with_state<BK>(S, loaded);
         } else if (uint4* const to =  // GatedQueries: stores S before the stretch's last chunk
-                   kept_address(first_of(iteration, work, backwards)))
+                   state_address(first_token_of(iteration, work, backwards)))
           each_operand<BK>(S, [&](int c, const u32(&x)[4]) { to[32 * c] = {x[0], x[1], x[2], x[3]}; });
       }
     }
@@ -531,15 +533,15 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       wgmma_keep(o);
       load_token_factors(factors, gates.output_factors);
       each_two([&](int i, int, int) { o[i] *= factors[i / 4 * 2], o[i + 1] *= factors[i / 4 * 2 + 1]; });
-      if constexpr (USES_KEPT)
+      if constexpr (READS_STRETCH_STATES)
         if (is_stretch_end) {  // o is as yet the part of dk that comes from dS
           end_term *= chunk_decay;
           each_token_pair(in.partner[warpgroup],
                           [&](int i, u32 pair) { end_term -= low(pair) * o[i] + high(pair) * o[i + 1]; });
         }
       if constexpr (PREFETCHES) {
-        const int next = first_of(iteration + 1, work, backwards);
-        if (block_serves_gate_gradient<Pass>() && next >= 0 && ends_stretch(next, work)) load_kept(prefetched);
+        const int next = first_token_of(iteration + 1, work, backwards);
+        if (block_serves_gate_gradient<Pass>() && next >= 0 && ends_stretch(next, work)) load_stretch_state(prefetched);
       }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);

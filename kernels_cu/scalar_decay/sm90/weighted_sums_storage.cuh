@@ -66,7 +66,7 @@ template <class Pass, typename G> struct Args {
   i64 segments;   // the segments into which each of the caller's sequences is cut
   i64 computed;   // Summary: of these, how many have states that are read, from the first on
   // Gated passes: [stretches, BK / 16, BK / 16, 32], bfloat16 states in the layout of lanes' registers
-  uint4* kept;
+  uint4* stretch_states;
   float* token_sums;  // Gated passes: q_i . dq_i of each tile of columns of dq
   void* dg;           // GatedKeys: of the gates' type, or float32 if several blocks write parts of it
   i64 parts;          // Gated passes: the tiles of columns of dq
@@ -121,7 +121,7 @@ template <int BK, int BV> struct Registers {
 __device__ __forceinline__ int tiles_of(i64 width, int BV) { return int(width + BV - 1) / BV; }
 
 // The first token of the chunk that the given iteration computes.
-__device__ __forceinline__ int first_of(int iteration, const WorkTile& work, bool backwards) {
+__device__ __forceinline__ int first_token_of(int iteration, const WorkTile& work, bool backwards) {
   return (backwards ? (work.tokens - 1) / CHUNK - iteration : iteration) * CHUNK;
 }
 

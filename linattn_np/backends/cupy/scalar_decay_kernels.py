@@ -46,7 +46,7 @@ class WeightedSums(TiledKernel):
         return (
             *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
             *members(
-                "rows g, shape, pointers? decays, integers segments computed, pointers? kept token_sums dg, "
+                "rows g, shape, pointers? decays, integers segments computed, pointers? stretch_states token_sums dg, "
                 "integers parts"
             ),
         )
