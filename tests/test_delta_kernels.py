@@ -339,13 +339,14 @@ def test_few_heads_are_cut_token_by_token(op):
             assert ("delta_join_segments" in planned.names(plan)) == cut == (plan.tiles.get("segments", 1) > 1)
 
 
+@pytest.mark.parametrize("dtype, K", [(BFLOAT16, 128), (SINGLE, 64)], ids=["in-chunks", "by-token"])
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
-def test_gradients_take_all_heads_at_once(op, monkeypatch, rng):
+def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
     """Groups of heads, one after the other, would each leave more of a card idle."""
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 0)
-    arrays, *_ = Case(op, H=4, T=64, K=128, V=128, dtype=BFLOAT16, gate_dtype=BFLOAT16).drawn(rng)
-    plan = planned.plan_of(op.bind(arrays, gradient=True), planned.Noting())
-    assert planned.names(plan).count("delta_backward_states") == 1
+    arrays, *_ = Case(op, H=4, T=64, K=K, V=K, dtype=dtype, gate_dtype=dtype).drawn(rng)
+    names = planned.names(planned.plan_of(op.bind(arrays, gradient=True), planned.Noting()))
+    assert len([name for name in names if name in ("delta_backward_states", "delta_recurrent_backward")]) == 1
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class Gradients:
     gradients : {the kernels' name of an input: the memory for its gradient}
     """
 
-    MOST = 1
+    MOST = 6  # 128 channels and columns need 5.1 in chunks; groups of heads would leave multiprocessors without blocks
     kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
 
@@ -281,7 +281,6 @@ class GradientsInChunks(Gradients):
     other gradients of all chunks in parallel.
     """
 
-    MOST = 6  # 128 channels and columns need 5.1; groups of heads would leave multiprocessors without blocks
     RESIDUALS = ("e", "w")  # the last kernel's names of the residual and of its gradient
 
     def __init__(self, problem, device, do, dht):
