@@ -46,8 +46,27 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   R slots[TOKENS * SLOT * THREADS];  // the state before a token, then its parts of sums over columns
 };
 
+// Sums over all lanes of N numbers, each of them to every lane; returns the sum number lane / (32 / N).
+template <int N, typename R> __device__ __forceinline__ R sum_columns(R (&x)[N]) {
+#pragma unroll
+  for (int n = N / 2, distance = 16; distance; n /= 2, distance /= 2) {
+    const bool upper = threadIdx.x & distance;
+    if (n == 0) x[0] += __shfl_xor_sync(0xffffffffu, x[0], distance);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const R other = upper ? x[i] : x[n + i];
+      x[i] = (upper ? x[n + i] : x[i]) + __shfl_xor_sync(0xffffffffu, other, distance);
+    }
+  }
+  const R own = x[0];
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = __shfl_sync(0xffffffffu, own, i * (32 / N));
+  return own;
+}
+
 template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
-__global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
+    delta_recurrent_backward(const Args<T, G> args) {
   using Storage = Shared<Rule, T, G, BK, TOKENS>;
   using R = Real<T>;
   constexpr int EACH = Storage::EACH, COLUMNS = Storage::COLUMNS, BV = Storage::BV, KINDS = Storage::KINDS;
@@ -62,6 +81,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
   if (!OUTPUTS && segment.last) return;
   const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
+  const int own_column = column + lane / (32 / COLUMNS);  // the one whose dv the lane stores
   const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
   const R scale = R(args.scale);
 
@@ -73,10 +93,6 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       for (int c = 0; c < COLUMNS; ++c) f(patch[i][c], channel(i), column + c, channel(i) < K && column + c < left);
   };
   const auto slot = [&](int token, int i) -> R& { return s.slots[(token * SLOT + i) * THREADS + threadIdx.x]; };
-  const auto sum = [&](R(&x)[COLUMNS]) {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) x[c] = sum_over_lanes<32>(x[c]);
-  };
   each(dS, [&](R& x, int of, int at_column, bool inside) {
     x = segment.from && inside ? segment.from[of * shape.V + at.tile + at_column] : R(0);
   });
@@ -137,7 +153,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
           x *= decay[i];
           if constexpr (!Rule::own_erasure) found[c] = fma(k[i], x, found[c]);
         }
-      sum(found);
+      sum_columns(found);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
         const R v = to_real(s.in.v[r * BV + column + c]);
@@ -173,8 +189,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
           if constexpr (Rule::own_erasure) dp[c] = fma(b[i], dS[i][c], dp[c]);
           if (OUTPUTS) S[i][c] = slot(r, i * COLUMNS + c);  // the state before the token
         }
-      sum(dv);
-      if constexpr (Rule::own_erasure) sum(dp);
+      R own_dv = sum_columns(dv);
+      if constexpr (Rule::own_erasure) sum_columns(dp);
       R dbeta = 0, of_gate = 0;
       if constexpr (!Rule::own_erasure) {
         const R beta = s.scalars[r].beta;
@@ -183,12 +199,10 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
           dbeta = fma(dv[c], found[c], dbeta);
           dv[c] *= beta, v[c] = beta * found[c];
         }
+        own_dv *= beta;
       }
-      R mine = 0;  // of one column, the lane's own to store
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) mine = lane == c ? dv[c] : mine;
-      if (OUTPUTS && lane < COLUMNS && column + lane < left)
-        args.dv.row(at.b, at.h, first + r)[at.tile + column + lane] = from_real<T>(mine);
+      if (OUTPUTS && lane % (32 / COLUMNS) == 0 && own_column < left)
+        args.dv.row(at.b, at.h, first + r)[at.tile + own_column] = from_real<T>(own_dv);
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
         R of_gates = 0;
@@ -225,13 +239,18 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     if (!OUTPUTS) continue;
     const i64 tiles = (shape.V + BV - 1) / BV, tile = at.tile / BV, heads = shape.B * shape.H;
     const i64 head = i64(at.b) * shape.H + at.h;
-    for (int n = threadIdx.x; n < rows * KINDS * BK; n += THREADS) {
-      const int c = n % BK, kind = n / BK % KINDS, r = n / BK / KINDS;
-      const int i = c / (32 * NEAR) * NEAR + c % NEAR, from = c / NEAR % 32;
-      const R* part = s.slots + (r * SLOT + kind * EACH + i) * THREADS + from;
-      if (c < K)
-        args.parts[(((kind * tiles + tile) * heads + head) * shape.T + first + r) * K + c] =
-            (part[0] + part[32]) + (part[64] + part[96]);
+    constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
+    for (int c = threadIdx.x % BK; c < K; c += THREADS) {
+      const int i = c / (32 * NEAR) * NEAR + c % NEAR, r = BK < THREADS ? threadIdx.x / BK : 0;
+      const R* part = s.slots + (r * SLOT + i) * THREADS + c / NEAR % 32;
+      R* to = args.parts + ((tile * heads + head) * shape.T + first + r) * K + c;
+#pragma unroll
+      for (int kind = 0; kind < KINDS; ++kind, part += EACH * THREADS, to += tiles * heads * shape.T * K)
+#pragma unroll 1
+        for (int n = 0; r + n < rows; n += AT_ONCE) {
+          const R* of = part + n * SLOT * THREADS;
+          to[n * K] = (of[0] + of[32]) + (of[64] + of[96]);
+        }
     }
     if (int(threadIdx.x) < 2 * rows) {
       const int r = threadIdx.x / 2, which = threadIdx.x % 2;
