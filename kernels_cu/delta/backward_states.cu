@@ -91,7 +91,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
   each([&](float& x, i64 index, bool inside) {
-    x = !inside ? 0.f : computes_F ? index % (width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
+    x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
   const auto chunk_of = [&](int step) { return BACKWARDS ? chunks - 1 - step : step; };

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
   each([&](float& x, i64 index, bool inside) {
-    x = !inside ? 0.f : computes_F ? index % (width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
+    x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
   const auto fetch = [&](int chunk, int stage) {
