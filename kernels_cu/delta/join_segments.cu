@@ -51,12 +51,12 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
   const int K = int(args.K), V = int(args.V), P = int(args.P), stride = (K + 3) / 4 * 4;
   const int channel = threadIdx.x / (BV / 4) * 2, group = threadIdx.x % (BV / 4);
   const int column = int(block % tiles) * BV + 4 * group;
-  const int first = BACKWARDS ? P - 2 : 1, by = BACKWARDS ? -1 : 1, steps = P - 2;
+  const int first = BACKWARDS ? P - 2 : 1, direction = BACKWARDS ? -1 : 1, steps = P - 2;
   const int panels = (K + PANEL - 1) / PANEL;  // of a segment
-  // Calls f(a number of the state from which a step's segment starts, the same of x) for the thread's channels and
+  // Calls f(a number of the state from which a step's segment starts, x's number) for the thread's channels and
   // columns.
   const auto each = [&](int step, R(&x)[2][4], auto f) {
-    R* state = starts + ((i64(n) * P + first + by * step) * H + h) * K * V;
+    R* state = starts + ((i64(n) * P + first + direction * step) * H + h) * K * V;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -64,16 +64,16 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         if (channel + j < K && column + i < V) f(state[i64(channel + j) * V + column + i], x[j][i]);
   };
   const auto load = [](R& from, R& to) { to = from; };
-  const auto fetch = [&](int number) {  // starts to copy a panel of F, of all that are read
-    if (number < steps * panels) {
-      const int p = first + by * (number / panels), from = number % panels * PANEL;
+  const auto fetch = [&](int panel) {  // starts to copy panel `panel` of all that are read, in their order
+    if (panel < steps * panels) {
+      const int p = first + direction * (panel / panels), from = panel % panels * PANEL;
       const R* F = args.F + ((i64(n) * P + p) * H + h) * K * stride;
 #pragma unroll
       for (int index = threadIdx.x; index < ROWS * ACROSS; index += THREADS) {
         const int row = index / ACROSS, place = index % ACROSS * PIECE;
         const int of_row = row + (BACKWARDS ? from : 0), of_column = place + (BACKWARDS ? 0 : from);
         if (of_row < K && of_column < stride)
-          cp_async<16>(s.panels[number % STAGES] + row * LD + place, F + of_row * stride + of_column, true);
+          cp_async<16>(s.panels[panel % STAGES] + row * LD + place, F + of_row * stride + of_column, true);
       }
     }
     cp_async_commit();
@@ -116,19 +116,20 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const Four<R> of = s.S[from + k + i][group];
+          const Four<R> state = s.S[from + k + i][group];
 #pragma unroll
           for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x[j][c] = fma(factors[j][i], of.x[c], x[j][c]);
+            for (int c = 0; c < 4; ++c) x[j][c] = fma(factors[j][i], state.x[c], x[j][c]);
         }
       }
     }
     each(step + 1, x, [](R& to, R& from) { to = from; });
   }
-  bool lost = false;
-  each(steps, x, [&](R&, R& found) { lost |= !is_finite(found); });
-  if (__syncthreads_or(lost) && channel == 0) each(steps, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
+  bool out_of_range = false;
+  each(steps, x, [&](R&, R& number) { out_of_range |= !is_finite(number); });
+  if (__syncthreads_or(out_of_range) && channel == 0)
+    each(steps, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
 }
 
 template <typename R, int BK> __global__ void __launch_bounds__(2 * BK, 1) delta_join_segments(const Args<R> args) {

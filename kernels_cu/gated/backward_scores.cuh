@@ -18,8 +18,9 @@ __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queri
   multiply(d, a, b);
 }
 
-// A warp's blocks: on the diagonal, in the lower left quarter, and beside the diagonal. Of the block on the diagonal
-// `diagonal` holds the pairs within a sub-chunk, `border8` the pairs of its two sub-chunks.
+// A warp's blocks of 16 x 16 scores. `diagonal`, `border8`: block (warp, warp), the pairs within a sub-chunk and those
+// of its two sub-chunks. `border32`: block (half_row, half_column), pairs of both halves of the chunk. `border16`, of
+// warps 0 and 1 only: block (quarter + 1, quarter). Blocks are counted in (row, column).
 struct ChunkScores {
   const int warp, half_row, half_column, quarter;
   float diagonal[2][4], border8[4], border16[2][4], border32[2][4];

@@ -28,8 +28,8 @@ __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k
   for (int x = 0; x < 4; ++x) d[x] = sums[0][x] + sums[1][x];
 }
 
-// Store two neighbouring scores, or one score. bfloat16 scores are two numbers: the rounding error is stored `rest`
-// numbers later.
+// Store two neighbouring scores, or one score. A bfloat16 score is the sum of two numbers: its rounding error is stored
+// `rest` numbers later.
 __device__ __forceinline__ void put_score_pair(bf16* to, float x, float y, int rest) {
   const u32 two = pack<bf16>(x, y);
   *reinterpret_cast<u32*>(to) = two;
@@ -52,7 +52,10 @@ __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 // of sub-chunk 1 with 0.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
-// The queries and keys of a task. Of a lane these are a query in each half of the 16, and a pair of keys.
+// The queries and keys of a task. A lane has a query in each half of the 16, and a pair of keys. kind: 0 and 1 are
+// scores within a sub-chunk of the first and the second 16 tokens, 2 between neighbouring sub-chunks, 3 (`across`)
+// between the halves of the chunk; n: which of the two tasks of its kind; first: of the task's operands, the first row
+// in tiles.
 template <typename T> struct ScoreTask {
   int kind, n, first;
   bool within, across;
@@ -75,7 +78,7 @@ template <typename T> struct ScoreTask {
   }
 };
 
-// d = a lane's scores of a task: a pair for the query of each half.
+// Sets d to a lane's scores of a task: a pair of keys for the query of each half. The operands are in shared memory.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Schedule, T, BK>& s,
                                            const ScoreTask<T>& task) {
@@ -124,7 +127,7 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, co
   put_scores<PRODUCTS>(s, task, d);
 }
 
-// Computes the scores within a sub-chunk from its `rows` rows in memory, pair by pair: for positive gates.
+// Computes the scores within a sub-chunk pair by pair, from its `rows` rows in memory: if gates are above GROWTH.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
 __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q,
                                                     const T* k, const G* g, i64 q_stride, i64 k_stride, i64 g_stride,

@@ -200,13 +200,13 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     if (step < steps) {
       auto& to = s.stages[step % STAGES];
       const int rows = tokens - STEP<T> * (steps - 1 - step);  // tokens from this step on
-      const bool of_part = is_of_part(step);
+      const bool is_own = is_of_part(step);
       if (bytes == 16) {
         gates.copy(to.g, args.g.t, 1, rows, channels);
-        if (of_part) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
+        if (is_own) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
       } else {
         gates.copy(to.g, args.g.t, 1, rows, channels, bytes);
-        if (of_part)
+        if (is_own)
           k.copy(to.k, args.k.t, parts, rows, channels, bytes), v.copy(to.v, args.v.t, parts, rows, columns, bytes);
       }
     }
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
     const bool grown = __any_sync(0xffffffffu, later_gates[0] > GROWN || later_gates[1] > GROWN);
-    const bool of_part = is_of_part(step);
+    const bool is_own = is_of_part(step);
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       const Around lanes = sums(sum);
       float others = lanes.after + later_gates[row];  // the gates after the lane's tokens
       later_gates[row] += lanes.all;
-      if (!of_part) continue;
+      if (!is_own) continue;
       float key[LANE_TOKENS<T>];
       load_lane_tokens(key, in.k, warp_channel + 8 * row);
       if (grown) multiply_by_half(key, gate, others), others = 0.f;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
 #pragma unroll
       for (int n = 0; n < LANE_TOKENS<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
     }
-    if (!of_part) continue;
+    if (!is_own) continue;
 #pragma unroll
     for (int m = 0; m < DEPTHS; ++m)
 #pragma unroll

@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
   for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   const ScoreTask<T> task(warp, warp < BT / BC);
-  float scores[4] = {}, itself = 0.f;  // this warp's task; the score of token threadIdx.x with itself
-  bool grows = false;
+  float scores[4] = {}, self_score = 0.f;  // this warp's task; the score of token threadIdx.x with self_score
+  bool grows = false;                      // whether a gate that this thread has read exceeds GROWTH
   fetch(0, 0);
   fetch_gates_of(0);
   cp_async_commit();
@@ -97,11 +97,11 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
     cp_async_commit();
     __syncthreads();  // the operands are in shared memory
-    float more[4];
-    score_task<ReadOrder, PRODUCTS>(more, s, task);
+    float tile_scores[4];
+    score_task<ReadOrder, PRODUCTS>(tile_scores, s, task);
 #pragma unroll
-    for (int x = 0; x < 4; ++x) scores[x] += more[x];
-    if (threadIdx.x < BT) itself += s.direct[0][0][threadIdx.x];
+    for (int x = 0; x < 4; ++x) scores[x] += tile_scores[x];
+    if (threadIdx.x < BT) self_score += s.direct[0][0][threadIdx.x];
     const uint4 *queries = reinterpret_cast<const uint4*>(s.q[stage]),
                 *keys = reinterpret_cast<const uint4*>(s.k[stage]);
     uint4* to = reinterpret_cast<uint4*>(args.operands + place * 2 * TILE_SIZE);
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
       to[index] = queries[index], to[PIECES + index] = keys[index];
     if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
   }
-  const bool any = __syncthreads_or(grows);  // all tiles have been read
-  if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = itself;
+  const bool any_grows = __syncthreads_or(grows);  // all tiles have been read
+  if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = self_score;
   __syncthreads();  // scores of tokens with themselves are in shared memory
-  if (any && warp < BT / BC)
+  if (any_grows && warp < BT / BC)
     score_pairs_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
                                                 g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t,
                                                 rows - BC * warp, int(shape.K));

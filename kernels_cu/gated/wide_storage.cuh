@@ -8,7 +8,7 @@
 constexpr int WIDE = 128;                      // channels of a tile
 constexpr int TILE_SIZE = CHUNK<bf16> * WIDE;  // numbers
 using WideScores = ScoreStorage<SinglePass, bf16, WIDE>;
-constexpr int SCORES = sizeof(WideScores::A) / sizeof(bf16);
+constexpr int SCORES = sizeof(WideScores::A) / sizeof(bf16);  // numbers, of a chunk
 
 // Starts copying NUMBERS neighbouring numbers to shared memory.
 template <int NUMBERS, int THREADS, typename T> __device__ __forceinline__ void copy_tile(T* to, const T* from) {

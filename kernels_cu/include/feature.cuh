@@ -11,19 +11,20 @@ template <typename T, int N> struct alignas(N == 1 ? sizeof(T) : 16) Piece {
 __device__ __forceinline__ float exp_of(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
+// The maps: value(x) is y = phi(x), slope(x) its derivative.
 struct Identity {
-  template <typename R> static __device__ __forceinline__ R of(R x) { return x; }
+  template <typename R> static __device__ __forceinline__ R value(R x) { return x; }
   template <typename R> static __device__ __forceinline__ R slope(R) { return 1; }
 };
 struct Elu {
-  template <typename R> static __device__ __forceinline__ R of(R x) { return x > 0 ? x + 1 : exp_of(x); }
+  template <typename R> static __device__ __forceinline__ R value(R x) { return x > 0 ? x + 1 : exp_of(x); }
   template <typename R> static __device__ __forceinline__ R slope(R x) { return x > 0 ? 1 : exp_of(x); }
 };
 struct Relu {
-  template <typename R> static __device__ __forceinline__ R of(R x) { return x > 0 ? x : 0; }
+  template <typename R> static __device__ __forceinline__ R value(R x) { return x > 0 ? x : 0; }
   template <typename R> static __device__ __forceinline__ R slope(R x) { return x > 0 ? 1 : 0; }
 };
 struct Exp {
-  template <typename R> static __device__ __forceinline__ R of(R x) { return exp_of(x); }
+  template <typename R> static __device__ __forceinline__ R value(R x) { return exp_of(x); }
   template <typename R> static __device__ __forceinline__ R slope(R x) { return exp_of(x); }
 };

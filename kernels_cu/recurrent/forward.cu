@@ -15,69 +15,72 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int THREADS = 128, WARPS = THREADS / 32, SLAB = 16, BV = 32;
+constexpr int THREADS = 128, WARPS = THREADS / 32, TOKENS = 16, BV = 32;
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
   Rows<const G> gv;  // null unless columns are GATED
 };
 
 template <int BK> struct Shared {
-  float q[SLAB * BK];  // [16, BK]
-  float k[SLAB * BK];  // [16, BK]
-  float a[SLAB * BK];  // [16, BK], gates, then decays
-  float v[SLAB * BV];  // [16, BV]
+  float q[TOKENS * BK];  // [16, BK]
+  float k[TOKENS * BK];  // [16, BK]
+  float a[TOKENS * BK];  // [16, BK], gates, then decays
+  float v[TOKENS * BV];  // [16, BV]
   float u[BK];
-  float partial[WARPS][SLAB * BV];  // [16, BV], o over each warp's channels
-  float av[SLAB * BV];              // [16, BV], gates of columns, then decays
+  float partial[WARPS][TOKENS * BV];  // [16, BV], o over each warp's channels
+  float av[TOKENS * BV];              // [16, BV], gates of columns, then decays
 };
 
 template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
-  constexpr int EACH = BK / WARPS;  // channels a thread
+  constexpr int THREAD_CHANNELS = BK / WARPS;
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
   const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
   const Span span = tokens_of(shape, n % shape.count);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c0 = warp * EACH;
-  const i64 state_at = (n * shape.H + h) * shape.K * shape.V + v_tile + lane;
-  const bool owns = v_tile + lane < shape.V;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_channel = warp * THREAD_CHANNELS;
+  const i64 first_index = (n * shape.H + h) * shape.K * shape.V + v_tile + lane;
+  const bool column_exists = v_tile + lane < shape.V;
 
-  float S[EACH];
+  float S[THREAD_CHANNELS];
 #pragma unroll
-  for (int c = 0; c < EACH; ++c)
-    S[c] = args.initial && c0 + c < shape.K && owns ? args.initial[state_at + (c0 + c) * shape.V] : 0.f;
+  for (int c = 0; c < THREAD_CHANNELS; ++c)
+    S[c] = args.initial && first_channel + c < shape.K && column_exists
+               ? args.initial[first_index + (first_channel + c) * shape.V]
+               : 0.f;
   if (ReadOrder::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
-  for (i64 token = span.start; token < span.stop; token += SLAB) {
-    load_tile<SLAB, BK, BK, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
-    load_tile<SLAB, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
+  for (i64 token = span.start; token < span.stop; token += TOKENS) {
+    load_tile<TOKENS, BK, BK, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
+    load_tile<TOKENS, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
     const auto load_gates = [&] {
-      load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
-      if constexpr (GATED) load_tile<SLAB, BV, BV, THREADS>(s.av, args.gv, b, h, token, span.stop, v_tile, shape.V);
+      load_tile<TOKENS, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
+      if constexpr (GATED) load_tile<TOKENS, BV, BV, THREADS>(s.av, args.gv, b, h, token, span.stop, v_tile, shape.V);
     };
     load_gates();
-    load_tile<SLAB, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
-    __syncthreads();   // the tiles are in shared memory; all have read the parts of o
-    float most = 0.f;  // of the gates
+    load_tile<TOKENS, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
+    __syncthreads();           // the tiles are in shared memory; all have read the parts of o
+    float largest_gate = 0.f;  // if GATED
     const auto take_exp = [&](float& x) {
-      if (GATED) most = fmaxf(most, x);
+      if (GATED) largest_gate = fmaxf(largest_gate, x);
       x = decay_of(x);
     };
-    for (int index = threadIdx.x; index < SLAB * BK; index += THREADS) take_exp(s.a[index]);
+    for (int index = threadIdx.x; index < TOKENS * BK; index += THREADS) take_exp(s.a[index]);
     if constexpr (GATED)
-      for (int index = threadIdx.x; index < SLAB * BV; index += THREADS) take_exp(s.av[index]);
-    // next_of(number of the state before the token, the channel's decay, the column's, k v): the number after it.
-    const auto go = [&](auto next_of) {
+      for (int index = threadIdx.x; index < TOKENS * BV; index += THREADS) take_exp(s.av[index]);
+    // Runs the tokens in shared memory. next_state(number of the state before a token, the channel's decay, the
+    // column's, k v) returns the number after it.
+    const auto run_tokens = [&](auto next_state) {
 #pragma unroll 1
-      for (int r = 0; r < SLAB; ++r) {  // rows after the last token have k = 0 and decays of 1
+      for (int r = 0; r < TOKENS; ++r) {  // rows after the last token have k = 0 and decays of 1
         const float v = s.v[r * BV + lane], av = GATED ? s.av[r * BV + lane] : 1.f;
         float o = 0.f;
 #pragma unroll
-        for (int c = 0; c < EACH; ++c) {
-          const int index = r * BK + c0 + c;
-          const float kv = s.k[index] * v, next = next_of(S[c], s.a[index], av, kv);
-          o = fmaf(s.q[index], ReadOrder::reads_before_write ? fmaf(s.u[c0 + c], kv, S[c]) : next, o);
+        for (int c = 0; c < THREAD_CHANNELS; ++c) {
+          const int index = r * BK + first_channel + c;
+          const float kv = s.k[index] * v, next = next_state(S[c], s.a[index], av, kv);
+          o = fmaf(s.q[index], ReadOrder::reads_before_write ? fmaf(s.u[first_channel + c], kv, S[c]) : next, o);
           S[c] = next;
         }
         s.partial[warp][r * BV + lane] = o;
@@ -86,23 +89,23 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
     const auto decayed = [](float x, float a, float av, float kv) { return fmaf(GATED ? a * av : a, x, kv); };
     if constexpr (!GATED) {
       __syncthreads();  // the decays are in shared memory
-      go(decayed);
-    } else if (__syncthreads_or(most > 0.f)) {  // the decays are in shared memory
+      run_tokens(decayed);
+    } else if (__syncthreads_or(largest_gate > 0.f)) {  // the decays are in shared memory
       load_gates();
       __syncthreads();  // the gates are, in place of decays
-      go([](float x, float g, float gv, float kv) { return grown(x, g + gv) + kv; });
+      run_tokens([](float x, float g, float gv, float kv) { return grown(x, g + gv) + kv; });
     } else {
-      go(decayed);
+      run_tokens(decayed);
     }
     __syncthreads();  // the parts of o are in shared memory; the tiles may be overwritten
-    for (int index = threadIdx.x; index < SLAB * BV; index += THREADS) {
+    for (int index = threadIdx.x; index < TOKENS * BV; index += THREADS) {
       const i64 row = token + index / BV, column = v_tile + index % BV;
       const float o = (s.partial[0][index] + s.partial[1][index]) + (s.partial[2][index] + s.partial[3][index]);
       if (row < span.stop && column < shape.V) args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o);
     }
   }
-  if (args.final && owns)
+  if (args.final && column_exists)
 #pragma unroll
-    for (int c = 0; c < EACH; ++c)
-      if (c0 + c < shape.K) args.final[state_at + (c0 + c) * shape.V] = S[c];
+    for (int c = 0; c < THREAD_CHANNELS; ++c)
+      if (first_channel + c < shape.K) args.final[first_index + (first_channel + c) * shape.V] = S[c];
 }

@@ -48,7 +48,7 @@ template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
   S x[N];
 };
 
-// What the token says of a channel.
+// A token's numbers of a channel.
 template <typename R> struct Channel {
   R q, k, decay, u;
 };
@@ -60,52 +60,54 @@ __device__ __forceinline__ Channel<Wider<T, S>> channel_of(const Args<T, G, S>& 
           decay_of(R(to_real(args.g.row(b, h, 0)[c]))), ReadOrder::reads_before_write ? args.u[h * args.K + c] : R(0)};
 }
 
-// That of another lane.
+// The Channel that lane `lane` of the warp holds as x.
 template <class ReadOrder, typename R> __device__ __forceinline__ Channel<R> from_lane(const Channel<R>& x, int lane) {
-  const auto its = [&](R y) { return __shfl_sync(0xffffffffu, y, lane); };
-  return {its(x.q), its(x.k), its(x.decay), ReadOrder::reads_before_write ? its(x.u) : R(0)};
+  const auto from_that_lane = [&](R y) { return __shfl_sync(0xffffffffu, y, lane); };
+  return {from_that_lane(x.q), from_that_lane(x.k), from_that_lane(x.decay),
+          ReadOrder::reads_before_write ? from_that_lane(x.u) : R(0)};
 }
 
-// Moves a warp's channels a token on, in pieces of N neighbours; `part` [64] is what they add to o. Numbers of channels
-// and columns that do not exist are those of the first: read in vain, but without a branch.
-template <class ReadOrder, int N, typename T, typename G, typename S>
-__device__ __forceinline__ void advance(Wider<T, S>* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start,
-                                        int warp) {
+// Computes the state after the token, of a warp's channels and 64 columns from `start` on, in pieces of PIECE
+// neighbours. Stores these channels' part of o in `part` [64]. For channels and columns that do not exist the token's
+// first numbers are read instead, which takes no branch.
+template <class ReadOrder, int PIECE, typename T, typename G, typename S>
+__device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start,
+                                            int warp) {
   using R = Wider<T, S>;
-  constexpr int CHANNELS = N > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
-  constexpr int ACROSS = N * 32 < BV ? BV / (N * 32) : 1, LANES = BV / (N * ACROSS), ROWS = 32 / LANES,
-                EACH = CHANNELS / ROWS;
-  const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * N, K = int(args.K);
-  const i64 column = start + first_column, apart = ROWS * args.state.t;
-  const auto column_exists = [&](int m) { return column + m * 32 * N < args.V; };
-  S* index = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
-  R o[ACROSS][N] = {};
+  constexpr int CHANNELS = PIECE > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
+  constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, LANES = BV / (PIECE * LANE_PIECES),
+                CHANNELS_AT_ONCE = 32 / LANES, LANE_CHANNELS = CHANNELS / CHANNELS_AT_ONCE;
+  const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * PIECE, K = int(args.K);
+  const i64 column = start + first_column, channel_stride = CHANNELS_AT_ONCE * args.state.t;
+  const auto column_exists = [&](int m) { return column + m * 32 * PIECE < args.V; };
+  S* address = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
+  R o[LANE_PIECES][PIECE] = {};
   for (int first = warp * CHANNELS; first < K;
-       first += WARPS<S> * CHANNELS, index += WARPS<S> * CHANNELS * args.state.t) {
-    const auto row_exists = [&](int n) { return first + row + n * ROWS < K; };
-    Piece<S, N> state[EACH][ACROSS];
+       first += WARPS<S> * CHANNELS, address += WARPS<S> * CHANNELS * args.state.t) {
+    const auto row_exists = [&](int n) { return first + row + n * CHANNELS_AT_ONCE < K; };
+    Piece<S, PIECE> state[LANE_CHANNELS][LANE_PIECES];
 #pragma unroll
-    for (int n = 0; n < EACH; ++n)
+    for (int n = 0; n < LANE_CHANNELS; ++n)
 #pragma unroll
-      for (int m = 0; m < ACROSS; ++m)
+      for (int m = 0; m < LANE_PIECES; ++m)
         if (row_exists(n) && column_exists(m))
-          state[n][m] = *reinterpret_cast<const Piece<S, N>*>(index + n * apart + m * 32 * N);
+          state[n][m] = *reinterpret_cast<const Piece<S, PIECE>*>(address + n * channel_stride + m * 32 * PIECE);
     const int c = first + lane % CHANNELS;
-    const Channel<R> mine = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
-    R v[ACROSS][N];
+    const Channel<R> own_channel = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
+    R v[LANE_PIECES][PIECE];
 #pragma unroll
-    for (int m = 0; m < ACROSS; ++m) {
-      const T* from = args.v.row(b, h, 0) + (column_exists(m) ? column + m * 32 * N : 0);
+    for (int m = 0; m < LANE_PIECES; ++m) {
+      const T* from = args.v.row(b, h, 0) + (column_exists(m) ? column + m * 32 * PIECE : 0);
 #pragma unroll
-      for (int i = 0; i < N; ++i) v[m][i] = to_real(from[i]);
+      for (int i = 0; i < PIECE; ++i) v[m][i] = to_real(from[i]);
     }
 #pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      const Channel<R> c = from_lane<ReadOrder>(mine, n * ROWS + row);
+    for (int n = 0; n < LANE_CHANNELS; ++n) {
+      const Channel<R> c = from_lane<ReadOrder>(own_channel, n * CHANNELS_AT_ONCE + row);
 #pragma unroll
-      for (int m = 0; m < ACROSS; ++m) {
+      for (int m = 0; m < LANE_PIECES; ++m) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
+        for (int i = 0; i < PIECE; ++i) {
           const R before = to_real(state[n][m].x[i]), kv = c.k * v[m][i], after = multiply_add(c.decay, before, kv);
           const R read = ReadOrder::reads_before_write ? multiply_add(c.u, kv, before) : after;
           const R sum = multiply_add(c.q, read, o[m][i]);
@@ -113,17 +115,17 @@ __device__ __forceinline__ void advance(Wider<T, S>* part, const Args<T, G, S>& 
           state[n][m].x[i] = from_real<S>(Real<S>(after));
         }
         if (row_exists(n) && column_exists(m))
-          *reinterpret_cast<Piece<S, N>*>(index + n * apart + m * 32 * N) = state[n][m];
+          *reinterpret_cast<Piece<S, PIECE>*>(address + n * channel_stride + m * 32 * PIECE) = state[n][m];
       }
     }
   }
 #pragma unroll
-  for (int m = 0; m < ACROSS; ++m)
+  for (int m = 0; m < LANE_PIECES; ++m)
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < PIECE; ++i) {
       for (int distance = LANES; distance < 32; distance *= 2)
         o[m][i] += __shfl_xor_sync(0xffffffffu, o[m][i], distance);
-      if (row == 0) part[first_column + m * 32 * N + i] = o[m][i];
+      if (row == 0) part[first_column + m * 32 * PIECE + i] = o[m][i];
     }
 }
 
@@ -134,8 +136,8 @@ __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurre
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
   const i64 start = blockIdx.x % tiles * BV;
   const int warp = threadIdx.x / 32;
-  if (args.pieces) advance<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
-  else advance<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
+  if (args.pieces) apply_token<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
+  else apply_token<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
   __syncthreads();  // the parts of o are in shared memory
   if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
   R sum = 0;

@@ -35,12 +35,13 @@ template <typename T, typename G> struct Args {
   float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
-  float* sums;            // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
-  float* channel_decays;  // SegmentState: of all tokens; the second row is 0
+  float*
+      sums;  // SplitChannels: o of the channels of earlier launches; null if one launch has sub_chunk_decays channels
+  float* channel_decays;  // SegmentState: of sub_chunk_decays tokens; the second row is 0
   float* column_decays;
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
-  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows are multiples
+  i64 bytes;               // the largest of 16, 8, 4 and 2 of which sub_chunk_decays rows are multiples
 };
 
 // Starts to copy a chunk's rows in pieces of `bytes`.
@@ -72,8 +73,9 @@ template <typename G> __device__ __noinline__ float log_decay(float decay, Token
 
 // A warp's 16 columns of a chunk.
 struct ChunkColumns {
-  i64 b, h, token;                     // batch, head, first token
-  int rows, channels, first, columns;  // numbers of tokens and channels; the first column, and how many of 16 exist
+  i64 b, h, token;     // batch, head, first token
+  int rows, channels;  // numbers of tokens and of channels that exist
+  int first, columns;  // the first column, and how many of the 16 exist
 };
 
 // Adds the terms of earlier launches, which have other channels, to an output, and stores the sum for later launches.
@@ -89,8 +91,8 @@ __device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, co
          BY_CHUNK;
 }
 
-// Computes a chunk token by token: S and the outputs. S is in memory, so that the caller needs no registers for it
-// here.
+// Computes a chunk token by token: S, which is the state before and then after the chunk, and the outputs. S is passed
+// in memory, so that the caller needs no registers for it here.
 template <class Schedule, int BK, typename T, typename G>
 __device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& chunk) {
   const auto tokens_of = [&](const auto& x, i64 first) { return tokens_at(x, chunk.b, chunk.h, chunk.token, first); };
@@ -222,34 +224,34 @@ __global__ void __launch_bounds__(2 * BV,
       }
     }
     const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));
-    const ChunkColumns own = {
+    const ChunkColumns chunk = {
         b, h, span.start + token, min(rows, BT), channels, v_tile + column, min(columns - column, 16)};
-    State<BK> kept_in_registers;
+    State<BK> S_before;
     bool by_token = false;  // whether results of products are replaced by those of compute_token_by_token
     if (grows || columns_grow) {
-      by_token = grows_beyond_products(args, own);
+      by_token = grows_beyond_products(args, chunk);
 #pragma unroll
-      for (int n = 0; n < BK / 2; ++n) kept_in_registers[n / 4][n % 4] = S[n / 4][n % 4];
+      for (int n = 0; n < BK / 2; ++n) S_before[n / 4][n % 4] = S[n / 4][n % 4];
     }
-    float all[2][SUBS];  // decays of columns over whole sub-chunks
+    float sub_chunk_decays[2][SUBS];  // decays of columns over whole sub-chunks
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
       float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
-      for (int p = 0; p < 4; ++p) all[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
+      for (int p = 0; p < 4; ++p) sub_chunk_decays[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
     }
     Output<T> o = {};
     if constexpr (HAS_OUTPUTS) add_state_outputs_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
-    write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, all);
+    write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, sub_chunk_decays);
     if constexpr (HAS_OUTPUTS) {
       __syncthreads();  // the scores are stored
-      add_score_outputs_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all, columns_grow);
+      add_score_outputs_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, sub_chunk_decays, columns_grow);
     }
     if (by_token) {
-      compute_token_by_token<Schedule, BK>(kept_in_registers, args, own);
+      compute_token_by_token<Schedule, BK>(S_before, args, chunk);
 #pragma unroll
-      for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = kept_in_registers[n / 4][n % 4];
+      for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = S_before[n / 4][n % 4];
       continue;
     }
     if constexpr (HAS_OUTPUTS) {
@@ -269,7 +271,7 @@ __global__ void __launch_bounds__(2 * BV,
         }
         if (!last) continue;
       }
-      __syncwarp();  // all lanes have read the warp's values, which its outputs overwrite
+      __syncwarp();  // sub_chunk_decays lanes have read the warp's values, which its outputs overwrite
 #pragma unroll
       for (int n = 0; n < SUBS; ++n)
 #pragma unroll

@@ -63,15 +63,16 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
   }
 }
 
-// S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed).
+// S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed). sub_chunk_decays: of the lane's two columns.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
                                                        const ColumnsReader<BV, G>& gates,
                                                        const ColumnsReader<BV, T>& values,
-                                                       const float (&all)[2][SUBS]) {
+                                                       const float (&sub_chunk_decays)[2][SUBS]) {
   const int t = opaque(threadIdx.x & 3);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
-  const float chunk_decays[2] = {product_of(all[0], 0, SUBS), product_of(all[1], 0, SUBS)};  // of the lane's columns
+  const float chunk_decays[2] = {product_of(sub_chunk_decays[0], 0, SUBS),
+                                 product_of(sub_chunk_decays[1], 0, SUBS)};  // of the lane's columns
 #pragma unroll
   for (int n = 0; n < SUBS / 2; ++n) {
     float2 x[4], log_gates[4];
@@ -80,7 +81,8 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
     values.load(x, s.v[stage], 16 * n);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const float later_decay = product_of(all[p & 1], 2 * n + (p >> 1) + 1, SUBS);  // over later sub-chunks
+      const float later_decay =
+          product_of(sub_chunk_decays[p & 1], 2 * n + (p >> 1) + 1, SUBS);  // over later sub-chunks
       a.set(p, later_decay * (Decays<AfterWrite>(decays_of(log_gates[p])).end * x[p]));
     }
 #pragma unroll
@@ -136,7 +138,7 @@ template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, 
 __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s,
                                                              int stage, const ColumnsReader<BV, G>& gates,
                                                              const ColumnsReader<BV, T>& values,
-                                                             const float (&all)[2][SUBS], bool grows) {
+                                                             const float (&sub_chunk_decays)[2][SUBS], bool grows) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, REST = CHUNK<T> * LDA;
   Right<Math<T, PRODUCTS>> scores[NUMBERS];
@@ -152,7 +154,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
 #pragma unroll
       for (int p = 0; p < 4; ++p) border.set(p, Decays<AfterWrite>(decays[p]).end * x[p]);
       // the second sub-chunk reads values of the first
-      scale_columns(o[m][1], all[0][2 * m], all[1][2 * m]);
+      scale_columns(o[m][1], sub_chunk_decays[0][2 * m], sub_chunk_decays[1][2 * m]);
       load_scores<LDA>(scores, s.A, 16 * m + BC, 16 * m, REST);
 #pragma unroll
       for (int n = 0; n < NUMBERS; ++n) multiply_half(o[m][1], border, scores[n], 0);
@@ -161,10 +163,11 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
       for (int p = 0; p < 4; ++p)
-        border.set(p, (p < 2 ? all[p & 1][1] : 1.f) * (Decays<AfterWrite>(decays[p]).end * x[p]));
+        border.set(p, (p < 2 ? sub_chunk_decays[p & 1][1] : 1.f) * (Decays<AfterWrite>(decays[p]).end * x[p]));
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
-        scale_columns(o[SUBS / 2 - 1][sub], all[0][0] * all[0][1], all[1][0] * all[1][1]);
+        scale_columns(o[SUBS / 2 - 1][sub], sub_chunk_decays[0][0] * sub_chunk_decays[0][1],
+                      sub_chunk_decays[1][0] * sub_chunk_decays[1][1]);
         load_scores<LDA>(scores, s.A, 16 + BC * sub, 0, REST);
 #pragma unroll
         for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, scores[n]);

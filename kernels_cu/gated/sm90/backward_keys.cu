@@ -100,7 +100,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   float within[2], across[4], own = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      const float* shares = &s.own.of(in, other)[warp][0].x + 8 * t + g;  // every eighth number is of this token
+      const float* shares = &s.own.shares_of(in, other)[warp][0].x + 8 * t + g;  // every eighth number is of this token
       own += shares[0] + shares[32];
     }
     own = channel_sum(own);
@@ -422,7 +422,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if (SUM_FIRST) dA.add_queries(sum, within, n, n);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
-      if (ReadOrder::reads_before_write) s.own.of(in, warp)[n][lane] = {scores[0], scores[1]};
+      if (ReadOrder::reads_before_write) s.own.shares_of(in, warp)[n][lane] = {scores[0], scores[1]};
       if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], self_terms[i]);

@@ -53,10 +53,10 @@ using OwnShares = float2[SUBCHUNKS][32];
 template <typename G, int BK> struct OwnScores {
   OwnShares shares[BK / 16];
 
-  template <class Stage> __device__ __forceinline__ OwnShares& of(Stage&, int warp) { return shares[warp]; }
+  template <class Stage> __device__ __forceinline__ OwnShares& shares_of(Stage&, int warp) { return shares[warp]; }
 };
 template <int BK> struct OwnScores<float, BK> {
-  template <class Stage> __device__ __forceinline__ OwnShares& of(Stage& in, int warp) {
+  template <class Stage> __device__ __forceinline__ OwnShares& shares_of(Stage& in, int warp) {
     return reinterpret_cast<OwnShares&>(in.g[warp / 4 * 2 + 1][warp % 4 * (CHUNK / 4)]);
   }
 };

@@ -52,7 +52,7 @@ template <typename T, typename B, class Scales>
 __device__ __forceinline__ uint2 border_operand(bool undecayed, uint2 loaded, const float (&x)[4], const Scales& scales,
                                                 int i) {
   if constexpr (SCALED<Scales>) {
-    const float scale = scales.of(i), y[4] = {x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
+    const float scale = scales.scale_of(i), y[4] = {x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
     return packed<B>(y);
   }
   return undecayed && IS_BFLOAT16<T> == IS_BFLOAT16<B> ? loaded : packed<B>(x);

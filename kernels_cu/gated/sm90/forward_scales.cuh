@@ -46,7 +46,7 @@ template <int BK> struct RowScales {
     first_lane = lane / LANES * LANES;
   }
   // The scale of row i.
-  __device__ __forceinline__ float of(int i) const { return __shfl_sync(0xffffffffu, scale, first_lane + i); }
+  __device__ __forceinline__ float scale_of(int i) const { return __shfl_sync(0xffffffffu, scale, first_lane + i); }
 };
 // For rows that are not scaled.
 struct NoScales {};
