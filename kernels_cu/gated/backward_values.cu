@@ -66,9 +66,9 @@ __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4
 #pragma unroll
     for (int m = 0; m < half; ++m) x[m] = (upper ? x[m + half] : x[m]) + from(upper ? x[m] : x[m + half], 4 * half);
   }
-  const float2 all = x[0] + from(x[0], 16);
+  const float2 sum_of_lanes = x[0] + from(x[0], 16);
   float2& sum = *reinterpret_cast<float2*>(sums + 8 * g + 2 * (threadIdx.x & 3));
-  if ((g & 4) == first) sum = sum + all;
+  if ((g & 4) == first) sum = sum + sum_of_lanes;
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
@@ -129,12 +129,12 @@ __global__ void __launch_bounds__(
       const int channel = n * CHANNELS + warp_channel + g;
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
-      float all[SUBS];
+      float sub_chunk_decays[SUBS];
       float2 q[4], k[4], a[4], weights[4];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
-        all[m] = whole_decay(a[m % 4]);
+        sub_chunk_decays[m] = whole_decay(a[m % 4]);
         if (!(at_least(a[m % 4].x, a[m % 4].y) <= GROWTH)) s.grows[m] = true;
       }
 #pragma unroll
@@ -153,11 +153,11 @@ __global__ void __launch_bounds__(
         put_pair(s.operands.queries + index, middle.queries * query);
         put_pair(s.operands.keys + index, middle.keys * token);
         put_pair(s.operands.border8 + index, m % 2 ? start : end);
-        put_pair(s.operands.border16 + index,
-                 m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.operands.border32 + index,
-                 m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
-        put_pair(s.operands.ends + index, product_of(all, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
+        put_pair(s.operands.border16 + index, m < quarter_end ? product_of(sub_chunk_decays, m + 1, quarter_end) * end
+                                                              : product_of(sub_chunk_decays, quarter_end, m) * start);
+        put_pair(s.operands.border32 + index, m < half_end ? product_of(sub_chunk_decays, m + 1, half_end) * end
+                                                           : product_of(sub_chunk_decays, half_end, m) * start);
+        put_pair(s.operands.ends + index, product_of(sub_chunk_decays, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.self_scores[warp], weights, m - 3);
       }
     }
@@ -188,13 +188,13 @@ __global__ void __launch_bounds__(
   // The factor of A, which is multiplied by do. Scores that are products are multiplied by TF32_CORRECTION_OF_BOTH,
   // too.
   const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
-  const auto put_block = [&](const float (&d)[2][4], int row, int column, float by) {
+  const auto put_block = [&](const float (&d)[2][4], int row, int column, float correction) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
         put_pair(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
-                 by * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+                 correction * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half)

@@ -1,9 +1,9 @@
 // what      Joins the segments of sequences for the backward passes: the state at each segment's start, and the
 //           gradient of the state at each segment's end, from the segments' summaries. The first two segments of either
 //           direction are complete already.
-// math      S_p = diag(decay_{p-1}) S_{p-1} + local_{p-1};   C_{p+1} = diag(decay_{p+1}) C_{p+2} + local_{p+1}
+// math      S_p = diag(decay_{p-1}) S_{p-1} + local_{p-1};   dS_{p+1} = diag(decay_{p+1}) dS_{p+2} + local_{p+1}
 // shapes    states [2, N, P, H, K, V] float32: on entry local of the segment before, in the direction; on exit S_p and
-//           C_{p+1}; decays [2, N, P, H, K] float32
+//           dS_{p+1}; decays [2, N, P, H, K] float32
 // grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
 //           values each
 // smem      none

@@ -25,11 +25,11 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_add
   if (index >= args.count) return;
   const float4 x = load4(args.x + index), value = load4(args.value + index);
   constexpr float UNIT = UNIT_OF_SQUARES<X>;
-  float4 open = {UNIT, UNIT, UNIT, UNIT};
+  float4 opening = {UNIT, UNIT, UNIT, UNIT};
   if (args.gate) {
     const float4 gate = load4(args.gate + index);
-    open = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
+    opening = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
   }
-  store4(args.x + index, {fmaf(open.x, value.x, x.x), fmaf(open.y, value.y, x.y), fmaf(open.z, value.z, x.z),
-                          fmaf(open.w, value.w, x.w)});
+  store4(args.x + index, {fmaf(opening.x, value.x, x.x), fmaf(opening.y, value.y, x.y), fmaf(opening.z, value.z, x.z),
+                          fmaf(opening.w, value.w, x.w)});
 }

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) 
   const i64 index = row * N, h = row % args.H * N;
   const float inverse_N = 1.f / N;
   float2 x[PAIRS], gate[PAIRS];
-  float sum = 0.f, share = 0.f, squares = 0.f;
+  float sum = 0.f, bonus_score = 0.f, squares = 0.f;
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
     const int j = 2 * (32 * n + lane);
@@ -45,11 +45,11 @@ __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) 
     sum += x[n].x + x[n].y;
     if constexpr (BONUS) {
       const float2 r = load2(args.r + index + j), k = load2(args.k + index + j), bonus = load2(args.bonus + h + j);
-      share += r.x * k.x * bonus.x + r.y * k.y * bonus.y;
+      bonus_score += r.x * k.x * bonus.x + r.y * k.y * bonus.y;
     }
   }
   const float mean = warp_sum(sum) * inverse_N;
-  if constexpr (BONUS) share = warp_sum(share);
+  if constexpr (BONUS) bonus_score = warp_sum(bonus_score);
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
     if (2 * (32 * n + lane) < N) x[n] = {x[n].x - mean, x[n].y - mean};
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) 
     float2 y = {fmaf(x[n].x * scale, weight.x, bias.x), fmaf(x[n].y * scale, weight.y, bias.y)};
     if constexpr (BONUS) {
       const float2 v = load2(args.v + index + j);
-      y = {fmaf(share, v.x, y.x) * gate[n].x, fmaf(share, v.y, y.y) * gate[n].y};
+      y = {fmaf(bonus_score, v.x, y.x) * gate[n].x, fmaf(bonus_score, v.y, y.y) * gate[n].y};
     } else {
       y = {y.x * gate[n].x * sigmoid(gate[n].x), y.y * gate[n].y * sigmoid(gate[n].y)};
     }

@@ -34,7 +34,8 @@ struct Shared {
   float2 sum[WARPS], squares[WARPS];  // of the token, and of the one before
 };
 
-// One row of x in registers: loads it, subtracts the mean, scales it.
+// A thread's channels of one row of x. `read` loads them and returns their sum; `centre` subtracts the mean and returns
+// the sum of their squares; `normed` returns four of them after the layer norm.
 template <int EACH> struct Row {
   float4 x[EACH];
 
@@ -75,24 +76,24 @@ template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6
   const i64 start = args.starts[t], end = args.ends[t];
   const float* earlier = start < 0 ? args.x + row - D : args.before + start * D;
 
-  Row<EACH> now, then;
-  const float sum = now.read(args.x + row, D), sum_then = then.read(earlier, D);
+  Row<EACH> current, previous;
+  const float sum = current.read(args.x + row, D), previous_sum = previous.read(earlier, D);
   const float inverse_D = 1.f / D, eps = float(args.eps);
-  const float2 sums = block_sum<WARPS>(float2{sum, sum_then}, s.sum);
-  const float squares = now.centre(sums.x * inverse_D, D);
-  const float squares_then = then.centre(start < 0 ? sums.y * inverse_D : 0.f, D);
-  const float2 all_squares = block_sum<WARPS>(float2{squares, squares_then}, s.squares);
+  const float2 sums = block_sum<WARPS>(float2{sum, previous_sum}, s.sum);
+  const float squares = current.centre(sums.x * inverse_D, D);
+  const float previous_squares = previous.centre(start < 0 ? sums.y * inverse_D : 0.f, D);
+  const float2 all_squares = block_sum<WARPS>(float2{squares, previous_squares}, s.squares);
   const float scale = inverse_root(all_squares.x * inverse_D + eps);
-  const float scale_then = inverse_root(all_squares.y * inverse_D + eps);
+  const float previous_scale = inverse_root(all_squares.y * inverse_D + eps);
 
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const i64 j = 4 * (n * THREADS + threadIdx.x);
     if (j >= D) continue;
     const float4 weight = load4(args.weight + j), bias = load4(args.bias + j);
-    const float4 xx = now.normed(n, scale, weight, bias);
-    const float4 past = start < 0 ? then.normed(n, scale_then, weight, bias) : then.x[n];
-    const float4 d = {past.x - xx.x, past.y - xx.y, past.z - xx.z, past.w - xx.w};
+    const float4 xx = current.normed(n, scale, weight, bias);
+    const float4 previous_xx = start < 0 ? previous.normed(n, previous_scale, weight, bias) : previous.x[n];
+    const float4 d = {previous_xx.x - xx.x, previous_xx.y - xx.y, previous_xx.z - xx.z, previous_xx.w - xx.w};
     if (end >= 0) store4(args.shift + end * D + j, xx);
     if (args.xx) {
       store4(args.xx + row + j, xx);

@@ -24,21 +24,23 @@ template <int SEQUENCES> struct Shared {
   float4 channels[SEQUENCES][N];  // k, r, decay and k u of a channel
 };
 
-// Neighbours of an array that is the sum of one part, or, if TWO, of one or two parts that are `apart`.
-template <bool TWO> __device__ __forceinline__ float2 load2_parts(const float* x, i64 parts, i64 apart) {
-  const float2 first = load2(x), second = TWO && parts > 1 ? load2(x + apart) : float2{};
+// Neighbours of an array that is the sum of one part, or, if TWO_PARTS, of one or two parts that are `apart` numbers
+// apart.
+template <bool TWO_PARTS> __device__ __forceinline__ float2 load2_parts(const float* x, i64 parts, i64 apart) {
+  const float2 first = load2(x), second = TWO_PARTS && parts > 1 ? load2(x + apart) : float2{};
   return {first.x + second.x, first.y + second.y};
 }
-template <bool TWO> __device__ __forceinline__ float4 load4_parts(const float* x, i64 parts, i64 apart) {
-  const float4 first = load4(x), second = TWO && parts > 1 ? load4(x + apart) : float4{};
+template <bool TWO_PARTS> __device__ __forceinline__ float4 load4_parts(const float* x, i64 parts, i64 apart) {
+  const float4 first = load4(x), second = TWO_PARTS && parts > 1 ? load4(x + apart) : float4{};
   return {first.x + second.x, first.y + second.y, first.z + second.z, first.w + second.w};
 }
 
 template <typename T, typename S, int TERMS, int SEQUENCES>
 __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
     rwkv6_time_mix_batch(const Args<T, S> args) {
-  constexpr bool ALL = SEQUENCES < 8, TWO = ALL;  // whether there are registers for all rows, and for two parts
-  constexpr int THREADS = 32 * SEQUENCES, HELD = ALL ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
+  constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = HAS_REGISTERS;  // registers for all rows, and for two parts
+  constexpr int THREADS = 32 * SEQUENCES,
+                HELD = HAS_REGISTERS ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());
   launch_next();
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -49,25 +51,27 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   float* const s_low = reinterpret_cast<float*>(&s + 1) + warp * W;
   T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + SEQUENCES * W);
 
-  constexpr int EACH = 16 / sizeof(T);
-  for (int n = tid; n < W * (N / EACH); n += THREADS) {
-    const int w = n / (N / EACH), j = n % (N / EACH) * EACH;
+  constexpr int PIECE = 16 / sizeof(T);
+  for (int n = tid; n < W * (N / PIECE); n += THREADS) {
+    const int w = n / (N / PIECE), j = n % (N / PIECE) * PIECE;
     cp_async<16>(s_up + w * N + j, args.up + w * D + head + j, true);
   }
   cp_async_commit();
   S* const state = b < B ? args.state_of(b, h, N) : nullptr;
   Four<S> held[HELD] = {};
-  const auto place = [&](int row) { return state + (row * GROUPS + group) * N + column; };
+  const auto row_address = [&](int row) { return state + (row * GROUPS + group) * N + column; };
   if (state)
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) held[n] = load_four(place(n));
-  const int own = 2 * lane;  // the first of two channels whose decay the lane computes
-  const float2 z = load2(args.decay + head + own);
-  const float2 u = load2(args.u + head + own);
-  float4 gain, bias, open;  // of the lane's columns
-  const auto load_norm = [&] { gain = load4(args.weight + head + column), bias = load4(args.bias + head + column); };
-  const auto load_gate = [&] { open = load4_parts<TWO>(args.gate + index + column, args.P, 4 * B * D); };
-  if (ALL) load_norm();
+    for (int n = 0; n < HELD; ++n) held[n] = load_four(row_address(n));
+  const int own_channel = 2 * lane;  // the first of two channels whose decay the lane computes
+  const float2 z = load2(args.decay + head + own_channel);
+  const float2 u = load2(args.u + head + own_channel);
+  float4 norm_weight, bias, gate;  // of the lane's columns
+  const auto load_norm = [&] {
+    norm_weight = load4(args.weight + head + column), bias = load4(args.bias + head + column);
+  };
+  const auto load_gate = [&] { gate = load4_parts<TWO_PARTS>(args.gate + index + column, args.P, 4 * B * D); };
+  if (HAS_REGISTERS) load_norm();
   else if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
   cp_async_wait<0>();
   __syncthreads();  // `up` is in shared memory
@@ -79,39 +83,40 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     float4 v;
   };
   const auto load_inputs = [&]() -> Inputs {
-    if (!TWO) return {load2(args.k + index + own), load2(args.r + index + own), load4(args.v + index + column)};
+    if (!TWO_PARTS)
+      return {load2(args.k + index + own_channel), load2(args.r + index + own_channel), load4(args.v + index + column)};
     const i64 apart = 4 * B * D;
-    return {load2_parts<TWO>(args.k + index + own, args.P, apart),
-            load2_parts<TWO>(args.r + index + own, args.P, apart),
-            load4_parts<TWO>(args.v + index + column, args.P, apart)};
+    return {load2_parts<TWO_PARTS>(args.k + index + own_channel, args.P, apart),
+            load2_parts<TWO_PARTS>(args.r + index + own_channel, args.P, apart),
+            load4_parts<TWO_PARTS>(args.v + index + column, args.P, apart)};
   };
   Inputs early;
-  if (ALL) early = load_inputs(), load_gate();
+  if (HAS_REGISTERS) early = load_inputs(), load_gate();
   for (int w = lane; w < W; w += 32) {
     const i64 from = i64(b) * W + w;
-    s_low[w] = tanhf(args.low[from] + (TWO && args.P > 1 ? args.low[from + i64(B) * W] : 0.f));
+    s_low[w] = tanhf(args.low[from] + (TWO_PARTS && args.P > 1 ? args.low[from + i64(B) * W] : 0.f));
   }
-  __syncwarp();
-  const Inputs in = ALL ? early : load_inputs();
+  __syncwarp();  // tanh(low) is in shared memory
+  const Inputs in = HAS_REGISTERS ? early : load_inputs();
   const float2 k = in.k, r = in.r;
   const float4 v = in.v;
-  const float2 decay = decays_of_channels(z, s_low, s_up, W, own);
-  s.channels[warp][own] = {k.x, r.x, decay.x, k.x * u.x};
-  s.channels[warp][own + 1] = {k.y, r.y, decay.y, k.y * u.y};
-  __syncwarp();
+  const float2 decay = decays_of_channels(z, s_low, s_up, W, own_channel);
+  s.channels[warp][own_channel] = {k.x, r.x, decay.x, k.x * u.x};
+  s.channels[warp][own_channel + 1] = {k.y, r.y, decay.y, k.y * u.y};
+  __syncwarp();  // s.channels of the warp's sequence is in shared memory
 
   constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;  // rows whose channels are loaded at a time
   float4 o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     const float4 old = float4(held[row % HELD]);
-    if (row + HELD < ROWS) held[row % HELD] = load_four(place(row + HELD));
+    if (row + HELD < ROWS) held[row % HELD] = load_four(row_address(row + HELD));
     if (row % AT_ONCE == 0) __syncwarp();  // keeps the compiler from loading all rows' channels first
     const float4 c = s.channels[warp][row * GROUPS + group];
-    store4(place(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
+    store4(row_address(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
   }
   o = group_norm(o, float(args.eps));
   if (group > 0) return;
-  if (!ALL) load_gate(), load_norm();
-  store4_terms<TERMS>(args.y + index + column, args.B * D, gated(o, gain, bias, open));
+  if (!HAS_REGISTERS) load_gate(), load_norm();
+  store4_terms<TERMS>(args.y + index + column, args.B * D, gated(o, norm_weight, bias, gate));
 }

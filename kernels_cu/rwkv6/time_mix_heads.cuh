@@ -23,9 +23,9 @@ __device__ __forceinline__ float2 decays_of_channels(float2 z, const float* s_lo
 // o of the lane's columns, normalised over the head: `o` is the sum over the lane's own channels.
 __device__ __forceinline__ float4 group_norm(float4 o, float eps) {
 #pragma unroll
-  for (int by = QUADS; by < 32; by *= 2) {  // every lane gets the sum over all channels
-    o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, by), o.y + __shfl_xor_sync(0xffffffffu, o.y, by),
-         o.z + __shfl_xor_sync(0xffffffffu, o.z, by), o.w + __shfl_xor_sync(0xffffffffu, o.w, by)};
+  for (int distance = QUADS; distance < 32; distance *= 2) {  // every lane gets the sum over all channels
+    o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, distance), o.y + __shfl_xor_sync(0xffffffffu, o.y, distance),
+         o.z + __shfl_xor_sync(0xffffffffu, o.z, distance), o.w + __shfl_xor_sync(0xffffffffu, o.w, distance)};
   }
   constexpr float SHARE = 1.f / (N * GROUPS);  // each column is in GROUPS lanes
   const float mean = warp_sum((o.x + o.y) + (o.z + o.w)) * SHARE;
@@ -35,8 +35,10 @@ __device__ __forceinline__ float4 group_norm(float4 o, float eps) {
   return {o.x * scale, o.y * scale, o.z * scale, o.w * scale};
 }
 
-__device__ __forceinline__ float4 gated(float4 normed, float4 gain, float4 bias, float4 gate) {
-  const auto one = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
-  return {one(fmaf(normed.x, gain.x, bias.x), gate.x), one(fmaf(normed.y, gain.y, bias.y), gate.y),
-          one(fmaf(normed.z, gain.z, bias.z), gate.z), one(fmaf(normed.w, gain.w, bias.w), gate.w)};
+__device__ __forceinline__ float4 gated(float4 normed, float4 norm_weight, float4 bias, float4 gate) {
+  const auto gated_value = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
+  return {gated_value(fmaf(normed.x, norm_weight.x, bias.x), gate.x),
+          gated_value(fmaf(normed.y, norm_weight.y, bias.y), gate.y),
+          gated_value(fmaf(normed.z, norm_weight.z, bias.z), gate.z),
+          gated_value(fmaf(normed.w, norm_weight.w, bias.w), gate.w)};
 }

@@ -35,9 +35,9 @@ template <typename T> struct Shared {
   Stage<T> stages[STAGES];
 };
 
-// acc[16 rows of the warp, 64] += left[64, 32] right[32, 64]
+// sums[16 rows of the warp, 64] += left[64, 32] right[32, 64]
 template <typename T, typename E>
-__device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const Stage<T>& in, const E* right) {
+__device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Stage<T>& in, const E* right) {
   const int warp = threadIdx.x >> 5;
 #pragma unroll
   for (int j = 0; j < STEP; j += 16) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const Stag
     for (int tile = 0; tile < TILE / 8; tile += 2) {
       RightOf<T> b[2];
       load_rounded<false>(b, right + j * LD<E, TILE> + 8 * tile, LD<E, TILE>);
-      multiply(acc[tile], a, b[0]);
-      multiply(acc[tile + 1], a, b[1]);
+      multiply(sums[tile], a, b[0]);
+      multiply(sums[tile + 1], a, b[1]);
     }
   }
 }
@@ -61,20 +61,21 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   const u32 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;
   const u32 head = chunk / NC % H, batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
-  const i64 first = span.start + group * TILE;
-  if (first >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
+  const i64 first_row = span.start + group * TILE;
+  if (first_row >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
 
   // Steps over the channels, then over the tokens up to the last row's.
-  const i64 stop = first + TILE < span.stop ? first + TILE : span.stop;
-  const int past = int((shape.K + STEP - 1) / STEP), steps = past + int((stop - span.start + STEP - 1) / STEP);
+  const i64 stop = first_row + TILE < span.stop ? first_row + TILE : span.stop;
+  const int channel_steps = int((shape.K + STEP - 1) / STEP),
+            steps = channel_steps + int((stop - span.start + STEP - 1) / STEP);
   const auto fetch = [&](int step) {
     if (step < steps) {
       Stage<T>& to = s.stages[step % STAGES];
-      const bool channels = step < past;
-      const i64 index = i64(channels ? step : step - past) * STEP, first_channel = c * shape.K;
-      copy_tile<TILE, STEP, LD<float, STEP>>(to.left, channels ? args.qg : args.A, batch, head, first, span.stop, index,
-                                             channels ? shape.K : stop - span.start, args.bytes);
-      if (channels)
+      const bool over_channels = step < channel_steps;
+      const i64 index = i64(over_channels ? step : step - channel_steps) * STEP, first_channel = c * shape.K;
+      copy_tile<TILE, STEP, LD<float, STEP>>(to.left, over_channels ? args.qg : args.A, batch, head, first_row,
+                                             span.stop, index, over_channels ? shape.K : stop - span.start, args.bytes);
+      if (over_channels)
         copy_tile<STEP, TILE, LD<float, TILE>>(to.h, args.h, batch, head, first_channel + index,
                                                first_channel + shape.K, v_tile, shape.V, args.bytes);
       else
@@ -85,15 +86,15 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   };
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
-  float acc[TILE / 8][4] = {};
+  float sums[TILE / 8][4] = {};
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tiles have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
-    if (step < past) accumulate(acc, in, in.h);
-    else accumulate(acc, in, in.v);
+    if (step < channel_steps) accumulate(sums, in, in.h);
+    else accumulate(sums, in, in.v);
   }
 
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
@@ -101,13 +102,13 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   const bool pairs = args.bytes >= 2 * i64(sizeof(T));
 #pragma unroll
   for (int down = 0; down < 2; ++down) {
-    const i64 row = first + 16 * warp + g + 8 * down;
+    const i64 row = first_row + 16 * warp + g + 8 * down;
     if (row >= span.stop) continue;
     T* const to = args.o.row(batch, head, row);
 #pragma unroll
     for (int tile = 0; tile < TILE / 8; ++tile) {
       const i64 column = v_tile + 8 * tile + 2 * t;
-      const float2 x = {scale * acc[tile][2 * down], scale * acc[tile][2 * down + 1]};
+      const float2 x = {scale * sums[tile][2 * down], scale * sums[tile][2 * down + 1]};
       if (pairs) {
         if (column < shape.V) put_pair(to + column, x);
       } else {

@@ -36,21 +36,23 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
   for (i64 p = threadIdx.x; p < args.P; p += THREADS) squares += args.squares[p];
   const float norm = sqrtf(block_sum<WARPS>(squares, s.sums)), limit = float(args.clip);
   const float clip = limit / (norm > limit || norm != norm ? norm : limit);
-  const float rate = args.schedule[0], keep = args.schedule[1], c1 = args.schedule[2], c2 = args.schedule[3];
-  const float b1 = float(args.beta1), b2 = float(args.beta2), a1 = float(1 - args.beta1), a2 = float(1 - args.beta2);
+  const float rate = args.schedule[0], matrix_factor = args.schedule[1], correction1 = args.schedule[2],
+              correction2 = args.schedule[3];
+  const float b1 = float(args.beta1), b2 = float(args.beta2), one_minus_b1 = float(1 - args.beta1),
+              one_minus_b2 = float(1 - args.beta2);
   const float eps = float(args.eps);
 
   const i64 step = 8 * args.blocks * THREADS;
   for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
     Eight w = load8(args.weights + index), first = load8(args.first + index), second = load8(args.second + index);
     const Eight gradient = load8(args.gradient + index);
-    const float kept = index < args.matrices ? keep : 1.f;
+    const float weight_factor = index < args.matrices ? matrix_factor : 1.f;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float g = gradient.x[n] * clip;
-      first.x[n] = b1 * first.x[n] + a1 * g;
-      second.x[n] = b2 * second.x[n] + a2 * g * g;
-      w.x[n] = w.x[n] * kept - rate * (first.x[n] / c1 / (sqrtf(second.x[n] / c2) + eps));
+      const float clipped = gradient.x[n] * clip;
+      first.x[n] = b1 * first.x[n] + one_minus_b1 * clipped;
+      second.x[n] = b2 * second.x[n] + one_minus_b2 * clipped * clipped;
+      w.x[n] = w.x[n] * weight_factor - rate * (first.x[n] / correction1 / (sqrtf(second.x[n] / correction2) + eps));
     }
     store8(args.weights + index, w);
     store8(args.first + index, first);

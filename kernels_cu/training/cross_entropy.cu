@@ -26,11 +26,12 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_cross_
   const int lane = threadIdx.x % 32;
   T* logits = args.logits + t * V;
   const i64 wanted = args.read[t + t / args.T_ + 1];
-  float top = to_float(logits[0]), sum = 0.f;
-  for (i64 v = lane; v < V; v += 32) top = fmaxf(top, to_float(logits[v]));
-  for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
-  for (i64 v = lane; v < V; v += 32) sum += expf(to_float(logits[v]) - top);
-  const float log_sum = logf(warp_sum(sum)) + top;
+  float largest = to_float(logits[0]), sum = 0.f;
+  for (i64 v = lane; v < V; v += 32) largest = fmaxf(largest, to_float(logits[v]));
+  for (int distance = 16; distance > 0; distance /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  for (i64 v = lane; v < V; v += 32) sum += expf(to_float(logits[v]) - largest);
+  const float log_sum = logf(warp_sum(sum)) + largest;
   if (lane == 0) args.losses[t] = log_sum - to_float(logits[wanted]);
   __syncwarp();  // the wanted logit is read before it is replaced
   for (i64 v = lane; v < V; v += 32)

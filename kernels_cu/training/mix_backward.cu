@@ -29,47 +29,47 @@ template <int THREADS> struct Shared {
 
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> args) {
-  constexpr int TOGETHER = sizeof(T) == 4 ? 1 : MIXES;  // mixes whose loads are issued together
+  constexpr int AT_ONCE = sizeof(T) == 4 ? 1 : MIXES;  // mixes whose loads are issued together
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
-  const i64 D = args.D, j = 8 * threadIdx.x, apart = args.tokens * D;
+  const i64 D = args.D, j = 8 * threadIdx.x, mix_stride = args.tokens * D;
   if (j < D)
 #pragma unroll
     for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + j, load8(args.maa + c * D + j));
   __syncthreads();  // keeps the compiler from holding maa in registers, which loads under way need
   if (j >= D) return;
-  Tokens mine(args.each, args.tokens, args.T_);
+  Tokens token(args.each, args.tokens, args.T_);
   Eight sums[MIXES] = {}, before = {};
-  if (!mine.starts()) before = load8(args.xx + (mine.t - 1) * D + j);
-  for (; mine.more(); mine.next()) {
-    const i64 index = mine.t * D + j;
-    Stored<T> now, dmixed[TOGETHER], m[TOGETHER];
-    now.load(args.xx + index);
+  if (!token.starts()) before = load8(args.xx + (token.t - 1) * D + j);
+  for (; token.more(); token.next()) {
+    const i64 index = token.t * D + j;
+    Stored<T> xx_stored, dmixed[AT_ONCE], m[AT_ONCE];
+    xx_stored.load(args.xx + index);
     Eight d, dxx = {}, dd = {};
 #pragma unroll
-    for (int first = 0; first < MIXES; first += TOGETHER) {
+    for (int first = 0; first < MIXES; first += AT_ONCE) {
 #pragma unroll
-      for (int c = 0; c < TOGETHER; ++c) {
-        dmixed[c].load(args.dmixed + (first + c) * apart + index);
-        m[c].load(args.m + (first + c) * apart + index);
+      for (int c = 0; c < AT_ONCE; ++c) {
+        dmixed[c].load(args.dmixed + (first + c) * mix_stride + index);
+        m[c].load(args.m + (first + c) * mix_stride + index);
       }
       if (first == 0) {
-        const Eight xx = now.floats();
+        const Eight xx = xx_stored.floats();
 #pragma unroll
-        for (int n = 0; n < 8; ++n) d.x[n] = (mine.starts() ? 0.f : before.x[n]) - xx.x[n];
+        for (int n = 0; n < 8; ++n) d.x[n] = (token.starts() ? 0.f : before.x[n]) - xx.x[n];
         before = xx;
       }
 #pragma unroll
-      for (int c = 0; c < TOGETHER; ++c) {
-        const Eight given = dmixed[c].floats(), share = m[c].floats(), maa = load8(s.maa[first + c] + j);
+      for (int c = 0; c < AT_ONCE; ++c) {
+        const Eight dmixed_c = dmixed[c].floats(), m_c = m[c].floats(), maa = load8(s.maa[first + c] + j);
         Eight dm;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          dm.x[n] = given.x[n] * d.x[n];
+          dm.x[n] = dmixed_c.x[n] * d.x[n];
           sums[first + c].x[n] += dm.x[n];
-          dxx.x[n] += given.x[n];
-          dd.x[n] = fmaf(given.x[n], maa.x[n] + share.x[n], dd.x[n]);
+          dxx.x[n] += dmixed_c.x[n];
+          dd.x[n] = fmaf(dmixed_c.x[n], maa.x[n] + m_c.x[n], dd.x[n]);
         }
-        store8(args.m + (first + c) * apart + index, dm);
+        store8(args.m + (first + c) * mix_stride + index, dm);
       }
     }
     store8(args.dxx + index, dxx);

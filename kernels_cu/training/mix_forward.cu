@@ -30,10 +30,10 @@ template <typename T, int C> __global__ void __launch_bounds__(THREADS) training
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     const i64 to = c * args.tokens * D + index;
-    Eight share = load8(args.maa + c * D + j), m = {};
+    Eight mixed = load8(args.maa + c * D + j), m = {};
     if (args.m) m = load8(args.m + to);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) share.x[n] = fmaf(d.x[n], share.x[n] + m.x[n], xx.x[n]);
-    store8(args.mixed + to, share);
+    for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(d.x[n], mixed.x[n] + m.x[n], xx.x[n]);
+    store8(args.mixed + to, mixed);
   }
 }

@@ -41,7 +41,7 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   Across<Stored> border8, border16, border32;   // decayed from and to the borders of 8, 16 and 32 tokens
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
-  float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
+  float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
 };
 
 template <typename T, typename G, int PRODUCTS>
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   constexpr int LDT = LD<Stored, CHUNK>, LDC = LD<Stored, CHANNELS>;
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 8 * warp;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
   const int c = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
   const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
@@ -66,12 +66,12 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.g, args.g, b, h, start, stop, channel, shape.K, vectors);
   };
   const auto put_tokens = [&](Stored* tile, int m, float2 x) {
-    Stored* to = tile + (8 * m + 2 * t) * LDC + strip + g;
+    Stored* to = tile + (8 * m + 2 * t) * LDC + warp_channel + g;
     to[0] = from_float<Stored>(x.x), to[LDC] = from_float<Stored>(x.y);
   };
 
   ChunkScores scores(warp);
-  float2 own[SUBS] = {};  // products of tokens with themselves, over this lane's channels
+  float2 self_products[SUBS] = {};  // products of tokens with themselves, over this lane's channels
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   float largest = 0.f;  // of the gates
   fetch(0);
@@ -82,18 +82,18 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     __syncthreads();  // these channels have been copied; operands, starts and ends of the previous ones have been read
     {
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
-        load_column(x, from + 8 * m * ld + strip, ld);
+        load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
-      float all[SUBS];
+      float sub_chunk_decays[SUBS];
       float2 q[4], k[4], a[4];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.g, m, LD<G, CHANNELS>);
-        all[m] = whole_decay(a[m % 4]);
+        sub_chunk_decays[m] = whole_decay(a[m % 4]);
         largest = at_least(a[m % 4].x, at_least(a[m % 4].y, largest));
       }
-      const i64 channel = n * CHANNELS + strip + g;
-      if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_of(all, 0, SUBS);
+      const i64 channel = n * CHANNELS + warp_channel + g;
+      if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_of(sub_chunk_decays, 0, SUBS);
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
@@ -102,20 +102,20 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
           load(k, s.k, m, LD<T, CHANNELS>);
         }
         const float2 gates = decays_of(a[m % 4]), query = q[m % 4], key = k[m % 4];
-        own[m] = own[m] + query * key;
+        self_products[m] = self_products[m] + query * key;
         const Decays<AfterWrite> decays(gates);
         const Middle<AfterWrite> middle(gates);
         const float2 start = decays.start * query, end = decays.end * key;
-        const int index = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.queries + index, middle.queries * query);
         put_pair(s.keys + index, middle.keys * key);
         put_pair(s.border8 + index, m % 2 ? start : end);
-        put_pair(s.border16 + index,
-                 m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.border32 + index,
-                 m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
-        put_tokens(s.starts, m, product_of(all, 0, m) * start);
-        put_tokens(s.ends, m, product_of(all, m + 1, SUBS) * end);
+        put_pair(s.border16 + index, m < quarter_end ? product_of(sub_chunk_decays, m + 1, quarter_end) * end
+                                                     : product_of(sub_chunk_decays, quarter_end, m) * start);
+        put_pair(s.border32 + index, m < half_end ? product_of(sub_chunk_decays, m + 1, half_end) * end
+                                                  : product_of(sub_chunk_decays, half_end, m) * start);
+        put_tokens(s.starts, m, product_of(sub_chunk_decays, 0, m) * start);
+        put_tokens(s.ends, m, product_of(sub_chunk_decays, m + 1, SUBS) * end);
       }
     }
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
@@ -131,9 +131,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   for (int m = 0; m < SUBS; ++m) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2)
-      own[m] =
-          own[m] + float2{__shfl_xor_sync(0xffffffffu, own[m].x, lanes), __shfl_xor_sync(0xffffffffu, own[m].y, lanes)};
-    if (g == m) *reinterpret_cast<float2*>(s.own[warp] + 8 * m + 2 * t) = own[m];
+      self_products[m] = self_products[m] + float2{__shfl_xor_sync(0xffffffffu, self_products[m].x, lanes),
+                                                   __shfl_xor_sync(0xffffffffu, self_products[m].y, lanes)};
+    if (g == m) *reinterpret_cast<float2*>(s.self_products[warp] + 8 * m + 2 * t) = self_products[m];
   }
   const auto put = [&](const float (&d)[2][4], int row, int column) {
     Stored* to = args.scores + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   if (threadIdx.x < CHUNK) {
     float sum = 0.f;
 #pragma unroll
-    for (int other = 0; other < WARPS; ++other) sum += s.own[other][threadIdx.x];
+    for (int other = 0; other < WARPS; ++other) sum += s.self_products[other][threadIdx.x];
     args.diagonal[chunk * CHUNK + threadIdx.x] = scale * sum;
   }
 }
