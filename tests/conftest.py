@@ -335,12 +335,15 @@ def parametrize(metafunc):
             metafunc.parametrize("card", cards, indirect=True)
     if "device" in metafunc.fixturenames:
         elsewhere = {own: other for own, other in ELSEWHERE.items() if own in metafunc.fixturenames}
-        launching = [
-            name
-            for name in metafunc.config.backends
-            if name in ("emulated", "hopper", "cupy") and name not in elsewhere.values()
-        ]
+        launching = [name for name in launches_kernels(metafunc.config.backends) if name not in elsewhere.values()]
         metafunc.parametrize("device", launching, indirect=True)
+    if "kernel_backend" in metafunc.fixturenames:
+        metafunc.parametrize("kernel_backend", launches_kernels(metafunc.config.backends), indirect=True)
+
+
+def launches_kernels(backends):
+    """The names of those that launch kernels_cu's kernels."""
+    return [name for name, cls in backends.items() if issubclass(cls, Kernels)]
 
 
 def with_variants(metafunc, fixture, names):
@@ -366,7 +369,7 @@ def backends():
 @pytest.fixture(autouse=True)
 def rows_of_the_backend(request, backends, monkeypatch):
     """What `reference.assert_close` allows, on the backend that the test asks for."""
-    for asked in {"backend", "card", "device"} & set(request.fixturenames):
+    for asked in {"backend", "kernel_backend", "card", "device"} & set(request.fixturenames):
         name = request.node.callspec.params.get(asked)
         if name in CLASSES:
             monkeypatch.setattr(reference, "ROWS", made(name, backends).rows)
@@ -374,6 +377,12 @@ def rows_of_the_backend(request, backends, monkeypatch):
 
 @pytest.fixture
 def backend(request, backends):
+    return made(request.param, backends)
+
+
+@pytest.fixture
+def kernel_backend(request, backends):
+    """A backend that launches kernels_cu's kernels."""
     return made(request.param, backends)
 
 

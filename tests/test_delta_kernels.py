@@ -380,7 +380,7 @@ BY_TOKEN = {  # operator, K, V, dtype, gate, options
 @pytest.mark.parametrize("segments", [3, 6])
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
 @pytest.mark.parametrize("case", BY_TOKEN)
-def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
+def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, rng):
     """As exact as token by token in one piece, forwards and backwards."""
     monkeypatch.setattr(delta.CutByToken, "time", lambda cut, number: abs(number - min(segments, 541 // max(32, K))))
     monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))
@@ -390,16 +390,16 @@ def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
     arrays, start, do, dht = case.drawn(rng)
     start, dht = (x if states else None for x in (start, dht))
     o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
-    given = {"initial_state": backend.asarray(start), "output_final_state": True} if states else {}
-    found, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **options, **given)
-    back = pull(backend.asarray(do), *([backend.asarray(dht)] if states else []))
+    given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
+    found, pull = kernel_backend.run(vjp, case.function, *map(kernel_backend.asarray, arrays), **options, **given)
+    back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
     for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
-        assert_close(what, backend.tohost(x), y, dtype)
+        assert_close(what, kernel_backend.tohost(x), y, dtype)
     for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
         size = rms(y)
         if name in op.decays:  # all of it may be far below what its sums are made of
             size = max(size, rms(double(arrays[0]) * gradients[0]))
-        assert rms(double(backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
+        assert rms(double(kernel_backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
 
 
 @pytest.mark.pairwise
@@ -407,7 +407,7 @@ def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
 @pytest.mark.parametrize("before", [-np.inf, -76], ids=["from-zero", "from-little"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
 @pytest.mark.parametrize("op", [x for x in DELTA_RULES if x.decays], ids=lambda op: op.name)
-def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states, rng):
+def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, before, states, rng):
     """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
     half = dtype == BFLOAT16
     monkeypatch.setattr(delta.CutInChunks if half else delta.CutByToken, "time", lambda cut, number: abs(number - 3))
@@ -423,12 +423,12 @@ def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states
     do, dht = (do * 2.0**-17).astype(dtype), dht * SINGLE.type(2**-17)  # their gradients grow backwards
     start, dht = (x if states else None for x in (start, dht))
     o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start)
-    given = {"initial_state": backend.asarray(start), "output_final_state": True} if states else {}
-    found, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **given)
-    back = pull(backend.asarray(do), *([backend.asarray(dht)] if states else []))
+    given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
+    found, pull = kernel_backend.run(vjp, case.function, *map(kernel_backend.asarray, arrays), **given)
+    back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
     limit = 2 * HARD_LIMITS[dtype] if half else 10 * LIMITS[dtype.name][0]
     for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
-        assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
+        assert rms(double(kernel_backend.tohost(x)) - y) < limit * rms(y), what
     for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
         size = rms(y)
         if name in op.decays and y.ndim == 3:  # it sums over channels, where kda's may cancel
@@ -436,7 +436,7 @@ def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states
             g = np.repeat(g[..., None], q.shape[-1], -1)
             *_, (_, _, _, dg, *_) = exact_vjp(linattn_np.kda, (q, k, v, g, beta), do, dht, initial_state=start)
             size = rms(np.sum(dg**2, -1) ** 0.5)
-        assert rms(double(backend.tohost(x)) - y) <= 3 * limit * size, name
+        assert rms(double(kernel_backend.tohost(x)) - y) <= 3 * limit * size, name
 
 
 @pytest.mark.pairwise
@@ -447,7 +447,7 @@ def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states
 )
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
-def test_segments(monkeypatch, backend, op, dtype, options, states, K, V, segments, rng):
+def test_segments(monkeypatch, kernel_backend, op, dtype, options, states, K, V, segments, rng):
     """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those,
     forwards and backwards."""
     monkeypatch.setattr(delta.CutInChunks, "time", lambda cut, number: abs(number - segments))
@@ -457,14 +457,18 @@ def test_segments(monkeypatch, backend, op, dtype, options, states, K, V, segmen
     arrays, start, do, dht = case.drawn(rng)
     start, dht = (x if states else None for x in (start, dht))
     o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
-    given = {"initial_state": backend.asarray(start), "output_final_state": True} if states else {}
-    found, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), mode="chunk", **options, **given)
-    back = pull(backend.asarray(do), *([backend.asarray(dht)] if states else []))
+    given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
+    found, pull = kernel_backend.run(
+        vjp, case.function, *map(kernel_backend.asarray, arrays), mode="chunk", **options, **given
+    )
+    back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
     for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
-        assert rms(double(backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[dtype] * rms(y), what
+        assert rms(double(kernel_backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[dtype] * rms(y), what
     for name, given, x, y in zip((*op.arrays, "h0"), (*arrays, start), back, gradients, strict=states):
         size = rms(y)
         if name in op.decays:  # sums of what may cancel
             terms = np.abs(double(arrays[0]) * gradients[0])
             size = max(size, rms(terms if given.ndim == 4 else np.sum(terms, -1)))
-        assert rms(double(backend.tohost(x)) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size, name
+        assert (
+            rms(double(kernel_backend.tohost(x)) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size
+        ), name

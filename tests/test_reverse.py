@@ -56,6 +56,7 @@ def whole(given):
     return given if len(given) > 1 else given[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_is_the_call_on_flipped_arrays(backend, variant, mode, packed, v_first, rng):
@@ -86,6 +87,7 @@ def gradients_of(function, host, start, do, dht, **options):
     return vjp(function, *host, initial_state=whole(start), **options)[1](do, whole(dht))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_gradients(backend, variant, mode, packed, rng):
     """Against the NumPy gradients of flipped arrays in float64, those of the initial state too."""

@@ -567,6 +567,7 @@ KEPT = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", KEPT)
 def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch):
