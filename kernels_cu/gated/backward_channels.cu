@@ -81,7 +81,7 @@ template <typename T, typename G, typename E> struct Args {
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
+  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes, which the host checks
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
   // dA [B, heads, NC, 64, 64], without its diagonal, pairs within a sub-chunk times NEAR_SCALE
   const void* scores;
@@ -367,19 +367,19 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;  // among the chunks of this launch
   const float* decays = args.decays + chunk * padded_width(shape.V);
   const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // columns of v and do in memory
-  // Starts the copies of columns 32 n ... 32 n + 31 of v and do to stage n % 2.
-  const auto fetch = [&](int n) {
-    Values<E>& to = s.values[n & 1];
+  // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
+  const auto fetch = [&](int stage) {
+    Values<E>& to = s.values[stage & 1];
     const ChannelTile own_work = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
-    const i64 head = Columns::gated ? own_work.h - args.first : own_work.h, column = n * COLUMNS;
+    const i64 head = Columns::gated ? own_work.h - args.first : own_work.h, column = stage * COLUMNS;
     const bool aligned = Columns::gated || vectors;
     fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, own_work.b, head, own_work.span.start, own_work.span.stop, column,
                                     width, aligned);
     fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, own_work.b, head, own_work.span.start, own_work.span.stop, column,
                                     width, aligned);
   };
-  // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the 16 columns after these. Each
-  // product moves index 1 to index 0 and loads index 1.
+  // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the following 16. Each step moves
+  // index 1 to index 0 and loads index 1.
   static_assert(STEPS == 2);
   States<M, Columns::turned> states;
   Shape states_shape = shape;
@@ -388,20 +388,21 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       static_cast<const Stored*>(args.chunk_states) +
       tile_at(states_shape, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
   const Stored* dS_tiles = S_tiles + tile_at(states_shape, heads, true, 0, 0, 0, 0, 0);
-  // from a tile of columns to the next one's numbers
+  // The distance in memory from a tile of columns to the next one.
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
-  // Loads the 16 columns m of stage n to index `slot` of the queue.
-  const auto fetch_states = [&](int slot, int n, int m) {
-    const int offset = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
+  // Loads the columns of step `step` of a stage to index `slot` of the queue.
+  const auto fetch_states = [&](int slot, int stage, int step) {
+    const int offset = stage * COLUMNS / TILE * next_tile, column = stage * COLUMNS % TILE / 8 + 2 * step;
     states.load(slot, S_tiles + offset, dS_tiles + offset, 2 * warp, column);
   };
-  if constexpr (Columns::gated)  // the condition is the same for the whole block, so that no thread waits at a barrier
+  if constexpr (Columns::
+                    gated)  // all threads of the block agree, so that none waits at a barrier for one that has left
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
       return compute_token_by_token<Columns::turned>(args, S_tiles, dS_tiles, next_tile, work);
   fetch(0);
   cp_async_commit();
 #pragma unroll
-  for (int m = 0; m < STEPS; ++m) fetch_states(m, 0, m);
+  for (int step = 0; step < STEPS; ++step) fetch_states(step, 0, step);
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
@@ -412,14 +413,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   float state_terms[2] = {};
   const int column_stages = int((shape.V + COLUMNS - 1) / COLUMNS);
 #pragma unroll 1
-  for (int n = 0; n < column_stages; ++n) {
-    if (n + 1 < column_stages) fetch(n + 1);
+  for (int stage = 0; stage < column_stages; ++stage) {
+    if (stage + 1 < column_stages) fetch(stage + 1);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // the columns of stage n have been copied by all threads
-    const Values<E>& in = s.values[n & 1];
+    __syncthreads();  // this stage's columns have been copied by all threads
+    const Values<E>& in = s.values[stage & 1];
 #pragma unroll UNROLLED
-    for (int m = 0; m < STEPS; ++m) {
+    for (int step = 0; step < STEPS; ++step) {
       Left<M> S, dS;
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
@@ -427,18 +428,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         const float2 dS_pair = {to_float(states.dS[0][p].x), to_float(states.dS[0][p].y)};
         states.S[0][p] = states.S[1][p], states.dS[0][p] = states.dS[1][p];
         const float2 column_decays =
-            decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * lane_pair, int(width));
+            decays_of_columns<Columns>(decays, stage * COLUMNS + 16 * step + 8 * (p >> 1) + 2 * lane_pair, int(width));
         state_terms[p & 1] = fmaf(column_decays.x * S_pair.x, dS_pair.x,
                                   fmaf(column_decays.y * S_pair.y, dS_pair.y, state_terms[p & 1]));
         S.take(p, S_pair), dS.take(p, dS_pair);
       }
-      if (n + 1 < column_stages) fetch_states(1, n + 1, m);
+      if (stage + 1 < column_stages) fetch_states(1, stage + 1, step);
 #pragma unroll
-      for (int x = 0; x < BLOCKS; ++x) {
+      for (int m = 0; m < BLOCKS; ++m) {
         RightData<M, E> do_operand[2], v_operand[2];
-        load_right<true>(do_operand, in.do_ + 16 * x * LDV + 16 * m, LDV);
-        load_right<true>(v_operand, in.v + 16 * x * LDV + 16 * m, LDV);
-        multiply(dq[x], S, do_operand, dk[x], dS, v_operand);
+        load_right<true>(do_operand, in.do_ + 16 * m * LDV + 16 * step, LDV);
+        load_right<true>(v_operand, in.v + 16 * m * LDV + 16 * step, LDV);
+        multiply(dq[m], S, do_operand, dk[m], dS, v_operand);
       }
 #pragma unroll
       for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
@@ -446,17 +447,17 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
         LeftData<M, E> do_rows;
         RightData<M, E> v_rows[2];
-        load_left<false>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * m, LDV);
-        load_right<true>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * m, LDV);
+        load_left<false>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * step, LDV);
+        load_right<true>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * step, LDV);
         multiply(dA[x], do_rows, v_rows);
       }
     }
-    __syncthreads();  // all warps have read stage n, which the next iteration's copies overwrite
+    __syncthreads();  // all warps have read this stage, which the next iteration's copies overwrite
   }
   cp_async_wait<0>();
   if constexpr (Columns::gated) {
-    constexpr int PIECE =
-        16 / sizeof(Stored);  // numbers that one copy moves; zeros instead of pieces above the diagonal
+    // Numbers that one copy moves. Pieces above the diagonal become zeros.
+    constexpr int PIECE = 16 / sizeof(Stored);
     const Stored* dA_from = static_cast<const Stored*>(args.scores) + chunk * (CHUNK * CHUNK);
 #pragma unroll 1
     for (int index = threadIdx.x * PIECE; index < CHUNK * CHUNK; index += THREADS * PIECE)
@@ -487,8 +488,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   }
   __syncthreads();  // dA is in shared memory, and q, k and g have arrived for all warps
 
-  // From here on a warp needs its own 16 channels only. In arrays of four, index p is octet p % 2 and sub-chunk
-  // 2 m + p / 2 of block m. gates_of_block calls f(p, log gates of this lane's two tokens) for each p.
+  // From here on a warp needs its own 16 channels only, and m is the number of a block of 16 tokens, n that of a
+  // sub-chunk. In arrays of four, index p is octet p % 2 and sub-chunk 2 m + p / 2 of block m. gates_of_block calls
+  // f(p, log gates of this lane's two tokens) for each p.
   const auto gates_of_block = [&](int m, auto f) {
     float2 gates[4];
     load_channels(gates, s.g + 16 * m * LD<G, TILE> + warp_channel, LD<G, TILE>);
@@ -525,10 +527,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     Held<M> operand;
     load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
     gates_of_block(m, [&](int p, float2 gates) {
-      const Decays<ReadOrder> decays(decays_of(gates));
+      const PairDecays<ReadOrder> decays(decays_of(gates));
       const int n = 2 * m + (p >> 1);
-      const float between = m < BLOCKS / 2 ? product_of(sub_decays[p & 1], n + 1, HALF)
-                                           : product_of(sub_decays[p & 1], HALF, n);  // of the sub-chunks between
+      const float between = m < BLOCKS / 2 ? product_over(sub_decays[p & 1], n + 1, HALF)
+                                           : product_over(sub_decays[p & 1], HALF, n);  // of the sub-chunks between
       operand.set(p, between * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
     });
     s.pairs.border32[m][threadIdx.x] = operand;
@@ -542,7 +544,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   }
   __syncwarp();  // one lane in four has written the decays that all four read
 
-  const float2 chunk_decay = {product_of(sub_decays[0], 0, SUBS), product_of(sub_decays[1], 0, SUBS)};  // by octet
+  const float2 chunk_decay = {product_over(sub_decays[0], 0, SUBS), product_over(sub_decays[1], 0, SUBS)};  // by octet
   state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
   // Computed again, with another order of multiplications, if S dS or a decay may exceed float32's range.
   if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= FLOAT32_MAX))) {
@@ -589,7 +591,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
       const bool exists = channel + 8 * octet < shape.K;
-      const float sum = sums(du[octet]).all;  // over the four lanes of the channel
+      const float sum = lane_sums(du[octet]).all;  // over the four lanes of the channel
       if (exists && lane_pair == 0)
         args.partial_du[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * octet] = sum;
       u[octet] = exists ? args.u[h * shape.K + channel + 8 * octet] : 0.f;
@@ -617,8 +619,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         gate_terms[octet].across[n] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
       other_half[octet] = 0.f;
     }
-    // Operands at the half's middle: keys of its first block decayed to it, queries of its second block decayed from
-    // it.
+    // Operands at the half's middle: keys of the half's first block decayed to this border, queries of its second block
+    // decayed from it.
     Held<M> border16[2];
 #pragma unroll
     for (int in_half = 0; in_half < 2; ++in_half) {  // the half's blocks
@@ -626,7 +628,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       float2 y[4];
       load_channels(y, (in_half ? s.q : s.k) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       gates_of_block(m, [&](int p, float2 gates) {
-        const Decays<ReadOrder> decays(decays_of(gates));
+        const PairDecays<ReadOrder> decays(decays_of(gates));
         const float between = in_half == 0 && p < 2    ? half_decays[p & 1][1]
                               : in_half == 1 && p >= 2 ? half_decays[p & 1][2]
                                                        : 1.f;
@@ -647,8 +649,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       Held<M> queries, keys, border8;
       gates_of_block(m, [&](int p, float2 gates) {
         const float2 a = decays_of(gates);
-        const Decays<ReadOrder> decays(a);
-        const Middle<ReadOrder> middle(a);
+        const PairDecays<ReadOrder> decays(a);
+        const MiddleFactors<ReadOrder> middle(a);
         from_start[p] = decays.start, to_end[p] = decays.end;
         query_factor[p] = middle.queries, key_factor[p] = middle.keys;
         queries.set(p, query_factor[p] * q[p]);
@@ -705,16 +707,16 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             return term.x + term.y;
           };
           const float from_half =
-              product_of(half_decays[octet], 0, subchunk);  // from this half's start to the sub-chunk
+              product_over(half_decays[octet], 0, subchunk);  // from this half's start to the sub-chunk
           const float state_term =
-              add_part(STATE_CORRECTION * scale * product_of(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
+              add_part(STATE_CORRECTION * scale * product_over(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
                            from_start[p],
                        dq[in_half][second], 0);
           if (half) {
             other_half[octet] += state_term;
             add_part(from_half * from_start[p], over_keys32[second], 0);
           }
-          if (in_half) add_part(product_of(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[second], 2);
+          if (in_half) add_part(product_over(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[second], 2);
           if (second) add_part(from_start[p], over_keys8, subchunk);
           query_terms[p] = M::SPLIT ? terms : terms + near;
           near_query_terms[p] = near;
@@ -750,8 +752,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float2 product = tokens_of(over_queries[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * product), terms = {0.f, 0.f};
-          // As above, of queries from the sub-chunk `border` on: the gates of the sub-chunks after this one and before
-          // the border lie between key and query.
+          // Adds `factor` d, of queries from the sub-chunk `border` of this half on, to dk and to the terms of dg: the
+          // gates of the sub-chunks after this one and before the border lie between key and query. Returns the lane's
+          // sum of the terms.
           const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
             const float2 part = factor * tokens_of(d, octet), term = k[p] * part;
             sum = sum + part, terms = terms + term;
@@ -759,8 +762,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             for (int to = subchunk + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
             return term.x + term.y;
           };
-          // from the sub-chunk's end
-          float to_chunk_end = product_of(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
+          // The decay from this sub-chunk's end to the chunk's end.
+          float to_chunk_end = product_over(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
           if (!half) {
 #pragma unroll
             for (int later = HALF; later < SUBS; ++later) to_chunk_end *= decay_over(later, octet);
@@ -768,21 +771,21 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float state_term = add_part(to_chunk_end * to_end[p], dk[in_half][second], HALF);
           if (!half) {
             other_half[octet] += state_term;
-            add_part(product_of(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[second], HALF);
+            add_part(product_over(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[second], HALF);
           }
           if (!in_half)
-            add_part(product_of(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
+            add_part(product_over(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
           if (!second) add_part(to_end[p], over_queries8, subchunk + 1);
           put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
           // For the gates t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t)
           // of the sub-chunk, less the sum of key_terms over its keys j >= t.
           const auto terms_from = [](float2 query_terms, float2 key_terms) -> float2 {
             const float2 difference = query_terms + -1.f * key_terms;
-            const float later_lanes = sums(difference.x + difference.y).after;
+            const float later_lanes = lane_sums(difference.x + difference.y).after;
             if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
             return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };
-          const float earlier_keys = sums(terms.x + terms.y).before;  // of the lanes with earlier tokens
+          const float earlier_keys = lane_sums(terms.x + terms.y).before;  // of the lanes with earlier tokens
           float2& dg = gate_terms[octet].within[subchunk];
           if constexpr (M::SPLIT) {
             float2 near_terms = terms_from(near_query_terms[p], near);
@@ -810,10 +813,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       for (int n = 0; n < HALF; ++n) {
         float2 dg = gate_terms[octet].within[n];
         if (grows(2 * half + n / 2)) dg = dg + UNDO_NEAR_SCALE * pair_sums[2 * half + n / 2].dg[n % 2 * 2 + octet];
-        const float across = sums(gate_terms[octet].across[n]).all;
+        const float across = lane_sums(gate_terms[octet].across[n]).all;
         first_half_dg[octet][n] = half_dg[octet][n], half_dg[octet][n] = dg + float2{across, across};
       }
-      decay_to_half[octet] = product_of(half_decays[octet], 0, HALF);
+      decay_to_half[octet] = product_over(half_decays[octet], 0, HALF);
     }
 #pragma unroll
     for (int in_half = 0; in_half < BLOCKS / 2; ++in_half) {
@@ -829,7 +832,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
   for (int octet = 0; octet < 2; ++octet) {
     // The second half's queries with S: every gate of the first half has these terms.
-    const float from_second_half = sums(other_half[octet]).all;
+    const float from_second_half = lane_sums(other_half[octet]).all;
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
       put_tokens(s.g, n, octet, first_half_dg[octet][n] + float2{from_second_half, from_second_half});

@@ -98,7 +98,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
       load_channels(x, gates + 16 * m * LD<G, TILE>, LD<G, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        total[p & 1] += sums(x[p].x + x[p].y).all;
+        total[p & 1] += lane_sums(x[p].x + x[p].y).all;
         largest_gate = fmaxf(largest_gate, fmaxf(x[p].x, x[p].y));
       }
     }
@@ -203,15 +203,15 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       load_channels(gates, in.g + 16 * m * LD<G, TILE> + 16 * warp, LD<G, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const Decays<ReadOrder> decays(decays_of(gates[p]));
+        const PairDecays<ReadOrder> decays(decays_of(gates[p]));
         const int n = 2 * m + (p >> 1), row = p & 1;
         factors[n][row] = backwards ? decays.start : decays.end;
-        all[row][n] = decays.all;
+        all[row][n] = decays.whole;
       }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float step_decay = product_of(all[row], 0, STEP_SUBS);
+      const float step_decay = product_over(all[row], 0, STEP_SUBS);
       total_decay[row] *= step_decay;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
@@ -227,7 +227,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
         const int n = 2 * m + (p >> 1), row = p & 1;
         const float outer_decay =
             TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
-            (backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS));
+            (backwards ? float(args.scale) * product_over(all[row], 0, n) : product_over(all[row], n + 1, STEP_SUBS));
         a.take(p, outer_decay * factors[n][row] * x[p]);
       }
 #pragma unroll

@@ -146,18 +146,19 @@ __global__ void __launch_bounds__(
         }
         const float2 decays_of_tokens = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
         weights[m % 4] = u * query * token;
-        const Decays<ReadOrder> decays(decays_of_tokens);
-        const Middle<ReadOrder> middle(decays_of_tokens);
+        const PairDecays<ReadOrder> decays(decays_of_tokens);
+        const MiddleFactors<ReadOrder> middle(decays_of_tokens);
         const float2 start = decays.start * query, end = decays.end * token;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.operands.queries + index, middle.queries * query);
         put_pair(s.operands.keys + index, middle.keys * token);
         put_pair(s.operands.border8 + index, m % 2 ? start : end);
-        put_pair(s.operands.border16 + index, m < quarter_end ? product_of(sub_chunk_decays, m + 1, quarter_end) * end
-                                                              : product_of(sub_chunk_decays, quarter_end, m) * start);
-        put_pair(s.operands.border32 + index, m < half_end ? product_of(sub_chunk_decays, m + 1, half_end) * end
-                                                           : product_of(sub_chunk_decays, half_end, m) * start);
-        put_pair(s.operands.ends + index, product_of(sub_chunk_decays, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
+        put_pair(s.operands.border16 + index, m < quarter_end ? product_over(sub_chunk_decays, m + 1, quarter_end) * end
+                                                              : product_over(sub_chunk_decays, quarter_end, m) * start);
+        put_pair(s.operands.border32 + index, m < half_end ? product_over(sub_chunk_decays, m + 1, half_end) * end
+                                                           : product_over(sub_chunk_decays, half_end, m) * start);
+        put_pair(s.operands.ends + index,
+                 product_over(sub_chunk_decays, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.self_scores[warp], weights, m - 3);
       }
     }

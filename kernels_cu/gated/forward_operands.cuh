@@ -263,7 +263,7 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
     float x[LANE_CHANNELS], y[LANE_CHANNELS];
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) {
-      const float decay = fmaxf(token_decays[i][c], LEAST), qi = q[i].get(c), ki = k[i].get(c);
+      const float decay = fmaxf(token_decays[i][c], LEAST_DECAY), qi = q[i].get(c), ki = k[i].get(c);
       if (AFTER_MIDDLE) {
         if (!INCLUSIVE) x[c] = qi * between[c];
         between[c] *= decay;

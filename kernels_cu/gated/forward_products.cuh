@@ -171,7 +171,7 @@ __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, co
 // Sets a to the scores of queries row ... row + 15 and keys key ... key + 15.
 template <int LDA> __device__ __forceinline__ void load_scores(LeftBf16& a, const bf16* A, int row, int key) {
   const int lane = own_lane();
-  ldmatrix_x4(a.both, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
+  ldmatrix_x4(a.words, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
 }
 template <int LDA, bool SPLIT>
 __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, int row, int key) {

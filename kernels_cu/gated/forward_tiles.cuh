@@ -33,9 +33,9 @@ template <bool SPLIT> using RightTf32 = Pairs<SPLIT, float, 2>;
 
 // ---- operands from tiles --------------------------------------------------------------------------------------------
 
-// A lane's first address in tiles with rows of COLS values. Addresses that are a constant multiple of 8 rows and a
-// constant number of columns away are computed by one addition and one XOR. Readers are made right before their use,
-// since holding addresses takes too many registers.
+// A lane's first address in tiles with rows of COLS values: row `row`, its 16-byte piece `piece`, number `rest` of that
+// piece. at(): the address `row` rows (a multiple of 8) and `col` columns further on, both constants, by one addition
+// and one XOR. Readers are made right before their use, since holding addresses takes too many registers.
 template <int COLS, typename X> struct Reader {
   static constexpr int PIECE = 16, ROUND = 8 * PIECE, SIZE = sizeof(X);
   int first;  // in bytes
@@ -56,7 +56,7 @@ template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
   __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
 
   __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row, int col) const {
-    ldmatrix_x4(a.both, this->at(tile, row, col));
+    ldmatrix_x4(a.words, this->at(tile, row, col));
   }
   template <bool SPLIT>
   __device__ __forceinline__ void load(LeftTf32<SPLIT>& a, const float* tile, int row, int col) const {
@@ -78,7 +78,7 @@ template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
     u32 r[4];
     ldmatrix_x4(r, this->at(tile, row, col));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b[i / 2].both[i % 2] = r[i];
+    for (int i = 0; i < 4; ++i) b[i / 2].words[i % 2] = r[i];
   }
   template <bool SPLIT>
   __device__ __forceinline__ void load(RightTf32<SPLIT> (&b)[1], const float* tile, int row, int col) const {
@@ -95,7 +95,7 @@ template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // 
       : Reader<COLS, X>((lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)) {}
 
   __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row) const {
-    ldmatrix_x4_trans(a.both, this->at(tile, row, 0));
+    ldmatrix_x4_trans(a.words, this->at(tile, row, 0));
   }
   __device__ __forceinline__ void load(LeftTf32<false>& a, const f16* tile, int row) const {
     u32 r[4];
@@ -127,7 +127,7 @@ template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader
     u32 r[4];
     ldmatrix_x4_trans(r, this->at(tile, row, col));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b[i / 2].both[i % 2] = r[i];
+    for (int i = 0; i < 4; ++i) b[i / 2].words[i % 2] = r[i];
   }
   __device__ __forceinline__ void load(RightTf32<false> (&b)[2], const f16* tile, int row, int col) const {
     u32 r[4];
@@ -218,7 +218,7 @@ template <int COLS, int W, typename X> struct Spot {
   }
 };
 
-// The same for tiles that LeftReader multiplies with accumulators: 8 floats are in the order 0 2 4 6 1 3 5 7.
+// A Spot in tiles that LeftReader multiplies with accumulators: 8 floats of a row are in the order 0 2 4 6 1 3 5 7.
 template <int COLS, int W, typename X> struct PairedSpot : Spot<COLS, W, X> {
   __device__ __forceinline__ PairedSpot(int row, int col) : Spot<COLS, W, X>(row, col) {}
 };

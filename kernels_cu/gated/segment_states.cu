@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
         largest = fmaxf(largest, g);
       }
       if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) grows = 1;
-      const Around lanes = sums(sum);
+      const FourLanes lanes = lane_sums(sum);
       float others = lanes.after + later_gates[row];  // the gates after the lane's tokens
       later_gates[row] += lanes.all;
       if (!is_own) continue;

@@ -11,61 +11,63 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr float LEAST = 2.0611536e-9f;  // the least decay about a middle, e^-20
+constexpr float LEAST_DECAY = 2.0611536e-9f;  // the least decay about a middle, e^-20
 
 __device__ __forceinline__ float2 operator*(float a, float2 x) { return {a * x.x, a * x.y}; }
 __device__ __forceinline__ float2 operator*(float2 a, float2 x) { return {a.x * x.x, a.y * x.y}; }
 __device__ __forceinline__ float2 operator+(float2 a, float2 x) { return {a.x + x.x, a.y + x.y}; }
 __device__ __forceinline__ float2 decays_of(float2 gates) { return {decay_of(gates.x), decay_of(gates.y)}; }
 
-// Of the values of four neighbouring lanes: the sum or product of those before this lane, of those after it, and of all
-// four. around: `join` is the sum or the product, `neutral` is 0 or 1.
-struct Around {
+// The sum, or the product, of the values x of the four lanes with the same lane / 4: of the lanes before this one, of
+// the lanes after it, and of all four. combine_lanes: `join` adds with `neutral` 0, or multiplies with `neutral` 1. All
+// lanes of the warp call these functions together.
+struct FourLanes {
   float before, after, all;
 };
-template <class F> __device__ __forceinline__ Around around(float x, float neutral, F join) {
+template <class F> __device__ __forceinline__ FourLanes combine_lanes(float x, float neutral, F join) {
   const int t = threadIdx.x & 3;
   const float other = __shfl_xor_sync(0xffffffffu, x, 1), two = join(x, other);
   const float other_two = __shfl_xor_sync(0xffffffffu, two, 2);
   return {join(t & 1 ? other : neutral, t & 2 ? other_two : neutral),
           join(t & 1 ? neutral : other, t & 2 ? neutral : other_two), join(two, other_two)};
 }
-__device__ __forceinline__ Around products(float x) {
-  return around(x, 1.f, [](float a, float b) { return a * b; });
+__device__ __forceinline__ FourLanes lane_products(float x) {
+  return combine_lanes(x, 1.f, [](float a, float b) { return a * b; });
 }
-__device__ __forceinline__ Around sums(float x) {
-  return around(x, 0.f, [](float a, float b) { return a + b; });
+__device__ __forceinline__ FourLanes lane_sums(float x) {
+  return combine_lanes(x, 0.f, [](float a, float b) { return a + b; });
 }
 
 // The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates.
-__device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(sums(gates.x + gates.y).all); }
+__device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(lane_sums(gates.x + gates.y).all); }
 
-// The decays of a lane's pair of tokens: from the sub-chunk's start to the states that they read, from after them to
-// its end; and of the whole sub-chunk.
-template <class ReadOrder> struct Decays {
+// The decays of a lane's pair of tokens: `start`, from the sub-chunk's start to the state that each token reads; `end`,
+// from after each token to the sub-chunk's end; `whole`, over the sub-chunk. a: the decays of the two tokens
+// themselves.
+template <class ReadOrder> struct PairDecays {
   float2 start, end;
-  float all;
+  float whole;
 
-  __device__ __forceinline__ explicit Decays(float2 a) {
-    const Around others = products(a.x * a.y);
-    all = others.all;
+  __device__ __forceinline__ explicit PairDecays(float2 a) {
+    const FourLanes others = lane_products(a.x * a.y);
+    whole = others.all;
     end = {a.y * others.after, others.after};
     if (ReadOrder::reads_before_write) start = {others.before, others.before * a.x};
     else start = {others.before * a.x, others.before * a.x * a.y};
   }
 };
 
-// The factors of a lane's pair of queries and of keys, from and to the sub-chunk's middle. OWN: GLA's scores of tokens
-// with themselves are computed by these factors, too.
-template <class ReadOrder, bool OWN = false> struct Middle {
-  static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : ::LEAST;  // e^-16
+// The factors of a lane's pair of queries and of keys, from and to the sub-chunk's middle, of the decays a of the two
+// tokens. OWN: GLA's scores of tokens with themselves are computed by these factors, too.
+template <class ReadOrder, bool OWN = false> struct MiddleFactors {
+  static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : LEAST_DECAY;  // e^-16
   // GLA's factors would be e^-80 to e^60. With this factor, about e^10, they are e^-70 to e^70, so that their rounding
   // errors in tf32 are normal numbers, too; those that are used in scores are at most e^50. RWKV-6's are e^-48 to e^64
   // (used: e^48). OWN: about e^8, for factors from e^-56 to e^56.
   static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : OWN ? 4096.f : 16384.f;
   float2 queries, keys;
 
-  __device__ __forceinline__ explicit Middle(float2 a) {
+  __device__ __forceinline__ explicit MiddleFactors(float2 a) {
     const int t = threadIdx.x & 3;
     const bool is_after = t & 2;                    // whether the pair is after the middle
     const bool is_outer = is_after == bool(t & 1);  // whether another pair lies between it and the middle
@@ -89,10 +91,11 @@ template <class ReadOrder, bool OWN = false> struct Middle {
   }
 };
 
-// The product of all[from...to-1], in this order, and of `x` before them.
-template <int N> __device__ __forceinline__ float product_of(const float (&all)[N], int from, int to, float x = 1.f) {
+// `product` times factors[first ... end - 1], multiplied in this order.
+template <int N>
+__device__ __forceinline__ float product_over(const float (&factors)[N], int first, int end, float product = 1.f) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
-    if (n >= from && n < to) x *= all[n];
-  return x;
+    if (n >= first && n < end) product *= factors[n];
+  return product;
 }

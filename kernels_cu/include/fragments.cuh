@@ -11,7 +11,8 @@
 //           gradients are cut off to tf32, not rounded, for which TF32_CORRECTION makes up.
 #include "tf32.cuh"
 
-// How data of type T are multiplied: by PRODUCTS products, of operands that are stored in shared memory as `Stored`.
+// How data of type T are multiplied: by PRODUCTS products of the tensor cores, 1 or 3 (operands SPLIT in two numbers),
+// of operands that are stored in shared memory as `Stored`.
 template <typename T, int PRODUCTS> struct Math {
   using Stored = float;
   static constexpr bool SPLIT = PRODUCTS == 3;
@@ -29,6 +30,7 @@ constexpr float TF32_CORRECTION =
 template <class M, typename E = typename M::Stored>
 constexpr float TF32_CORRECTION_OF_BOTH = TF32_CORRECTION<M, E> * TF32_CORRECTION<M, E>;
 
+// The two 16-bit numbers of a word, of the type of the second argument.
 __device__ __forceinline__ float2 unpack(u32 two, bf16) {
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
 }
@@ -36,16 +38,17 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// A lane's N pairs of an operand. `set` rounds or splits floats. `take` has floats that are rounded already, or may be
-// cut off by the product.
+// A lane's N pairs of an operand, pair p in words[p] if bfloat16, else in numbers 2p and 2p + 1 of `high` (and `low` if
+// SPLIT). set(p, pair) rounds or splits floats; set(i, x) sets the i-th number only. `take` is for floats that are
+// rounded already, or that the product may cut off. The pair may also be a word of two 16-bit numbers, and their type.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
 template <int N> struct Pairs<false, bf16, N> {
-  u32 both[N];
+  u32 words[N];
 
-  __device__ __forceinline__ void set(int p, float2 x) { both[p] = pack<bf16>(x.x, x.y); }
-  __device__ __forceinline__ void set(int p, u32 two, bf16) { both[p] = two; }
+  __device__ __forceinline__ void set(int p, float2 x) { words[p] = pack<bf16>(x.x, x.y); }
+  __device__ __forceinline__ void set(int p, u32 two, bf16) { words[p] = two; }
   template <typename... X> __device__ __forceinline__ void take(int p, X... x) { set(p, x...); }
-  __device__ __forceinline__ float2 get(int p) const { return unpack(both[p], bf16{}); }
+  __device__ __forceinline__ float2 get(int p) const { return unpack(words[p], bf16{}); }
 };
 template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
   u32 high[2 * N], low[SPLIT ? 2 * N : 1];
@@ -71,7 +74,8 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
     take(2 * p + 1, x.y);
   }
   template <typename E> __device__ __forceinline__ void take(int p, u32 two, E e) { set(p, two, e); }
-  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers, which leave nothing
+  // 16-bit numbers are tf32 numbers: `low`, which stays unset, is for float32 data only (LeftData, RightData).
+  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {
     const float2 x = unpack(two, e);
     high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
   }
@@ -79,15 +83,15 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
 template <class M> using Left = Pairs<M::SPLIT, typename M::Stored, 4>;
 template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
 
-// The same for data that are not computed: half-precision data are tf32 numbers and need no split.
+// Operands that are data of type T as they are in memory: 16-bit data are tf32 numbers already and need no split.
 template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
 template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
 
-// A left operand that is kept until its product in few registers: as floats, or as bfloat16 pairs.
+// A left operand that waits for its product in as few registers as possible: as floats, or as bfloat16 pairs.
 template <class M, typename Stored> struct HeldOperand {
   float2 x[4];
 
-  __device__ __forceinline__ void set(int p, float2 from) { x[p] = from; }
+  __device__ __forceinline__ void set(int p, float2 pair) { x[p] = pair; }
   // The values that the product reads.
   __device__ __forceinline__ float2 get(int p) const {
     return M::SPLIT ? x[p] : float2{cut_off(x[p].x), cut_off(x[p].y)};
@@ -115,8 +119,8 @@ __device__ __forceinline__ void multiply_part(float (&d)[4], const Pairs<A, floa
   if ((product == 0 && !A) || (product == 1 && !B)) return;
   const auto left = [&](int i) { return (product == 0 ? a.low : a.high)[left_register(half, i)]; };
   const auto right = [&](int i) { return (product == 1 ? b.low : b.high)[2 * half + i]; };
-  const u32 from[4] = {left(0), left(1), left(2), left(3)}, by[2] = {right(0), right(1)};
-  mma_tf32(d, from, by);
+  const u32 left_words[4] = {left(0), left(1), left(2), left(3)}, right_words[2] = {right(0), right(1)};
+  mma_tf32(d, left_words, right_words);
 }
 
 // d += a b over half of the depth.
@@ -128,8 +132,8 @@ __device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<A, floa
 }
 __device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<false, bf16, 4>& a,
                                               const Pairs<false, bf16, 2>& b, int half) {
-  const u32 some[2] = {half == 0 ? b.both[0] : 0, half == 1 ? b.both[1] : 0};
-  mma_bf16(d, a.both, some);
+  const u32 half_of_b[2] = {half == 0 ? b.words[0] : 0, half == 1 ? b.words[1] : 0};
+  mma_bf16(d, a.words, half_of_b);
 }
 
 // d += a b.
@@ -140,10 +144,10 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<A, float, 4>
 }
 __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16, 4>& a,
                                          const Pairs<false, bf16, 2>& b) {
-  mma_bf16(d, a.both, b.both);
+  mma_bf16(d, a.words, b.words);
 }
 
-// d[0] += a b[0], d[1] += a b[1], in turn: a product waits for the previous one of its sum.
+// d[0] += a b[0], d[1] += a b[1]. Products of the two sums alternate, since a product waits for its sum's previous one.
 template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
   if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
     multiply(d[0], a, b[0]);
@@ -158,7 +162,7 @@ template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[
   }
 }
 
-// The same, and e[0] += x y[0], e[1] += x y[1].
+// d[0] += a b[0], d[1] += a b[1], e[0] += x y[0], e[1] += x y[1], with products of the four sums in turn.
 template <class L, class R>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
                                          const R (&y)[2]) {
@@ -180,8 +184,9 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
 
 // ---- operands from shared memory: rows are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes --------
 
-// Calls f(matrix, this lane's pair of it) for the four 8 x 8 matrices of a 16 x 16 tile. The second matrix is below the
-// first (DOWN) or to its right. The pair is side by side in row g, or, TRANSPOSED, one below the other in column g.
+// Calls f(m, this lane's pair of matrix m) for the four 8 x 8 matrices of a 16 x 16 tile. Matrix 1 is below matrix 0
+// (DOWN) or to its right. A pair is side by side in row g at columns 2t and 2t + 1, or, TRANSPOSED, in column g at rows
+// 2t and 2t + 1. For 16-bit types f gets the pair as a word and the type, else as float2.
 template <bool DOWN, bool TRANSPOSED, typename E, class F>
 __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   const int lane = threadIdx.x & 31, first = lane >> 3 & 1, second = lane >> 4;
@@ -221,7 +226,7 @@ template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[
   else each_matrix<false, true>(tile, ld, [&](int m, float2 two) { x[m] = two; });
 }
 
-// Stores a pair in a tile.
+// Stores a pair at neighbouring places of a tile, aligned to the pair's size.
 __device__ __forceinline__ void put_pair(bf16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<bf16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(f16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<f16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }

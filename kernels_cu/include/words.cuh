@@ -1,13 +1,14 @@
-// what      What blocks of one grid hand to each other when all are at work at once: words, without barriers; and what
-//           the last block finds of all of them.
+// what      How blocks of one grid hand numbers to each other, by words of global memory and without barriers, and how
+//           the last block finds the largest key of all blocks. All blocks of the grid must run at once (a cooperative
+//           launch), since blocks wait for each other's words.
 // limits    sm_80 and later
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
 
-// Words that blocks hand to each other, when all of the grid's are at work at once: a number, and the epoch in which it
-// was written. Whoever takes words reads them until they are of the wanted epoch: no barrier is needed, nor a fence.
-// A word of 64 bits has the whole epoch. One of 32 has the epoch's lowest bit in place of the number's: for words that
-// are written in every epoch, and read in every one by all who read them, so that they are of this epoch or the last.
+// A word is a number and the epoch in which it was written. A reader loads a word until it is of the wanted epoch: no
+// barrier and no fence is needed. A word of 64 bits holds the whole epoch. A word of 32 bits holds the epoch's lowest
+// bit in place of the number's lowest bit: only for words that are written in every epoch, and read in every epoch by
+// all of their readers, so that a word is of this epoch or of the last one.
 template <typename Word> __device__ __forceinline__ Word word_of(float x, u32 epoch);
 template <> __device__ __forceinline__ u64 word_of(float x, u32 epoch) { return __float_as_uint(x) | u64(epoch) << 32; }
 template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
@@ -15,7 +16,7 @@ template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
 }
 __device__ __forceinline__ float number(u64 word) { return __uint_as_float(u32(word)); }
 __device__ __forceinline__ float number(u32 word) { return __uint_as_float(word & ~1u); }
-// 0 where the word is of this epoch, in the bits that it has of it.
+// Of the BITS_OF_EPOCH that a word holds: 0 if the word is of this epoch. Other bits are arbitrary.
 __device__ __forceinline__ u32 other_epoch(u64 word, u32 epoch) { return u32(word >> 32) ^ epoch; }
 __device__ __forceinline__ u32 other_epoch(u32 word, u32 epoch) { return word ^ epoch; }
 template <typename Word> constexpr u32 BITS_OF_EPOCH = ~0u;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void load_word(u64& word, const u64* from) {
 __device__ __forceinline__ void load_word(u32& word, const u32* from) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
 }
-// Neighbours on 16 bytes.
+// Loads neighbouring words by one instruction; `from` is aligned to 16 bytes.
 __device__ __forceinline__ void load_word(u64 (&words)[2], const u64* from) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from));
 }
@@ -50,13 +51,13 @@ template <typename Word, int N> __device__ __forceinline__ u32 other_epoch(const
   return other;
 }
 
-// Start reading words, or neighbours; they may be of any epoch.
+// Loads words, or groups of neighbouring words, of whichever epoch.
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void load_words(Words (&words)[N], const Word* const (&from)[N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) load_word(words[n], from[n]);
 }
-// Loads the words again until all are of this epoch.
+// Loads words, which load_words has loaded before, again until all are of this epoch. take_words: without load_words.
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void settle_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>) load_words(words, from);
@@ -66,8 +67,8 @@ __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const 
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
 
-// The largest of the keys above 0 of a grid's blocks, one each. The last block to call this gets it, all others get 0.
-// `most` and `brought` must be 0 before, and are 0 afterwards.
+// The largest of the keys of a grid's blocks; one thread of each block calls this, with a key above 0. The last block
+// to call gets the largest key, all others get 0. `most` and `brought` must be 0 before, and are 0 afterwards.
 __device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
   u32 before;
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");

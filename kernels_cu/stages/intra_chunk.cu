@@ -90,7 +90,7 @@ __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Pi
       float x[W], y[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float without = between[c], with = without * fmaxf(a[i][c], LEAST);  // this token's decay
+        const float without = between[c], with = without * fmaxf(a[i][c], LEAST_DECAY);  // this token's decay
         const float query = after == INCLUSIVE ? with : without;
         x[c] = queries[i].get(c) * (after ? query : inverse(query));
         y[c] = keys[i].get(c) * (after ? inverse(with) : without);

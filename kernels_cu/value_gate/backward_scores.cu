@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         largest = at_least(a[m % 4].x, at_least(a[m % 4].y, largest));
       }
       const i64 channel = n * CHANNELS + warp_channel + g;
-      if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_of(sub_chunk_decays, 0, SUBS);
+      if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_over(sub_chunk_decays, 0, SUBS);
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
@@ -103,19 +103,19 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         }
         const float2 gates = decays_of(a[m % 4]), query = q[m % 4], key = k[m % 4];
         self_products[m] = self_products[m] + query * key;
-        const Decays<AfterWrite> decays(gates);
-        const Middle<AfterWrite> middle(gates);
+        const PairDecays<AfterWrite> decays(gates);
+        const MiddleFactors<AfterWrite> middle(gates);
         const float2 start = decays.start * query, end = decays.end * key;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.queries + index, middle.queries * query);
         put_pair(s.keys + index, middle.keys * key);
         put_pair(s.border8 + index, m % 2 ? start : end);
-        put_pair(s.border16 + index, m < quarter_end ? product_of(sub_chunk_decays, m + 1, quarter_end) * end
-                                                     : product_of(sub_chunk_decays, quarter_end, m) * start);
-        put_pair(s.border32 + index, m < half_end ? product_of(sub_chunk_decays, m + 1, half_end) * end
-                                                  : product_of(sub_chunk_decays, half_end, m) * start);
-        put_tokens(s.starts, m, product_of(sub_chunk_decays, 0, m) * start);
-        put_tokens(s.ends, m, product_of(sub_chunk_decays, m + 1, SUBS) * end);
+        put_pair(s.border16 + index, m < quarter_end ? product_over(sub_chunk_decays, m + 1, quarter_end) * end
+                                                     : product_over(sub_chunk_decays, quarter_end, m) * start);
+        put_pair(s.border32 + index, m < half_end ? product_over(sub_chunk_decays, m + 1, half_end) * end
+                                                  : product_over(sub_chunk_decays, half_end, m) * start);
+        put_tokens(s.starts, m, product_over(sub_chunk_decays, 0, m) * start);
+        put_tokens(s.ends, m, product_over(sub_chunk_decays, m + 1, SUBS) * end);
       }
     }
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read

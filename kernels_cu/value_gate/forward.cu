@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         largest = at_least(x[p].x, at_least(x[p].y, largest));
-        if constexpr (!HAS_OUTPUTS) totals[p & 1] += sums(x[p].x + x[p].y).all;
+        if constexpr (!HAS_OUTPUTS) totals[p & 1] += lane_sums(x[p].x + x[p].y).all;
       }
     }
     const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));

@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_scores(RightBf16 (&b)[2], const bf16* A, in
   u32 r[4];
   ldmatrix_x4(r, A + (lane >> 4) * rest + (row + (lane & 7)) * LDA + key + (lane >> 3 & 1) * 8);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) b[i / 2].both[i % 2] = r[i];
+  for (int i = 0; i < 4; ++i) b[i / 2].words[i % 2] = r[i];
 }
 template <int LDA, bool SPLIT>
 __device__ __forceinline__ void load_scores(RightTf32<SPLIT> (&b)[1], const float* A, int row, int key, int) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
                                                        const float (&sub_chunk_decays)[2][SUBS]) {
   const int t = opaque(threadIdx.x & 3);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
-  const float chunk_decays[2] = {product_of(sub_chunk_decays[0], 0, SUBS),
-                                 product_of(sub_chunk_decays[1], 0, SUBS)};  // of the lane's columns
+  const float chunk_decays[2] = {product_over(sub_chunk_decays[0], 0, SUBS),
+                                 product_over(sub_chunk_decays[1], 0, SUBS)};  // of the lane's columns
 #pragma unroll
   for (int n = 0; n < SUBS / 2; ++n) {
     float2 x[4], log_gates[4];
@@ -82,8 +82,8 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const float later_decay =
-          product_of(sub_chunk_decays[p & 1], 2 * n + (p >> 1) + 1, SUBS);  // over later sub-chunks
-      a.set(p, later_decay * (Decays<AfterWrite>(decays_of(log_gates[p])).end * x[p]));
+          product_over(sub_chunk_decays[p & 1], 2 * n + (p >> 1) + 1, SUBS);  // over later sub-chunks
+      a.set(p, later_decay * (PairDecays<AfterWrite>(decays_of(log_gates[p])).end * x[p]));
     }
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
     {
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) border.set(p, Decays<AfterWrite>(decays[p]).end * x[p]);
+      for (int p = 0; p < 4; ++p) border.set(p, PairDecays<AfterWrite>(decays[p]).end * x[p]);
       // the second sub-chunk reads values of the first
       scale_columns(o[m][1], sub_chunk_decays[0][2 * m], sub_chunk_decays[1][2 * m]);
       load_scores<LDA>(scores, s.A, 16 * m + BC, 16 * m, REST);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
       for (int p = 0; p < 4; ++p)
-        border.set(p, (p < 2 ? sub_chunk_decays[p & 1][1] : 1.f) * (Decays<AfterWrite>(decays[p]).end * x[p]));
+        border.set(p, (p < 2 ? sub_chunk_decays[p & 1][1] : 1.f) * (PairDecays<AfterWrite>(decays[p]).end * x[p]));
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
         scale_columns(o[SUBS / 2 - 1][sub], sub_chunk_decays[0][0] * sub_chunk_decays[0][1],
@@ -181,7 +181,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
     } else {
       Left<Math<T, PRODUCTS>> middle;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) middle.set(p, Middle<AfterWrite, true>(decays[p]).keys * x[p]);
+      for (int p = 0; p < 4; ++p) middle.set(p, MiddleFactors<AfterWrite, true>(decays[p]).keys * x[p]);
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
         load_scores<LDA>(scores, s.A, 16 * m + BC * sub, 16 * m, REST);
@@ -193,8 +193,8 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
     for (int p = 0; p < 4; ++p) {
       float (&to)[4] = o[m][p >> 1];
       const int row = 2 * (p & 1);
-      const float2 start = Decays<AfterWrite>(decays[p]).start,
-                   factor = grows ? float2{1.f, 1.f} : Middle<AfterWrite, true>(decays[p]).queries;
+      const float2 start = PairDecays<AfterWrite>(decays[p]).start,
+                   factor = grows ? float2{1.f, 1.f} : MiddleFactors<AfterWrite, true>(decays[p]).queries;
       to[row] = start.x * to[row] + factor.x * within[p >> 1][row];
       to[row + 1] = start.y * to[row + 1] + factor.y * within[p >> 1][row + 1];
     }

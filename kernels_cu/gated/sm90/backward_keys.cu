@@ -10,7 +10,7 @@
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and
 //           dh0 [N, H, K, V] float32. From backward_queries: query_share, which may be dg itself; sums [chunk, K +
-//           FLAGS], the queries' terms of sum_v S dS, and ends [N, H, K], its value at the end; kept, states S
+//           FLAGS], the queries' terms of sum_v S dS, and ends [N, H, K], its value at the end; checkpoints, states S
 //           (states.cuh)
 // grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
 //           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
@@ -40,7 +40,7 @@ template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
 // The largest magnitude of dS that float16 products take: dS is scaled to float16's range, and numbers of size 1 must
 // still be normal numbers there.
-constexpr float TOO_LARGE = 0x1p29f;
+constexpr float LARGEST_DS = 0x1p29f;
 
 // The largest magnitude of dS, from the largest ones of all warps.
 template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&parts)[WARPS]) {
@@ -55,7 +55,7 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
 template <typename T, typename Shared>
 __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
   return __any_sync(0xffffffffu,
-                    s.growth[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
+                    s.growth[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
 }
 
 // Whether a later segment of the sequence has a chunk with large growth, by the flags of backward_queries. Thread
@@ -121,7 +121,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   fence_async();
 }
 
-// Starts the product (L_j k_j) dS of 64 columns of dv, columns 64 `panel` and on. It does not wait for the result.
+// Starts the product (L_j k_j) dS of 64 columns of dv, columns 64 `panel` and on, and does not wait for its result.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
@@ -134,8 +134,8 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Sc
   wgmma_commit();
 }
 
-// Waits for that product, adds sum_i A_ij do_i, and stores dv over v. down: dS was multiplied by 1 / down for the
-// product.
+// Waits for the product that start_values started, adds sum_i A_ij do_i, and stores dv over v. down: dS was multiplied
+// by 1 / down for that product.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                               int panel, float down, int offset) {
@@ -354,7 +354,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
-    // From a kept state S, sum_v S dS is computed anew, so that its rounding errors do not add up.
+    // From a stored state S, sum_v S dS is computed anew, so that its rounding errors do not add up.
     if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || joins)) {
       const float4* from =
           checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY);

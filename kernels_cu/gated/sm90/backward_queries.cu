@@ -175,7 +175,7 @@ template <typename T, typename G> struct TokenOperands {
   Gates<G> gates;
   Operand queries, keys;
 
-  // CLAMPED: gates count as LEAST at least, for decays within sub-chunks only.
+  // CLAMPED: gates count as LEAST_GATE at least, for decays within sub-chunks only.
   template <bool CLAMPED>
   __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int offset) {
     gates.template load<CLAMPED>(g, offset);

@@ -12,13 +12,13 @@
 //           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
 // numerics  Exponents across sub-chunks are sums of the gates between two tokens and never differences of sums, so that
-//           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST counts as LEAST, so that the
-//           inverse of a decay is finite: what should be forgotten keeps e^-16 (1e-7) of itself within its sub-chunk.
-//           GLA's middle is within gate 4, so that 3.5 gates, e^56 at most, are inverted; float32 ends at e^88. In
-//           RWKV-6 three gates are inverted, and four for the first query and the last key, which are in no pair of the
-//           sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (Counts: 0, 1, -1, 1/2 or
-//           -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type; float32 gates are
-//           multiplied by it first and then split in two bfloat16 numbers.
+//           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST_GATE counts as LEAST_GATE, so
+//           that the inverse of a decay is finite: what should be forgotten keeps e^-16 (1e-7) of itself within its
+//           sub-chunk. GLA's middle is within gate 4, so that 3.5 gates, e^56 at most, are inverted; float32 ends at
+//           e^88. In RWKV-6 three gates are inverted, and four for the first query and the last key, which are in no
+//           pair of the sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (Counts: 0, 1,
+//           -1, 1/2 or -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type; float32
+//           gates are multiplied by it first and then split in two bfloat16 numbers.
 #include "read_order.cuh"
 #include "tf32.cuh"
 
@@ -31,6 +31,7 @@ constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;  // BC: tokens of a su
 using SubChunk = float[4];
 using Chunk = SubChunk[SUBCHUNKS];
 
+// The two numbers of a register.
 template <typename T> __device__ __forceinline__ float2 unpack(u32 two);
 template <> __device__ __forceinline__ float2 unpack<bf16>(u32 two) { return {low(two), high(two)}; }
 template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Opera
   for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + offset + 2048 * s, x[s]);
 }
 
-// Load and store the same values as float32, in a tile of 16-bit values or of float32.
+// Load and store values of a warp's 16 channels as floats, in a tile of 16-bit values or of float32.
 template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int offset) {
   Operand two;
   load_operand(two, *panels, offset);
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-constexpr float LEAST = -16.f;  // nats: the least gate of decays from a sub-chunk's middle
+constexpr float LEAST_GATE = -16.f;  // nats: the least gate of decays from a sub-chunk's middle
 constexpr float FORGOTTEN_GATE =
     -256.f;  // nats: its exponential is 0. It replaces -inf, since 0 times -inf would be NaN
 
@@ -122,11 +123,11 @@ template <> struct GateFormat<float> {
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST if CLAMPED; float32 gates are
-// multiplied by log2 e. A product of gates and Counts sums a sub-chunk's 8 gates twice, once for each number of ONE;
-// for 16-bit gates both halves of the left operand are the same numbers, and the compiler copies their registers, since
-// no operand has a register twice. MINUS: the second half of both operands is negated instead, which leaves the product
-// as it is (no effect for float32, whose halves differ).
+// The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
+// are multiplied by log2 e. A product of gates and Counts sums a sub-chunk's 8 gates twice, once for each number of
+// ONE; for 16-bit gates both halves of the left operand are the same numbers, and the compiler copies their registers,
+// since no operand has a register twice. MINUS: the second half of both operands is negated instead, which leaves the
+// product as it is (no effect for float32, whose halves differ).
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -136,7 +137,7 @@ template <typename G, bool MINUS = false> struct Gates {
     load_operand(x, *panels, offset);
     each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
   }
-  // Sub-chunk n as a left operand; CLAMPED: gates are at least LEAST.
+  // Sub-chunk n as a left operand; CLAMPED: gates are at least LEAST_GATE.
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -151,14 +152,15 @@ template <bool MINUS> struct Gates<float, MINUS> {
   template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int offset) {
     load_chunk(x, panels, offset);
     each_pair([&](int n, int h) {
-      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], CLAMPED ? LEAST : FORGOTTEN_GATE);
+      for (int p = 2 * h; p < 2 * h + 2; ++p)
+        x[n][p] = LOG2E * at_least(x[n][p], CLAMPED ? LEAST_GATE : FORGOTTEN_GATE);
     });
   }
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float first = CLAMPED ? at_least(x[n][2 * h], LOG2E * LEAST) : x[n][2 * h];
-      const float second = CLAMPED ? at_least(x[n][2 * h + 1], LOG2E * LEAST) : x[n][2 * h + 1];
+      const float first = CLAMPED ? at_least(x[n][2 * h], LOG2E * LEAST_GATE) : x[n][2 * h];
+      const float second = CLAMPED ? at_least(x[n][2 * h + 1], LOG2E * LEAST_GATE) : x[n][2 * h + 1];
       a[h] = pack<bf16>(first, second);
       a[2 + h] = remainder_of(a[h], first, second);
     }
@@ -166,7 +168,7 @@ template <bool MINUS> struct Gates<float, MINUS> {
 };
 
 // Right operands of the sums of gates: how often each gate of a sub-chunk counts in the sum for token i = lane / 4: 0,
-// 1, -1, 1/2 or -1/2 times. They are computed from masks at each use, since registers are scarce.
+// 1, -1, 1/2 or -1/2 times. Each use computes its operand from masks, since registers are scarce.
 template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
   // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads; early:
@@ -225,6 +227,7 @@ __device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&
     f(n, d);
   }
 }
+// Sets `to` to e^(sum of gates), the decays of this lane's numbers.
 template <typename G, bool MINUS>
 __device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, MINUS>& g, const u32 (&b)[2]) {
   sum_gates(g, b, [&](int n, const SubChunk& sum) {
@@ -260,14 +263,15 @@ struct SubChunkDecays {
   }
   __device__ __forceinline__ float all(int h) const { return own[0][h] * own[1][h] * (own[2][h] * own[3][h]); }
 };
+// Sets d from log gates.
 template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g) {
   const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
   sum_gates(g, b, [&](int n, const SubChunk& sum) {
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
-// The same from decays that are known: from the start of a sub-chunk through token 2t, times from there to the end. If
-// queries read before the write, the decay of query 2t + 1 is the one that ends with gate 2t.
+// Sets d from decays that are known: the decay from a sub-chunk's start through token 2t, times that from there to its
+// end. If queries read before the write, the decay of query 2t + 1 is the one that ends with gate 2t.
 template <class ReadOrder>
 __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
   each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
@@ -344,8 +348,8 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
   });
 }
 
-// The same for keys. outer_decays: to the end of the sub-chunk; put gets two keys times their decays to the chunk's
-// end.
+// Stores keys times their decays in `to`, and calls put(n, h, x, y) with two keys times their decays to the chunk's
+// end. outer_decays: to the end of the sub-chunk; d: over whole sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
                                            const SubChunkDecays& d, F put) {
@@ -389,8 +393,8 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
   mma_tf32(d, a, b);
 }
 
-// Products of queries or keys and a chunk's Pairs. It holds a lane's indices for the first sub-chunk's queries and
-// keys; those for other sub-chunks differ by an XOR and a sum.
+// Products of queries or keys and a chunk's Pairs. row and column are a lane's indices for the first sub-chunk's
+// queries and keys; indices for other sub-chunks differ by an XOR and a sum.
 struct PairReader {
   const float* pairs;
   int row, column;  // of query g with key 2t; of query 2t with key g

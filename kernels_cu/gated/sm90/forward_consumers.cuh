@@ -75,8 +75,8 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
   }
 }
 
-// `copy` rounds DEPTH channels of the state, S[0 ... DEPTH / 2 - 1] of a lane, to a left operand a: in tf32, or in
-// bfloat16 if T is. tile: the number of these DEPTH channels among all.
+// `copy` rounds DEPTH channels of the state, S[0 ... DEPTH / 2 - 1] of a lane, to a left operand a: in bfloat16 if T is
+// bfloat16, else in tf32. tile: the number of this group of DEPTH channels.
 template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
@@ -230,7 +230,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     tensor_load(s.v[warpgroup][slot], args.v, loaded, first_column(), work.start + chunk * CHUNK, work.head,
                 work.batch);
   }
-  // The same if the token stride is negative; for all threads of the warpgroup. Nothing after the sequence's end.
+  // Starts copying a chunk of v if the token stride is negative, for which there is no tensor map; for all threads of
+  // the warpgroup. Copies nothing if the chunk starts after the sequence's end.
   __device__ __forceinline__ void fetch_backwards(u32 chunk) {
     const u32 slot = chunk % SLOTS, token = chunk * CHUNK;
     if (token >= tokens) return;
@@ -387,7 +388,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       // The channel whose decay put_decays stores at decays[thread].
       const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
       float* const decays = args.decays + (i64(work.sequence) * args.shape.H + work.head) * 2 * args.shape.K + channel;
-      // Their product is the decay: the second row, of other kernels of segments, is 1 here.
+      // The decay is the product of two rows. The second row, which other kernels of segments need, is 1 here.
       if (first_column() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
     }
     if (work.final) each_of_state(work.final, [](float& x, float* to) { *to = x; });
@@ -397,8 +398,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 // A consumer thread's loop over the chunks of the block's tokens.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
-  using C = Consumer<Schedule, T, G, BK, BV>;
-  C consumer(s, args);
+  using Work = Consumer<Schedule, T, G, BK, BV>;
+  Work consumer(s, args);
   const u32 tokens = consumer.tokens;
   // The inner loop has ordinary chunks only: the instructions for marks and for chunks that go token by token would
   // slow it down. The barrier keeps the compiler from merging both loops. If K_RANKS > 1 registers are too few for two
@@ -407,20 +408,20 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     consumer.store_mark(chunk, mask);
     bool one_by_one = false;
-    if constexpr (C::K_RANKS == 1) barrier_sync(VALUES + consumer.warpgroup, 128);
+    if constexpr (Work::K_RANKS == 1) barrier_sync(VALUES + consumer.warpgroup, 128);
     do {
       one_by_one = consumer.compute_chunk(chunk);
       if (__builtin_expect(one_by_one, false)) {
-        if constexpr (C::K_RANKS == 1) break;
+        if constexpr (Work::K_RANKS == 1) break;
         consumer.compute_token_by_token(chunk);
       }
       consumer.store(chunk);
-      if (__builtin_expect(runs_backwards<Schedule>(args), false)) consumer.fetch_backwards(chunk + C::SLOTS);
+      if (__builtin_expect(runs_backwards<Schedule>(args), false)) consumer.fetch_backwards(chunk + Work::SLOTS);
       ++chunk;
-    } while (chunk * CHUNK < tokens && (!C::STORES_MARKS || (chunk & mask) != 0));
-    if (C::K_RANKS == 1 && one_by_one) {
+    } while (chunk * CHUNK < tokens && (!Work::STORES_MARKS || (chunk & mask) != 0));
+    if (Work::K_RANKS == 1 && one_by_one) {
       consumer.compute_token_by_token(chunk), consumer.store(chunk);
-      if (runs_backwards<Schedule>(args)) consumer.fetch_backwards(chunk + C::SLOTS);
+      if (runs_backwards<Schedule>(args)) consumer.fetch_backwards(chunk + Work::SLOTS);
       ++chunk;
     }
   }

@@ -8,9 +8,9 @@
 //           arrives at full (its operands are complete). Of a group, two a chunk: the decays over all sub-chunks are in
 //           shared memory | all operands of scores are; a third before scores are sent to the cluster's other block;
 //           one more if gates are above a limit
-// numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST: see below. If q and
-//           k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds float16's
-//           range is scaled (forward_scales.cuh)
+// numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST_DECAY: see below. If
+//           q and k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds
+//           float16's range is scaled (forward_scales.cuh)
 // limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
@@ -24,15 +24,15 @@
 //                                          above 0 the largest factor is e^(3 * 20)
 //   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum's rounding
 //   RWKV-6: a key and the next query       q . k: no gate lies between
-// Since a_t counts as LEAST at least in one sub-chunk, e^-20 of a token passes a reset within its own sub-chunk.
+// Since a_t counts as LEAST_DECAY at least in one sub-chunk, e^-20 of a token passes a reset within its own sub-chunk.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scales.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
-constexpr float LEAST = 2.0611536e-9f;  // e^-20: the least a_t that decays from and to a middle are made of
-constexpr int MIDDLE = BC / 2;          // a sub-chunk's middle is before its token MIDDLE
+constexpr float LEAST_DECAY = 2.0611536e-9f;  // e^-20: the least a_t that decays from and to a middle are made of
+constexpr int MIDDLE = BC / 2;                // a sub-chunk's middle is before its token MIDDLE
 
 // Stores 4 neighbouring channels as T or as float. The caller has them as they were `loaded`, of type T, and as floats
 // x: so nothing is rounded.
@@ -80,10 +80,10 @@ __device__ __forceinline__ void load_decay(float (&x)[1], const Decays<BK>& deca
   x[0] = decays[subchunk][0];
 }
 
-// Extends a decay from or to a sub-chunk's middle by one token: decay *= max(a, LEAST).
+// Extends a decay from or to a sub-chunk's middle by one token, whose decay a counts as LEAST_DECAY at least.
 template <int GATES> __device__ __forceinline__ void extend_decay(float (&decay)[GATES], const float (&a)[GATES]) {
 #pragma unroll
-  for (int c = 0; c < GATES; ++c) decay[c] *= fmaxf(a[c], LEAST);
+  for (int c = 0; c < GATES; ++c) decay[c] *= fmaxf(a[c], LEAST_DECAY);
 }
 template <int GATES> __device__ __forceinline__ void invert(float (&y)[GATES], const float (&x)[GATES]) {
 #pragma unroll
@@ -92,8 +92,9 @@ template <int GATES> __device__ __forceinline__ void invert(float (&y)[GATES], c
 
 // The decays of this lane's channels over the neighbour sub-chunk, the other one of the same half. `put` stores 4
 // channels of an operand at the neighbour's border times these decays, which is an operand at the border between the
-// chunk's halves. The caller has it as floats x and `rounded` to B. If T is bfloat16 and B float16, `put` multiplies in
-// float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise in float32.
+// chunk's halves. x and `rounded` are both the operand at the neighbour's border, as floats and rounded to B. If T is
+// bfloat16 and B float16, `put` multiplies in float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise
+// in float32.
 template <typename T, typename B, int GATES> struct NeighbourDecay {
   static constexpr bool IN_FLOAT16 = IS_BFLOAT16<T> && !IS_BFLOAT16<B>;
   float decay[IN_FLOAT16 ? 1 : GATES];
@@ -196,7 +197,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q
     return *reinterpret_cast<const uint2*>(rows[coord.first + i] + coord.channel);
   };
   char* const row0 = in_tile(q_tile, coord.first, coord.channel);
-  // The keys that are needed here: those after the middle but the last, or, for self_scores, all.
+  // The first and last key that is needed here: the keys after the middle but the last, or, for self_scores, all keys.
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
   uint2 next = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys

@@ -4,14 +4,14 @@
 //           dS_{t-1} = e^g_t (dS_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of
 //           the gates between both)
 // numerics  Products on tensor cores need this decay as two factors, which growth takes out of range: within a
-//           sub-chunk a gate counts as LEAST at least, so that e^(LEAST + growth) of a token would pass a reset, and
-//           float16 ends at e^11. The results here overflow only where the recurrence itself does.
+//           sub-chunk a gate counts as LEAST_GATE at least, so that e^(LEAST_GATE + growth) of a token would pass a
+//           reset, and float16 ends at e^11. The results here overflow only where the recurrence itself does.
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
 // GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used. Then
-// e^(LEAST + GROWTH_LIMIT) of a token passes a reset: e^-10 (float16: e^-12). If every gate is below GROWTH, the sum is
-// not computed: 32 such gates of float16 data are below 8 nats.
+// e^(LEAST_GATE + GROWTH_LIMIT) of a token passes a reset: e^-10 (float16: e^-12). If every gate is below GROWTH, the
+// sum is not computed: 32 such gates of float16 data are below 8 nats.
 template <typename T> constexpr float GROWTH_LIMIT = 6.f;
 template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
