@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
   }
 }
 
-// Adds <S, dS> over 32 columns of the 64, from `column` on. They are the diagonals of two products [8, 8], of which the
+// Adds <S, dS> over 32 columns of the 64, from `column` on: the diagonals of two products [8, 8], of which the
 // lanes hold row g = lane / 4: in dot[0] and dot[1], and in dot[2] and dot[3].
 template <int BK, typename T>
 __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {

@@ -38,6 +38,7 @@ __device__ __forceinline__ int pair_place(int i, int j) { return i * HALF + ((j 
 // The place of channels c and c + 1 of token i in terms [BT, TILE]; c is even.
 __device__ __forceinline__ int term_place(int i, int c) { return i * TILE + (c ^ (i & 3) * 8); }
 
+// x y, x + y and sum + x y of the two numbers of each argument.
 __device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
 __device__ __forceinline__ float2 plus(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
 __device__ __forceinline__ float2 plus_times(float2 sum, float2 x, float2 y) {
@@ -45,6 +46,7 @@ __device__ __forceinline__ float2 plus_times(float2 sum, float2 x, float2 y) {
 }
 __device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { return plus_times(sum, {x, x}, y); }
 
+// Two neighbouring numbers, as floats; x is aligned to both.
 __device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
 template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
 

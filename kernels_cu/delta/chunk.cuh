@@ -14,6 +14,7 @@
 // row l / 4 and columns 2 (l % 4), 2 (l % 4) + 1 at 0 and 1; at 2 and 3 the same columns of row l / 4 + 8.
 using Accumulators = float[BT / 16][2][4];
 
+// Two neighbouring numbers, as floats; x is aligned to both.
 __device__ __forceinline__ float2 unpack_pair(const bf16* x) {
   return unpack(*reinterpret_cast<const u32*>(x), bf16{});
 }

@@ -2,6 +2,7 @@
 //           from, and where the walk stores its last one.
 #include "tensor.cuh"
 
+// Whether x is neither infinite nor NaN.
 template <typename R> __device__ __forceinline__ bool is_finite(R x) { return x - x == R(0); }
 
 // One of P segments of a sequence. first, last: in the direction of the walk.

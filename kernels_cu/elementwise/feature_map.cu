@@ -22,6 +22,7 @@ template <typename T, typename Y> struct Args {
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
+// Maps N neighbouring channels of a row, those of this thread.
 template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ void map_piece(const Args<T, Y>& args) {
   const i64 across = args.C / N, index = i64(blockIdx.x) * blockDim.x + threadIdx.x, row = index / across;
   const i64 c = index % across * N, t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;

@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   for (int token = 0; token < tokens; token += BT, stage ^= 1) {
     TokenDecays<Share> decays;
     cp_async_wait<0>();
-    // The chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read. It is also a
-    // vote: whether a gate is above GROWTH.
+    // The chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read. This barrier
+    // is also a vote: whether a gate is above GROWTH.
     const bool grows = __syncthreads_or(store_span_decays<Share, BK>(s, decays));
     const bool more = token + BT < tokens;
     if (more) fetch(token + BT, stage ^ 1);

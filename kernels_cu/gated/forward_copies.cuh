@@ -25,7 +25,8 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
     from += AT_ONCE * stride;
   }
 }
-// The same for rows that are not multiples of 16 bytes, but of `bytes`. Not inlined, since it is rare.
+// Starts copying rows as copy_rows does, if rows are multiples of `bytes` only: 8, 4, or one number. Not inlined, since
+// such rows are rare.
 template <int ROWS, int COLS, int THREADS, typename T>
 __device__ __noinline__ void copy_unaligned_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);

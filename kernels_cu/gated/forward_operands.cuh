@@ -119,6 +119,7 @@ template <class WarpShare> struct TokenDecays {
   }
 };
 
+// Stores the decays of this lane's channels in a row of shared memory.
 template <int BK, class WarpShare>
 __device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& coord,
                                             const float (&decay)[WarpShare::LANE_CHANNELS]) {

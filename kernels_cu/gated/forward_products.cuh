@@ -39,6 +39,7 @@ __device__ __forceinline__ void put_score_pair(float* to, float x, float y, int)
   *reinterpret_cast<float2*>(to) = {x, y};
 }
 
+// Stores one score, as put_score_pair stores two.
 __device__ __forceinline__ void put_score(bf16* to, float x, int rest) {
   const bf16 first = from_float<bf16>(x);
   *to = first;

@@ -9,7 +9,7 @@
 //           for every 16. A step is STEP tokens. Parts take the steps of a segment in turn; of other parts' steps a
 //           block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
-// barriers  one a step: the step has been copied, and the stage that is filled next has been read. It is also a vote:
+// barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote:
 //           the walk ends if the gates of all channels add up to FORGOTTEN_NATS or less and none was positive
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key

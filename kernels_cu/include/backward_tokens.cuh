@@ -54,6 +54,7 @@ template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void shar
 
 // ---- segments of sequences, P each, in either direction ---------------------------------------------------------
 
+// Whether a segment is its sequence's first one, or last one, in the direction of the walk.
 __device__ __forceinline__ bool is_first(const WorkTile& work, i64 P, bool backwards) {
   return work.sequence % P == (backwards ? P - 1 : 0);
 }

@@ -27,6 +27,7 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
   return sum;
 }
 
+// 1 / (1 + e^-x), and x times that.
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
@@ -45,7 +46,7 @@ __device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, 
           fmaf(decay, old.w, k * v.w)};
 }
 
-// -- neighbours, which start on as many bytes as they take, or on 16 --------------------------------------------------
+// -- loads and stores of 2, 4 or 8 neighbours as floats; addresses are aligned to their size, or to 16 bytes ----------
 template <typename X> __device__ __forceinline__ float2 load2(const X* x) {
   if constexpr (sizeof(X) == 4) return *reinterpret_cast<const float2*>(x);
   else {
@@ -117,6 +118,7 @@ template <typename X, int TERMS = 1> __device__ __forceinline__ float relu_squar
   return x > 0.f ? x * x * (1.f / UNIT_OF_SQUARES<X, TERMS>) : x != x ? x : 0.f;
 }
 
+// Stores x, or four neighbouring numbers, as TERMS terms; `apart`: the distance of the terms' arrays.
 template <int TERMS, typename X> __device__ __forceinline__ void store_terms(X* to, i64 apart, float x) {
 #pragma unroll
   for (int term = 0; term < TERMS; ++term, to += apart) {

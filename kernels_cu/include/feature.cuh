@@ -8,6 +8,7 @@ template <typename T, int N> struct alignas(N == 1 ? sizeof(T) : 16) Piece {
   T x[N];
 };
 
+// e^x.
 __device__ __forceinline__ float exp_of(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 

@@ -17,7 +17,7 @@ template <bool SPLIT, int N> struct Operand {
   }
 };
 
-// The same for values as they are stored: half data are tf32 numbers already.
+// An operand's registers for N values as they are stored: half data are tf32 numbers already.
 template <typename T, int N> struct Data {
   static constexpr bool EXACT = false;
   u32 high[N];

@@ -102,7 +102,7 @@ __device__ __forceinline__ float at_least(float x, float least) {
   return y;
 }
 
-// The same for each of two values of T in a register.
+// at_least of both values of T in a register.
 template <typename T> __device__ __forceinline__ u32 at_least(u32 x, u32 least);
 
 template <> __device__ __forceinline__ u32 at_least<bf16>(u32 x, u32 least) {
@@ -119,7 +119,7 @@ template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
 
 // Hides the origin of x from the compiler, which would otherwise keep values computed from it in registers.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
-// The same for a tile's descriptor: the descriptors of other tiles are then computed by an addition to it.
+// Of a tile's descriptor: the compiler then computes the descriptors of other tiles by an addition to x.
 __device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
 
 // A copy of x in a register of its own, for operands of products that still run while x changes. Computed by an
@@ -412,8 +412,9 @@ __device__ __forceinline__ u32 place_at_peer(const void* p) {
   return there;
 }
 
-// barrier_arrive at the other block's barrier that corresponds to `b`, to say that data have been read. It does not
-// order this thread's stores before the arrival, since waiting for stores takes longer than a chunk's products.
+// barrier_arrive at the other block's barrier that corresponds to `b`, to say that data have been read. The function
+// does not order this thread's stores before the arrival, since waiting for stores takes longer than a chunk's
+// products.
 __device__ __forceinline__ void arrive_at_peer(Barrier& b) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
 }

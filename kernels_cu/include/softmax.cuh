@@ -15,7 +15,7 @@ template <int D, typename T> __device__ __forceinline__ T* piece_of(T* tile, int
   return tile + row * D + (piece ^ (row & 7)) * 8;
 }
 
-// A lane's part of a warp's sums [16 M, N]. It has four of every 16 x 8, as `mma.sync` leaves them: 0 and 1 are in row
+// A lane's part of a warp's sums [16 M, N]: four of every 16 x 8, in the places of `mma.sync`: 0 and 1 are in row
 // lane / 4, columns 2 (lane % 4) and the next; 2 and 3 are in the same columns 8 rows further down.
 template <int M, int N> using Fragment = float[M][N / 8][4];
 

@@ -16,12 +16,12 @@ struct alignas(16) Work {
                          // sequence's first tile of keys in ds_offsets
 };
 
-// Tokens of the other side: the first one, and how many.
+// Tokens `from` ... `from` + `count` - 1 of a sequence.
 struct TokenRange {
   int from, count;
 };
-// Those that a row sees. The row's own position there is `diagonal`; it sees `before` tokens before it and `after`
-// tokens after it, of `length`.
+// The tokens of the other side's sequence, of `length` tokens, that a row sees: from `before` tokens before position
+// `diagonal`, which is the row's own, to `after` tokens after it.
 __device__ __forceinline__ TokenRange visible_tokens(int diagonal, int before, int after, int length) {
   const int from = max(diagonal - before, 0);
   return {from, max(min(diagonal + after + 1, length) - from, 0)};

@@ -36,6 +36,7 @@ template <int COLUMNS> struct Row {
   }
 };
 
+// The sum over all lanes of the warp; all lanes get it.
 __device__ __forceinline__ double over_the_warp(double sum) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);

@@ -6,7 +6,7 @@ struct Eight {
   float x[8];
 };
 
-// The same in the type in which they are stored, which takes fewer registers: for loads that are issued together.
+// Eight neighbouring channels as they are in memory, which takes fewer registers: for loads that are issued together.
 template <typename T> struct Stored {
   uint4 words[sizeof(T) / 2];
 

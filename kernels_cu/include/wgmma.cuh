@@ -19,7 +19,8 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 // Closes the group of the products started since the last commit.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most N of the latest groups are unfinished. Their d, a and tiles must not be used before.
+// Waits until at most the N latest groups are unfinished. Before this wait nothing may use the d, a and tiles of a
+// group.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -30,7 +31,7 @@ template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The same for an operand, after the wait: keeps the compiler from using its registers while products read them.
+// After the wait: keeps the compiler from using an operand's registers while products read them.
 template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&x)[N][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
@@ -77,8 +78,8 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
               D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
 
-// The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. In half precision, and N is 16, 24, 32, 64, 72, 96, 128 or 144.
+// Starts D = A B, plus D if it accumulates, with A[64, DEPTH] a tile that `a` describes, as `b` describes B; warp w of
+// the warpgroup has rows 16 w to 16 w + 15 of D. In half precision only; N is 16, 24, 32, 64, 72, 96, 128 or 144.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 

@@ -53,6 +53,7 @@ template <typename R> struct Channel {
   R q, k, decay, u;
 };
 
+// Loads channel c of the single token of batch row b and head h.
 template <class ReadOrder, typename T, typename G, typename S>
 __device__ __forceinline__ Channel<Wider<T, S>> channel_of(const Args<T, G, S>& args, i64 b, i64 h, int c) {
   using R = Wider<T, S>;

@@ -32,6 +32,7 @@ struct Shared {
   Best best[WARPS];
 };
 
+// Sets `best` to the best one of all lanes of the warp.
 __device__ __forceinline__ void take_best_of_warp(Best& best) {
   for (int distance = 16; distance > 0; distance /= 2) {
     const float logit = __shfl_xor_sync(0xffffffffu, best.logit, distance);

@@ -60,6 +60,7 @@ struct Tile {
   Steps steps;
 };
 
+// This block's work; parts of K vary fastest, then columns.
 template <int ROWS, int COLUMNS, int SPLIT, int STEP> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   const int across = int(args.B + COLUMNS - 1) / COLUMNS, column = blockIdx.x / SPLIT % across * COLUMNS;
   return {rows_of_tile<ROWS>(args.stacks, blockIdx.x / SPLIT / across), column,

@@ -24,6 +24,7 @@ struct RowTile {
   int stack, which, row;
 };
 
+// Tile number `tile` of ROWS rows, counted over all products of both stacks.
 template <int ROWS> __device__ __forceinline__ RowTile rows_of_tile(const Stack (&stacks)[STACKS], int tile) {
   const auto tiles_of = [&](int stack) { return int(stacks[stack].M + ROWS - 1) / ROWS; };
   int stack = 0, tiles = tiles_of(0);
@@ -36,6 +37,7 @@ struct Steps {
   int k, count;
 };
 
+// Part number `part` of K, in steps of DEPTH numbers; the last parts may have no step.
 template <int DEPTH> __device__ __forceinline__ Steps steps_of_part(i64 K, int part, int parts) {
   const int all = int(K + DEPTH - 1) / DEPTH, each = (all + parts - 1) / parts;
   return {part * each * DEPTH, min(each, max(0, all - part * each))};

@@ -35,6 +35,7 @@ __device__ __forceinline__ float4 group_norm(float4 o, float eps) {
   return {o.x * scale, o.y * scale, o.z * scale, o.w * scale};
 }
 
+// (normed norm_weight + bias) silu(gate), of four columns.
 __device__ __forceinline__ float4 gated(float4 normed, float4 norm_weight, float4 bias, float4 gate) {
   const auto gated_value = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
   return {gated_value(fmaf(normed.x, norm_weight.x, bias.x), gate.x),

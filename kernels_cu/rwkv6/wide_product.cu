@@ -51,6 +51,7 @@ struct Tile {
 // Whether this block of the cluster copies to a stage of weights.
 template <class S> __device__ __forceinline__ bool copies(int stage) { return (blockIdx.x ^ stage) % S::HALVES == 0; }
 
+// This block's work; columns vary fastest, then parts of K.
 template <class S> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   constexpr int COLUMNS = S::HALVES * S::VECTORS;  // of a cluster
   const int across = int(args.B + COLUMNS - 1) / COLUMNS, parts = int(args.parts), tile = blockIdx.x / S::HALVES;

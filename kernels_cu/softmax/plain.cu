@@ -52,6 +52,7 @@ struct Place {
   }
 };
 
+// The sum of x[c] y[c] over `size` neighbouring numbers, in order.
 template <typename T> __device__ __forceinline__ Real<T> dot(const T* x, const T* y, i64 size) {
   Real<T> sum = 0;
   for (i64 c = 0; c < size; ++c) sum = fma(to_real(x[c]), to_real(y[c]), sum);

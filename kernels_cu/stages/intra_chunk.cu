@@ -67,6 +67,7 @@ __device__ __forceinline__ void load(Piece<W, X> (&x)[SUB], const X* from, i64 s
   }
 }
 
+// Stores W neighbouring floats; `to` is aligned to them.
 template <int W> __device__ __forceinline__ void put(float* to, const float (&x)[W]) {
   Piece<W, float> piece;
   piece.set(x);

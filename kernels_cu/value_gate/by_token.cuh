@@ -5,8 +5,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// The largest growth of a chunk, in nats, of a channel and a column together, for which products are used. They lose
-// decays below e^-87, and growth may multiply what was lost.
+// The largest growth of a chunk, in nats, of a channel and a column together, for which products are used. Products
+// lose decays below e^-87, and growth may multiply what was lost.
 constexpr float BY_CHUNK = 16.f;
 
 // Rows of a chunk in memory, from its first token and from a channel or a column on.
@@ -18,6 +18,7 @@ template <typename X> struct Tokens {
   }
 };
 
+// An array's tokens from `token` on and channels from `channel` on, of batch row b and head h.
 template <typename X>
 __device__ __forceinline__ Tokens<X> tokens_at(const Rows<const X>& x, i64 b, i64 h, i64 token, i64 channel) {
   return {x.row(b, h, token) + channel, x.t};

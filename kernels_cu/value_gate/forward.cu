@@ -84,6 +84,7 @@ __device__ __forceinline__ void add_earlier_channels(float& o, float& sum, bool 
   if (!last) sum = o;
 }
 
+// Whether gates grow too much in a chunk for products: then compute_token_by_token computes it.
 template <typename T, typename G>
 __device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, const ChunkColumns& chunk) {
   return growth_of(tokens_at(args.g, chunk.b, chunk.h, chunk.token, args.channel), chunk.rows, chunk.channels) +

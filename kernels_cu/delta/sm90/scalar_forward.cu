@@ -81,8 +81,8 @@ __device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_o
 __device__ __forceinline__ int right_operand_offset(int lane) {
   return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
 }
-// Such an offset for the matrix at (row, column), multiples of 16, from that for (0, 0). A split matrix has its
-// rounding errors 32 columns after its rounded elements.
+// left_operand_offset or right_operand_offset of the matrix at (row, column), multiples of 16; offset: of the matrix at
+// (0, 0). A split matrix has its rounding errors 32 columns after its rounded elements.
 __device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
   return (offset ^ 2 * column) + 128 * row;
 }
@@ -171,8 +171,9 @@ __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& 
     auto& D = s.stages[ring.stage].D;
     const float* const decays = s.upcoming.decay[chunk % CHUNKS_AHEAD];
     const int D_row = swizzled_offset(lane, 0);  // row of D of this lane's query
-    // From the last key to the first: the product of the decays of the tokens after the key through the query. It stays
-    // 0 for keys after the query, becomes 1 at the query's own token, and is then multiplied by the next token's decay.
+    // From the last key to the first: the product of the decays of the tokens after the key through the query, which
+    // stays 0 for keys after the query, becomes 1 at the query's own token, and is then multiplied by the next token's
+    // decay.
     float product = 0.f, next_decay = 1.f;
 #pragma unroll 2
     for (int piece = 7; piece >= 0; --piece) {

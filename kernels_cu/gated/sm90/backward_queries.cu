@@ -60,6 +60,7 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 
 // ---- a warp that copies chunks -------------------------------------------------------------------------------------
 
+// Copies every chunk of the block to its stage, and its results from there to memory.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;

@@ -8,8 +8,8 @@
 __device__ __forceinline__ int within_offset(int row, int c) {
   return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
 }
-// The byte offset in ChannelStage of panel `panel`, 32 channels, of the queries within sub-chunks. They overwrite q and
-// g, which have been read: a warpgroup's first 32 channels its panel of q, the other 32 its part of g.
+// The byte offset in ChannelStage of panel `panel`, 32 channels, of the queries within sub-chunks. These queries
+// overwrite q and g, which have been read: a warpgroup's first 32 channels its panel of q, the other 32 its part of g.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
   return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
@@ -22,6 +22,7 @@ __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
   return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
 }
 
+// x rounded to tf32, as A is stored.
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
 // d[query, key] = a b^T for a warp's 8 queries and all keys. A warp has 16 rows of the product. The stride of 512 bytes

@@ -280,6 +280,8 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
 
 // ---- a block -------------------------------------------------------------------------------------------------------
 
+// Computes what the next segment starts from, and stores it in `states`, and the segment's decays. first: the block's
+// first channel.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const WorkTile& work,
                                         int first) {

@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 constexpr float LEAST_GATE = -16.f;  // nats: the least gate of decays from a sub-chunk's middle
 constexpr float FORGOTTEN_GATE =
-    -256.f;  // nats: its exponential is 0. It replaces -inf, since 0 times -inf would be NaN
+    -256.f;  // nats: e^FORGOTTEN_GATE is 0. Stands for -inf, since 0 times -inf would be NaN
 
 // The format in which gates are summed. LEAST_TWO, FORGOTTEN_GATE_TWO: two such numbers in a register. ONE: the factor
 // that counts a gate once, in each of the two halves of a product. HALVES: the last bit of ONE's exponent, which is

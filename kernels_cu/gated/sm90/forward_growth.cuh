@@ -82,8 +82,8 @@ __device__ __noinline__ bool exceeds_growth(const InputStage<HAS_OUTPUTS, T, G, 
   }
   return found;
 }
-// The same for a ScalarDecay, of which a lane has one token's: instead of the chunk's sum, each sub-chunk's is
-// compared, with a fourth of CHUNK_GROWTH.
+// Whether a ScalarDecay's gates above 0 sum to more than SUBCHUNK_GROWTH or a fourth of CHUNK_GROWTH over a sub-chunk.
+// scalar_gate: of this lane's token; BC neighbouring lanes have the tokens of a sub-chunk.
 template <typename T> __device__ __forceinline__ bool exceeds_growth(float scalar_gate) {
   float x = at_least(scalar_gate, 0.f);
   for (int distance = 1; distance < BC; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);

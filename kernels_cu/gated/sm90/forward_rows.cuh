@@ -17,6 +17,7 @@ template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], cons
   unpack<T>(x, *reinterpret_cast<const uint2*>(from));
 }
 
+// The sum of x[c] y[c] over 4 channels.
 __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
   return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
 }
@@ -72,9 +73,9 @@ template <typename T, int PANELS>
 __device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel) {
   return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
 }
-// The same for tf32 queries that are multiplied by the state. Each 8 channels have the order in which registers hold
-// the state: 0 2 4 6 1 3 5 7, and in every second panel 1 3 5 7 0 2 4 6, so that stores to two panels are in different
-// banks.
+// That address in a tile of tf32 queries, which are multiplied by the state. Each 8 channels have the order in which
+// registers hold the state: 0 2 4 6 1 3 5 7, and in every second panel 1 3 5 7 0 2 4 6, so that stores to two panels
+// are in different banks.
 template <int PANELS>
 __device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first, u32 channel) {
   const u32 place = (channel % 32 / 8 * 32 + channel % 8 * 2) ^ channel / 32 % 2 * 16;

@@ -1,6 +1,6 @@
-// what      Scales of rows in Hopper's forward kernel. It stores queries and keys that are decayed from or to a border
-//           between sub-chunks as float16. A row (token) of bfloat16 queries or keys that exceeds float16's range is
-//           multiplied by a power of two, its scale, and its scores by 1 / scale.
+// what      Scales of rows in Hopper's forward kernel, which stores queries and keys that are decayed from or to a
+//           border between sub-chunks as float16. A row (token) of bfloat16 queries or keys that exceeds float16's
+//           range is multiplied by a power of two, its scale, and its scores by 1 / scale.
 // numerics  exact but for float16's rounding. The largest number of a scaled row is 2^12 to 2^13, so that it stays
 //           finite after up to 16 log gates of 1/8. If the chunk has gates above 1/8, every row is scaled, and its
 //           largest number is 2^-9 to 2^-8: such gates multiply it by e^16 at most between a border and a token
@@ -23,7 +23,7 @@ template <int BK> struct OwnRows {
   }
 };
 
-// The powers of two by which the sub-chunk's 8 rows are multiplied. They are 1 for rows in float16's range, unless the
+// The powers of two by which the sub-chunk's 8 rows are multiplied: 1 for rows in float16's range, unless the
 // chunk `grows`, that is, has log gates above 1/8. Each lane holds the scale of row lane % 8 and 1 / scale.
 template <int BK> struct RowScales {
   static constexpr int LANES = ProducerCoord<BK>::LANES;

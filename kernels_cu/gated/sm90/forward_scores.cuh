@@ -71,8 +71,9 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
   }
 }
 
-// The same of 8 queries and 8 keys within a sub-chunk, which one ldmatrix loads from `both`. A product has 16 rows:
-// both together, of which the products of keys with keys are not used.
+// Adds to `to` the products of STEP bytes along the channels of 8 queries and 8 keys within a sub-chunk, which one
+// ldmatrix loads from `both`. The 16 rows of the product are these queries and keys; products of keys with keys are not
+// used.
 template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int offset) {
   u32 x[4];
   ldmatrix_x4(x, both + offset);

@@ -22,9 +22,9 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
 // Whether the sum_v S dS before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
-// size: the magnitude of both; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless
-// the state had grown before and its gradient grows after the chunk: if that may be, `kept_share` is ROUNDING, and a
-// rest above kept_share times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels
+// size: the magnitude of both; decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding error,
+// unless the state had grown before and its gradient grows after the chunk: if that may be, `kept_share` is ROUNDING,
+// and a rest above kept_share times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels
 // differ.
 __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_share) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_share * fabsf(size)));
@@ -33,7 +33,7 @@ __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size
 // Whether the largest gate, `largest`, is GROWTH or more, or NaN.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
-// The same for all gates that this lane holds.
+// Whether one of the gates that this lane holds is GROWTH or more, or NaN.
 template <typename T, typename G> __device__ __forceinline__ bool some_gate_grows(const Gates<G>& gates) {
   u32 largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
@@ -68,7 +68,7 @@ __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
                     !(channel_sum(grown[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(grown[1]) <= GROWTH_LIMIT<T>));
 }
 // Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
-// for all lanes of the warp. gates: this lane's; panels: the same in shared memory.
+// for all lanes of the warp. gates: this lane's; panels: the chunk's gates in shared memory.
 template <typename T, typename G, int PANELS>
 __device__ __forceinline__ bool exceeds_growth(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
   return __any_sync(0xffffffffu, some_gate_grows<T>(gates)) && sum_exceeds_growth<T>(panels);
@@ -76,8 +76,8 @@ __device__ __forceinline__ bool exceeds_growth(const Gates<G>& gates, G (*panels
 
 // ---- a token --------------------------------------------------------------------------------------------------------
 
-// This lane's first channel, whose second one is 8 later; and its number among the four lanes of a channel. `opaque`:
-// they are computed again each time, so that other code, where registers are scarce, does not hold them.
+// This lane's first channel (the second one is 8 later), and the lane's number among the four lanes of a channel. With
+// `opaque` both are computed again each time, so that other code, where registers are scarce, does not hold them.
 __device__ __forceinline__ int first_channel_of_lane() {
   const int thread = opaque(threadIdx.x);
   return thread / 32 * 16 + (thread >> 2 & 7);
@@ -171,8 +171,8 @@ __device__ __forceinline__ void update_gradient_by_token(float (&dS)[BV / 2], T 
 
 // ---- results of a chunk --------------------------------------------------------------------------------------------
 
-// A number for every token of a chunk, of one channel. The four lanes of the channel share them: this lane has those of
-// tokens 4m + lane % 4 at index m. token_of returns to all four the number of one token.
+// One channel's numbers for all tokens of a chunk, shared by the channel's four lanes: this lane has the number of
+// token 4m + lane % 4 at index m. token_of returns one token's number to all four lanes.
 using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
@@ -192,7 +192,7 @@ __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum
   return sum_with_unit(sum, unit);
 }
 
-// The same for this lane's two channels of a chunk.
+// Divides the query share of this lane's two channels by their units, and sets sum to the sums with units.
 __device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -1,7 +1,7 @@
 // what      Storage of the query share: the part of dg, the gradient of the log gates, that the first pass of the
 //           Hopper backward of GLA and RWKV-6 (backward_queries.cu) computes for every token and channel of a chunk of
-//           32 tokens. It stores the share in dg's memory, with dg's type G. The second pass (backward_keys.cu) loads
-//           the share, adds the other terms of dg and overwrites it.
+//           32 tokens. The first pass stores the share in dg's memory, with dg's type G. The second pass
+//           (backward_keys.cu) loads the share, adds the other terms of dg and overwrites it.
 // shapes    A chunk's tile is [32 tokens, 64 channels] for each warpgroup. Lane `lane` of a warp has channels lane / 4
 //           and lane / 4 + 8 of the warp's 16 channels; index h, 0 or 1, selects one of the two. A `Chunk` holds the
 //           lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p.

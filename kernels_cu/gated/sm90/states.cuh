@@ -160,7 +160,7 @@ __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& outer_decays
   }
   return s;
 }
-// Whether that power of 2 is not 1 for some channel of the warp, which is rare.
+// Whether QueryScale::up is not 1 for some channel of the warp, which is rare.
 template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gate_is_strong(const Chunk& outer_decays) {
   if (!IS_NARROW<T> || ReadOrder::reads_before_write) return false;
   return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(outer_decays[0][0], outer_decays[0][2]) < 0x1p-8f);
@@ -190,7 +190,7 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
 // ones, then the odd ones.
 template <int BV> using FloatTile = Tile<float, BV>;
 
-// Writes such a tile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
+// Writes a FloatTile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
@@ -212,8 +212,8 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
 }
 
 // Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32; a part contracts
-// BV / SUBCHUNKS columns. columns: registers for the part's copy of S.
-// It first waits for the previous part, whose copy of S is in the same registers.
+// BV / SUBCHUNKS columns. columns: registers for the part's copy of S. First waits for the previous part, whose copy of
+// S is in the same registers.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           FloatTile<BV>& tokens, int part) {
@@ -234,8 +234,8 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// The same product with S as two bfloat16 numbers, rounded numbers and rounding errors, and tokens as copied; calls
-// `put` with the rounded numbers of every 16 columns.
+// Starts a part of S tokens^T, as above, with S as two bfloat16 numbers (rounded numbers and rounding errors) and
+// tokens as they are in memory; calls put(n, rounded numbers) for the n-th 16 columns.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           bf16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -261,8 +261,8 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// The same product with S, which must be in float16's range, as one float16 number. It first waits for the part before
-// the previous one, whose copy of S is in the same registers.
+// Starts a part of S tokens^T, as above, with S as one float16 number, in whose range the caller has scaled S. First
+// waits for the part before the previous one, whose copy of S is in the same registers.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           f16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {

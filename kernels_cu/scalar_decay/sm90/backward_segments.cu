@@ -38,6 +38,7 @@ template <int BV> struct Shared {
   Barrier full[STAGES], done[STAGES];
 };
 
+// Copies the segment's chunks to their stages, in the direction of the walk; for one warp.
 template <int BV>
 __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const WorkTile& work, int first, bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
@@ -86,6 +87,8 @@ __device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const fl
   });
 }
 
+// Walks over the segment's chunks with 16 channels of the state in each warp's registers. first: the block's first
+// channel.
 template <int BV>
 __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const WorkTile& work, int first, u32 tiles,
                                         bool backwards) {

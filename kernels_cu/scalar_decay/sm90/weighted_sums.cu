@@ -370,8 +370,8 @@ template <int BK, class F> __device__ __forceinline__ void each_operand(const fl
 // register layout of each_operand.
 template <int BK> using StretchState = uint4[BK / 16];
 
-// This lane's share of <S, stored>, the sum of elementwise products over the warp's columns. It is the trace of S^T
-// stored: tensor cores compute that with fewer instructions, though only the product's diagonal is used.
+// This lane's share of <S, stored>, the sum of elementwise products over the warp's columns: the trace of S^T stored.
+// Tensor cores compute this product with fewer instructions, though only its diagonal is used.
 template <int BK>
 __device__ __forceinline__ float dot_with_state(const float (&S)[BK / 2], const StretchState<BK>& stored) {
   float columns0[2][4] = {}, columns8[2][4] = {};  // columns 0 to 7, 8 to 15; two sums each, for latency

@@ -249,8 +249,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   end_step();
   int previous_stage = q.stage;  // of the previous query tile, whose product with ds is issued next
   bool accumulates = false;      // dk holds sums of this key tile's earlier query tiles
-  // An iteration issues a query tile's scores and the previous tile's product with ds. It waits for both: the assembler
-  // would serialise products that are still running where the loop jumps back.
+  // An iteration issues a query tile's scores and the previous tile's product with ds, and waits for both: the
+  // assembler would serialise products that are still running where the loop jumps back.
   while (true) {
     q.next();
     bool next_is_new_tile = false;  // the next query tile is for the block's next key tile

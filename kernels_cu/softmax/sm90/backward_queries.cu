@@ -231,7 +231,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   differentiate_scores();
   round_ds();
   bool accumulates = false;  // dq holds sums of this query tile's earlier key tiles
-  // An iteration issues a key tile's scores and the previous tile's product with ds. It waits for both: the assembler
+  // An iteration issues a key tile's scores and the previous tile's product with ds, and waits for both: the assembler
   // would serialise products that are still running where the loop jumps back.
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile

@@ -225,7 +225,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   weigh_scores();
   round_weights();
   bool accumulates = false;  // o holds sums of this query tile's earlier key tiles
-  // An iteration issues the scores of the next key tile and the product of the current weights with v. It waits for
+  // An iteration issues the scores of the next key tile and the product of the current weights with v, and waits for
   // both: the assembler would serialise products that are still running where the loop jumps back.
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile

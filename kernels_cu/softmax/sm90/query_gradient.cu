@@ -91,7 +91,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
   float dq[2][D / 2];
   u32 ds[2][KEYS / 16][4];  // of the warpgroup's two blocks, queries as rows
 
-  // Loads ds of the warp's 16 queries of block n. It was stored with keys as rows; here queries are rows.
+  // Loads ds of the warp's 16 queries of block n with queries as rows; in memory keys are rows.
   auto load_ds = [&](int n) {
 #pragma unroll
     for (int key = 0; key < KEYS / 16; ++key) {
