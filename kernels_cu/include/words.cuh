@@ -1,6 +1,6 @@
 // what      How blocks of one grid hand numbers to each other, by words of global memory and without barriers, and how
-//           the last block finds the largest key of all blocks. All blocks of the grid must run at once, since
-//           blocks wait for each other's words: the host launches no more of them than the card holds.
+//           the last block finds the largest key of all blocks. Blocks wait for each other's words, so that
+//           all blocks of the grid must run at once: the host launches them `together` (device.py).
 // limits    sm_80 and later
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
