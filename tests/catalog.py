@@ -259,6 +259,8 @@ def of_models():
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
         yield rwkv6.DataMix.of_step(T, T, 256)
+        steps = (1, 1), (1, terms_of(T)[-1]), (256, 1)  # sequences, and terms of a float
+        yield from dict.fromkeys(rwkv6.Openings.of_step(T, T, *how, rwkv7.DOWNS) for how in steps)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
         for X in dict.fromkeys((T, SINGLE)):
@@ -284,7 +286,7 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
-        yield from (how(X, rwkv7.DOWNS) for how in (rwkv6.Openings.of_step, rwkv6.Openings.of_prompt))
+        yield rwkv6.Openings.of_prompt(X, rwkv7.DOWNS)
         for width in rwkv7.Keys.WIDTHS:
             yield rwkv7.Keys(X, width)
         for S, terms in product(CTYPES, terms_of(X)):

@@ -4,89 +4,72 @@
 //           or two float16, hold a float32); float32 weights and f(low) as two tf32 numbers each
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
-// A warp has 16 channels of all tokens, the columns of two products [16, 8], in such an order that a lane has four
-// neighbouring channels.
+// A warp has 16 channels of all tokens, the columns of two products [16, 8].
 #include "decode.cuh"
 #include "product.cuh"
 
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
+constexpr int UNIT = 32;  // numbers of the rank that are multiplied at a time; there are zeros behind its end
 
-// The index in shared memory of pair p of a warp's 16 channels.
-__device__ __forceinline__ int place_of_pair(int p) { return p % 2 * 8 + p / 2 * 2; }
-
-// Operands in shared memory: PASS numbers of the rank at a time.
+// Operands in shared memory: at most PASS numbers of the rank at a time.
 template <typename T, int TILES, int PARTS, int PASS = 32> struct alignas(16) LowRank {
+  static constexpr int CHAINS = TILES == 1 ? PARTS : 1;  // sums apart, so that fewer products wait for each other
   T low[PARTS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // + 8: no bank conflicts
-  typedef uint4 Eight;                                                 // eight channels of a row of `up`
 
-  static __device__ __forceinline__ Eight eight(const T* from) { return *reinterpret_cast<const uint4*>(from); }
-  __device__ __forceinline__ void put_up(int a, int column, const Eight& x) {
-    T* to = &up[a][column / COLUMNS_OF_WARP * COLUMNS_OF_WARP];
-    const u32 pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      *reinterpret_cast<u32*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
-  }
-  __device__ __forceinline__ void put_low(int token, int a, float x) {
+  __device__ __forceinline__ void put_low(int token, int a, float2 x) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      const T rounded = from_float<T>(x);
-      low[part][token][a] = rounded;
-      x -= to_float(rounded);
+      const u32 rounded = pack<T>(x.x, x.y);
+      *reinterpret_cast<u32*>(&low[part][token][a]) = rounded;
+      x = {x.x - to_float(T{u16(rounded)}), x.y - to_float(T{u16(rounded >> 16)})};
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[TILES][2][4]) const {
+  // Adds low up, over the first `depth` numbers of the rank.
+  __device__ __forceinline__ void multiply(float (&sums)[CHAINS][TILES][2][4], int depth) const {
     const int lane = threadIdx.x & 31, row = lane % 16, side = lane / 16 * 8;
+#pragma unroll 1
+    for (int start = 0; start < depth; start += UNIT)
 #pragma unroll
-    for (int a = 0; a < PASS; a += 16) {
-      u32 of_up[4];
-      ldmatrix_x4_trans(of_up, &up[a + row][(threadIdx.x >> 5) * COLUMNS_OF_WARP + side]);
-      const u32 columns[2][2] = {{of_up[0], of_up[1]}, {of_up[2], of_up[3]}};
+      for (int a = start; a < start + UNIT; a += 16) {
+        u32 of_up[4];
+        ldmatrix_x4_trans(of_up, &up[a + row][(threadIdx.x >> 5) * COLUMNS_OF_WARP + side]);
+        const u32 columns[2][2] = {{of_up[0], of_up[1]}, {of_up[2], of_up[3]}};
 #pragma unroll
-      for (int tile = 0; tile < TILES; ++tile)
+        for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-        for (int part = PARTS - 1; part >= 0; --part) {
-          u32 of_low[4];
-          ldmatrix_x4(of_low, &low[part][tile * TILE_TOKENS + row][a + side]);
+          for (int part = PARTS - 1; part >= 0; --part) {
+            u32 of_low[4];
+            ldmatrix_x4(of_low, &low[part][tile * TILE_TOKENS + row][a + side]);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) multiply_halves(sums[tile][i], of_low, columns[i], T{});
-        }
-    }
+            for (int i = 0; i < 2; ++i) multiply_halves(sums[part % CHAINS][tile][i], of_low, columns[i], T{});
+          }
+      }
   }
 };
 
 template <int TILES, int PARTS, int PASS> struct alignas(16) LowRank<float, TILES, PARTS, PASS> {
+  static constexpr int CHAINS = 1;
   float low[TILES * TILE_TOKENS][PASS + 4], up[PASS][COLUMNS + 8];  // no bank conflicts
-  struct Eight {
-    float4 first, second;
-  };
 
-  static __device__ __forceinline__ Eight eight(const float* from) { return {load4(from), load4(from + 4)}; }
-  __device__ __forceinline__ void put_up(int a, int column, const Eight& x) {
-    float* to = &up[a][column / COLUMNS_OF_WARP * COLUMNS_OF_WARP];
-    const float2 pairs[4] = {
-        {x.first.x, x.first.y}, {x.first.z, x.first.w}, {x.second.x, x.second.y}, {x.second.z, x.second.w}};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      *reinterpret_cast<float2*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
-  }
-  __device__ __forceinline__ void put_low(int token, int a, float x) { low[token][a] = x; }
+  __device__ __forceinline__ void put_low(int token, int a, float2 x) { store2(&low[token][a], x); }
 
-  __device__ __forceinline__ void multiply(float (&sums)[TILES][2][4]) const {
+  __device__ __forceinline__ void multiply(float (&sums)[CHAINS][TILES][2][4], int depth) const {
+#pragma unroll 1
+    for (int start = 0; start < depth; start += UNIT)
 #pragma unroll
-    for (int a = 0; a < PASS; a += 8) {
-      Data<float, 2> of_up[2];
+      for (int a = start; a < start + UNIT; a += 8) {
+        Data<float, 2> of_up[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_b(of_up[i], &up[a][(threadIdx.x >> 5) * COLUMNS_OF_WARP + 8 * i], COLUMNS + 8);
+        for (int i = 0; i < 2; ++i) load_b(of_up[i], &up[a][(threadIdx.x >> 5) * COLUMNS_OF_WARP + 8 * i], COLUMNS + 8);
 #pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        Operand<true, 4> of_low;
-        load_a(of_low, &low[tile * TILE_TOKENS][a], PASS + 4);
+        for (int tile = 0; tile < TILES; ++tile) {
+          Operand<true, 4> of_low;
+          load_a(of_low, &low[tile * TILE_TOKENS][a], PASS + 4);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) ::multiply(sums[tile][i], of_low, of_up[i]);
+          for (int i = 0; i < 2; ++i) ::multiply(sums[0][tile][i], of_low, of_up[i]);
+        }
       }
-    }
   }
 };
 
@@ -97,17 +80,11 @@ template <typename T> struct Tanh {
 
 // The first of this lane's four channels, of 128 from `column` on. Of every tile it has tokens lane / 4, lane / 4 + 8.
 __device__ __forceinline__ i64 column_of_lane(i64 column) {
-  return column + (threadIdx.x >> 5) * COLUMNS_OF_WARP + 4 * (threadIdx.x & 3);
+  return column + (threadIdx.x >> 5) * COLUMNS_OF_WARP + 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
 }
 
 template <int TILES> struct LowRankSums {
-  float x[TILES][2][4];
-
-  // Four channels of token lane / 4 + 8 half of a tile.
-  __device__ __forceinline__ float4 of(int tile, int half) const {
-    const auto& two = x[tile];
-    return {two[0][2 * half], two[0][2 * half + 1], two[1][2 * half], two[1][2 * half + 1]};
-  }
+  float4 of[TILES][2];  // four channels of token lane / 4 + 8 half of a tile
 };
 
 // Returns activate(low) up. low: `tokens` rows of `rank` numbers, `apart` numbers apart; the sum of `parts` such
@@ -118,47 +95,70 @@ template <int MAX_PARTS, int TILES, int PARTS, int PASS, typename T, typename A,
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, PASS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
                                                        i64 D, i64 column, const A& activate, const F& load_more) {
-  constexpr int ROWS = THREADS / (COLUMNS / 8), EIGHTS = PASS * COLUMNS / 8 / THREADS,
-                LOWS = TILES * TILE_TOKENS * PASS / THREADS;
-  LowRankSums<TILES> sums = {};
+  typedef LowRank<T, TILES, PARTS, PASS> Operands;
+  constexpr int EACH = 16 / sizeof(T), ACROSS = COLUMNS / EACH, ROWS = THREADS / ACROSS;
+  constexpr int AT_ONCE = 2 * THREADS / PASS, PAIRS = TILES * TILE_TOKENS / AT_ONCE;  // tokens of all threads, of one
+  static_assert(PASS % UNIT == 0 && AT_ONCE * PASS == 2 * THREADS && PAIRS * AT_ONCE == TILES * TILE_TOKENS);
+  float sums[Operands::CHAINS][TILES][2][4] = {};
+  const int first = threadIdx.x / (PASS / 2), a = threadIdx.x % (PASS / 2) * 2;  // a thread's first token, its pair
+  const int first_row = threadIdx.x / ACROSS, j = threadIdx.x % ACROSS * EACH;   // of what the thread copies from `up`
+  const int given = int(min(tokens, i64(TILES * TILE_TOKENS)));
   const auto pass = [&](i64 start, const auto& load_more) {
-    typename LowRank<T, TILES, PARTS, PASS>::Eight eights[EIGHTS];
-    const int row = threadIdx.x / (COLUMNS / 8), j = threadIdx.x % (COLUMNS / 8) * 8;
-    const T* from = up + (start + row) * D + column + j;
-#pragma unroll
-    for (int n = 0; n < EIGHTS; ++n, from += ROWS * D) {
-      eights[n] = {};
-      if (start + row + n * ROWS < rank && column + j < D) eights[n] = s.eight(from);
+    const int rows = int(min(rank - start, i64(PASS))), depth = (rows + UNIT - 1) / UNIT * UNIT;
+    __syncthreads();  // the previous pass's operands have been read
+    const T* of_up = up + (start + first_row) * D + column + j;
+    for (int row = first_row; row < depth; row += ROWS, of_up += ROWS * D) {
+      const bool inside = row < rows && column + j < D;
+      cp_async<16>(&s.up[row][j], inside ? of_up : up, inside);
     }
+    cp_async_commit();
     wait_for_previous();
-    float from_parts[MAX_PARTS][LOWS];  // all loads are issued before the first is used
+    float2 pairs[PAIRS][MAX_PARTS] = {};  // all loads are issued before the first is used
+    const float* from = low + first * apart + start + a;
 #pragma unroll
-    for (int n = 0; n < LOWS; ++n) {
-      const int index = n * THREADS + threadIdx.x, token = index / PASS, a = index % PASS;
+    for (int n = 0; n < PAIRS; ++n, from += AT_ONCE * apart)
 #pragma unroll
       for (int p = 0; p < MAX_PARTS; ++p) {
-        const bool inside = (p == 0 || p < parts) && token < tokens && start + a < rank;
-        from_parts[p][n] = inside ? low[p * part_apart + token * apart + start + a] : 0.f;
+        if (p > 0 && p >= parts || first + n * AT_ONCE >= given) continue;
+        if (a < rows) pairs[n][p].x = from[p * part_apart];
+        if (a + 1 < rows) pairs[n][p].y = from[p * part_apart + 1];
       }
-    }
     load_more();
-    __syncthreads();  // the previous pass's operands have been read
 #pragma unroll
-    for (int n = 0; n < EIGHTS; ++n) { s.put_up(row + n * ROWS, j, eights[n]); }
+    for (int n = 0; n < PAIRS; ++n) {
+      float2 sum = pairs[n][0];
 #pragma unroll
-    for (int n = 0; n < LOWS; ++n) {
-      const int index = n * THREADS + threadIdx.x;
-      float sum = from_parts[0][n];
-#pragma unroll
-      for (int p = 1; p < MAX_PARTS; ++p) sum += from_parts[p][n];
-      s.put_low(index / PASS, index % PASS, activate(sum));
+      for (int p = 1; p < MAX_PARTS; ++p) sum = {sum.x + pairs[n][p].x, sum.y + pairs[n][p].y};
+      if (a < depth) s.put_low(first + n * AT_ONCE, a, {activate(sum.x), activate(sum.y)});
     }
+    cp_async_wait<0>();
     __syncthreads();  // the operands are in shared memory
-    s.multiply(sums.x);
+    s.multiply(sums, depth);
   };
   i64 start = 0;
 #pragma unroll 1
   for (; start + PASS < rank; start += PASS) pass(start, [] {});
   pass(start, load_more);  // the last one
-  return sums;
+
+  // Two lanes exchange a pair, so that each has four neighbouring channels.
+  LowRankSums<TILES> found;
+  const bool odd = threadIdx.x & 1;
+  const auto sum = [&](int tile, int i, int n) {
+    float sum = 0.f;
+#pragma unroll
+    for (int chain = Operands::CHAINS - 1; chain >= 0; --chain) sum += sums[chain][tile][i][n];
+    return sum;
+  };
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 lower = {sum(tile, 0, 2 * half), sum(tile, 0, 2 * half + 1)};
+      const float2 upper = {sum(tile, 1, 2 * half), sum(tile, 1, 2 * half + 1)};
+      const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
+                            __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
+      found.of[tile][half] =
+          odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y};
+    }
+  return found;
 }

@@ -3,10 +3,10 @@
 // math      RWKV-6, one matrix: w = -exp(base_w + tanh(low_w) up_w)
 //           RWKV-7: w = -exp(-1/2) sigmoid(base_w + tanh(low_w) up_w);  rate = sigmoid(base_a + low_a up_a)
 //           gate = sigmoid(low_g) up_g;  share = sigmoid(base_v + low_v up_v), or -1 in the first layer
-// shapes    low [MATRICES, T, R], up [MATRICES, R, D] in the order w a g v; bases [3, D] of w a v, where v's are -inf
-//           in the first layer, or [1, D]; w [T, D], openings [3, T, D]: rate, gate, share. T tokens of prompts, or
-//           sequences
-// grid      a block for every (16 TILES tokens, one of MATRICES, 128 channels), tokens slowest; 256 threads
+// shapes    low [MATRICES, T, R], up [MATRICES, R, D] in the order w a g v, of whose R rows the first W, A, G, Q are
+//           used; bases [3, D] of w a v, where v's are -inf in the first layer, or [1, D]; w [T, D]; openings [3, T, D]
+//           of rate, gate, share. T tokens of prompts, or sequences
+// grid      a block for every (one of MATRICES, 16 TILES tokens, 128 channels), MATRICES slowest; 256 threads
 // smem      LowRank: PASS of the rank at a time
 // barriers  two for every PASS: the previous operands have been read | the operands are in shared memory
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
@@ -22,22 +22,26 @@ template <typename T, typename Y> struct Args {
   const float* bases;
   float* w;
   Y* openings;
-  i64 tokens, D, R;
+  i64 tokens, D, R, W, A, G, Q;
 };
 
 template <typename T, typename Y, int PARTS, int TILES, int MATRICES, int PASS>
-__global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args) {
+__global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T, Y> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;
   auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS, PASS>*>(dynamic_smem());
   launch_next();
+  constexpr int TOKENS = TILES * TILE_TOKENS;
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
-  const i64 kind = blockIdx.x / across % MATRICES, first = blockIdx.x / across / MATRICES * (TILES * TILE_TOKENS);
+  const i64 tiles = (args.tokens + TOKENS - 1) / TOKENS, first = blockIdx.x / across % tiles * TOKENS;
   const i64 tokens = args.tokens - first;
+  // The gate's blocks come first: its rank is the largest.
+  const i64 kind = MATRICES == 1 ? DECAY : (blockIdx.x / across / tiles + GATE) % MATRICES;
+  const i64 rank = kind == DECAY ? args.W : kind == RATE ? args.A : kind == GATE ? args.G : args.Q;
   const auto activate = [&](float x) {
     return kind == DECAY ? Tanh<T>()(x) : kind == GATE ? 0.5f * Tanh<T>()(0.5f * x) + 0.5f : x;
   };
   const auto sums = low_rank<1>(s, args.low + (kind * args.tokens + first) * R, R, 1, 0, tokens, args.up + kind * R * D,
-                                R, D, column, activate, [] {});
+                                rank, D, column, activate, [] {});
 
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   if (j >= D) return;
@@ -57,7 +61,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args)
       const i64 index =
           ((first + t) * D + j) / 4 * 4;  // rounded down to a multiple of four, so that four numbers are stored at once
       if (t >= tokens) continue;
-      const float4 z = sums.of(tile, half);
+      const float4 z = sums.of[tile][half];
       const float4 y = {opened(z.x, base.x), opened(z.y, base.y), opened(z.z, base.z), opened(z.w, base.w)};
       if (kind == DECAY) store4(args.w + index, y);
       else store4(args.openings + (kind - 1) * args.tokens * D + index, y);

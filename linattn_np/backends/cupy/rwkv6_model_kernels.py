@@ -215,6 +215,12 @@ class ChosenNorm(ModelKernel):
 LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile of a product with a matrix of low rank
 
 
+def parts_of_low(dtype, X, terms) -> int:
+    """How many numbers of the dtype of `up` a step takes for a number of `low`: so many that its sum is as exact as
+    products whose vectors are `terms` numbers of dtype X."""
+    return 3 if dtype == BFLOAT16 and (X == FLOAT32 or terms > 1) else 2
+
+
 def low_rank_blocks(tiles, tokens, D) -> int:
     """Blocks of a product with a low-rank matrix [rank, D], if a block computes so many tiles of tokens."""
     return ceil_div(tokens, tiles * LOW_RANK_TOKENS) * ceil_div(D, LOW_RANK_COLUMNS)
@@ -242,8 +248,7 @@ class DataMix(ModelKernel):
 
     @classmethod
     def of_step(cls, dtype, X, B, terms=1):
-        exact = dtype == BFLOAT16 and (X == FLOAT32 or terms > 1)
-        return cls(dtype, X, 3 if exact else 2, 1, 5 if B > 128 else 1, terms)
+        return cls(dtype, X, parts_of_low(dtype, X, terms), 1, 5 if B > 128 else 1, terms)
 
     @classmethod
     def of_prompt(cls, dtype):
@@ -349,12 +354,12 @@ class ShiftMix(ModelKernel):
 
 
 class Openings(ModelKernel):
-    """The MATRICES quantities of a token that products of low rank R compute from its channels: w, the log of the
-    decay; and, for RWKV-7 alone, three `openings` in dtype Y: the learning rate, the gate, and the share of the first
-    layer's value."""
+    """The MATRICES quantities of a token that products of low rank compute from its channels: w, the log of the decay;
+    and, for RWKV-7 alone, three `openings` in dtype Y: the learning rate, the gate, and the share of the first layer's
+    value. Their ranks are W, A, G and Q; all matrices have R rows."""
 
     file = "rwkv6/openings"
-    arguments = members("pointers low up bases w, pointers? openings, integers tokens D R")
+    arguments = members("pointers low up bases w, pointers? openings, integers tokens D R W A G Q")
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}, {PASS}>",)
     threads = 256
     dtype: np.dtype
@@ -362,12 +367,14 @@ class Openings(ModelKernel):
     PARTS: int
     TILES: int
     MATRICES: int
-    PASS: int = 32  # of the R columns at a time
+    PASS: int = 64  # of a rank at a time
 
     @classmethod
-    def of_step(cls, dtype, matrices):
-        """The instance for a step. A pass waits for memory, so it takes few of them, with a large PASS."""
-        return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1, matrices, 64 if dtype == FLOAT32 else 128)
+    def of_step(cls, dtype, X, B, terms, matrices):
+        """The instance for a step: large passes, since a pass waits for memory; blocks of few tokens, as long as two on
+        every multiprocessor are enough, or if registers suffice for no more."""
+        tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
+        return cls(dtype, FLOAT32, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
 
     @classmethod
     def of_prompt(cls, dtype, matrices):

@@ -48,7 +48,8 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def log_decay(self, layer, low):
         kernel, arrays = kernels.Openings.of_prompt(self.dtype, 1), {"low": low, "up": layer.decay_up}
-        self.draft.launch(kernel, kernel.blocks(*self.w.shape), **arrays, bases=layer.decay, w=self.w, R=low.shape[-1])
+        arrays |= {"bases": layer.decay, "w": self.w}
+        self.draft.launch(kernel, kernel.blocks(*self.w.shape), **arrays, R=low.shape[-1], G=0, Q=0)
         return self.w
 
     def recurrence(self, layer, kvr, w, wkv):

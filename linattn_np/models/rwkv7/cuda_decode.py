@@ -40,7 +40,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
             ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
         )
-        opening, (w, openings) = Openings.of_step(decoder.dtype, kernels.DOWNS), (buffers.w, buffers.openings)
+        w, openings, (terms, _, _, _), X = buffers.w, buffers.openings, buffers.mixed.shape, buffers.mixed.dtype
+        opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
         self.draft.launch(opening, opening.blocks(B, D), **arrays, R=decoder.rank)
         time_mix = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
