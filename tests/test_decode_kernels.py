@@ -414,15 +414,16 @@ def test_greedy_tokens_are_the_argmax(device, B, dtype, rng):
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("D", [8, 2056, 4104])
-def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
+@pytest.mark.parametrize("shares", [1, kernels.NormShift.SHARES])
+def test_norms_of_narrow_and_wide_rows(device, D, parts, shares, rng):
     x, gate, shift, weight, bias, maa = rng.standard_normal((6, D), np.float32)
     value = rng.standard_normal((parts, D), np.float32)
     arrays = {name: device.upload(array) for name, array in locals().items() if isinstance(array, np.ndarray)}
-    arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
+    arrays |= {name: device.empty(D, np.float32) for name in ("sum", "xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
     kernel, before = (
         kernels.NormShift.fitting(np.dtype(np.float32), D, 1, parts),
-        "x value gate weight bias maa shift".split(),
+        "x sum value gate weight bias maa shift".split(),
     )
     args = kernel.pack(
         **{name: at[name] for name in before},
@@ -435,12 +436,13 @@ def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
         C=1,
         P=parts,
         squares=True,
+        shares=shares,
         eps=1e-5,
     )
-    device.launch(kernel, 1, args)
+    device.launch(kernel, shares, args)
     x += value.sum(0) / (1 + np.exp(-gate))
     xx = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * weight + bias
-    wanted = {"x": x, "xx": xx, "d": shift - xx, "shift": xx, "mixed": xx + (shift - xx) * maa}
+    wanted = {"sum": x, "xx": xx, "d": shift - xx, "shift": xx, "mixed": xx + (shift - xx) * maa}
     for name, array in wanted.items():
         np.testing.assert_allclose(host(arrays[name]), array, rtol=1e-5, atol=2e-5, err_msg=name)
 

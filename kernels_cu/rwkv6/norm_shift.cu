@@ -1,22 +1,26 @@
 // what      What a step computes between two products: the channel mix's gate, layer norm, token shift, static mixes.
-// math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
-// shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
+// math      sum = x + sigmoid(gate) sum of value's parts;  xx = LN(sum);  d = shift - xx;  shift = xx;
+//           mixed_c = xx + d maa_c
+// shapes    x sum gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
 //           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
 //           1, without a shift d = 0. A value of `squares` is in units of UNIT_OF_SQUARES<X, TERMS>
-// grid      a block a sequence; 512 threads, EACH times 4 channels each
+// grid      `shares` blocks a sequence; 512 threads, EACH times 4 channels each. All of them compute the norm, and each
+//           stores the channels of its share of the threads
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to 2048 EACH; C up to MIXES, P up to PARTS. shift is read before the previous kernel
-//           has ended. So between this launch and the one that last wrote shift there must be another launch that waits
-//           for its predecessor (wait_for_previous) before it calls launch_next
+// limits    D a multiple of 4, up to 2048 EACH; C up to MIXES, P up to PARTS. sum is null without a value, and never x.
+//           shift is read before the previous kernel has ended. So between this launch and the one that last wrote
+//           shift there must be another launch that waits for its predecessor (wait_for_previous) before it calls
+//           launch_next
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename X> struct Args {
-  float* x;
+  const float* x;
+  float* sum;
   const float* value;
   const float* gate;
   const float* weight;
@@ -27,7 +31,7 @@ template <typename X> struct Args {
   float* xx;
   float* d;
   X* mixed;
-  i64 B, D, C, P, squares;
+  i64 B, D, C, P, squares, shares;
   double eps;
 };
 
@@ -49,7 +53,9 @@ template <typename X, int EACH, int PARTS, int TERMS, int MIXES>
 __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
-  const i64 b = blockIdx.x, D = args.D, row = b * D;
+  const u32 shares = u32(args.shares);
+  const i64 b = blockIdx.x / shares, D = args.D, row = b * D;
+  const bool own = threadIdx.x * shares / THREADS == blockIdx.x % shares;
   float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
   const auto channels_at = [&](i64 j) {
     Channels<MIXES> found = {load4(args.weight + j), load4(args.bias + j)};
@@ -63,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
   Channels<MIXES> channels[EACH];
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
-    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && j < D) channels[n] = channels_at(j);
+    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && own && j < D) channels[n] = channels_at(j);
   wait_for_previous();
 
   float4 x[EACH];
@@ -88,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
 #pragma unroll
       for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
       x[n] = add_scaled(x[n], factor, parts[0]);
-      store4(args.x + row + j, x[n]);
+      if (own) store4(args.sum + row + j, x[n]);
     }
     sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
   }
@@ -100,6 +106,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
       squares += (x[n].x * x[n].x + x[n].y * x[n].y) + (x[n].z * x[n].z + x[n].w * x[n].w);
   }
   const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) / D + float(args.eps));
+  if (!own) return;
 
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {

@@ -34,13 +34,16 @@ from .plan import FLOAT32, Array, Draft, ceil_div
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 class NormShift(ModelKernel):
-    """For a step: x += sigmoid(gate) * value; layer norm; token shift; C mixes. A block computes one sequence."""
+    """For a step: sum = x + sigmoid(gate) * value; layer norm; token shift; C mixes. `shares` blocks compute a
+    sequence, and each stores a part of the results."""
 
     file = "rwkv6/norm_shift"
     arguments = members(
-        "pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P squares, reals eps"
+        "pointers x sum value gate weight bias maa shift slots xx d mixed, integers B D C P squares shares, reals eps"
     )
     shared = ("Shared",)
+    SHARES: ClassVar[int] = 4  # of a sequence, where sequences are FEW
+    FEW: ClassVar[int] = 16
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels

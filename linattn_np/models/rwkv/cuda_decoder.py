@@ -123,6 +123,7 @@ class CudaDecoder(NotCopied):
         B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
+            sum=buffer(1, B, D),
             y=buffer(terms, 1, B, D, dtype=X),
             activated=buffer(terms, 1, B, F, dtype=X),
             hidden=None if few else buffer(1, B, F),
@@ -278,6 +279,7 @@ class DecodingStep:
         self.draft = Draft(**decoder.sizes, B=decoder.batch, tokens=decoder.batch)
         self.model, self.layers, self.buffers, self.state = arrays.model, arrays.layers, arrays.buffers, arrays.state
         self.tokens, self.slots = arrays.call.tokens, arrays.call.slots
+        self.x, self.sum = self.buffers.x, self.buffers.sum  # the residual, and the array for its next sum
         self.gate = getattr(self.buffers, "gate", None)  # the channel mix's gate, in versions that have one
 
     def steps(self, greedy, layers) -> tuple:
@@ -357,7 +359,7 @@ class DecodingStep:
         y, norm = self.buffers.y, kernels.affine(layer.ln_x)
         args |= {"state": wkv, "slots": self.slots, "y": y, "eps": self.decoder.group_eps}
         self.draft.launch(kernel, blocks, more_shared=more_shared, **norm, **args)
-        return self.product_for_residual(layer, "output", y, self.buffers.x)
+        return self.product_for_residual(layer, "output", y, self.x)
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
         """Adds the kernel that adds `added` [P, B, D] (or None) to x, normalises x, and writes the C mixes of the
@@ -369,10 +371,12 @@ class DecodingStep:
         """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
+        shares = kernels.NormShift.SHARES if B <= kernels.NormShift.FEW else 1
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
-            B,
-            x=buffers.x,
+            B * shares,
+            x=self.x,
+            sum=self.sum if parts else None,
             value=added,
             gate=self.gate if squares and parts else None,
             **kernels.affine(norm),
@@ -385,8 +389,11 @@ class DecodingStep:
             C=C,
             P=parts,
             squares=squares,
+            shares=shares,
             eps=self.decoder.layer_eps,
         )
+        if parts:
+            self.x, self.sum = self.sum, self.x
 
     def matmul(self, weights, *named, early=False):
         """Adds products with the same B and K, each named as (the name of w [C, M, K], x [terms, C, B, K], y [C, B, M],
