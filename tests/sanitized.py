@@ -268,9 +268,11 @@ def delta_rules(rng, run, as_older, as_filled):
         yield as_older(gated_delta_rule, *arrays, **keywords)
         yield as_filled(run, backward, gated_delta_rule, *arrays, **keywords)
         arrays, _ = drawn(KDA, rng, (1, 2, 133, K, V), BFLOAT16)
+        arrays[3][:, :, 40] = 1  # a chunk that grows
         yield run(kda, *arrays, **keywords, mode="chunk")
         yield as_filled(run, backward, kda, *arrays, **keywords)
         arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 133, K, V), BFLOAT16)
+        arrays[1][:, :, 40] = 1  # a chunk that grows
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
     for dtype, T in ((BFLOAT16, 4096), (SINGLE, 700), (DOUBLE, 700)):

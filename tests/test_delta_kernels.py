@@ -179,13 +179,14 @@ HARD = {  # gates, the cosine of keys, strengths
     "reflections": ("spikes-40", 0.0, 1.99),
     "nothing-written": ("weak", 0.5, 0.0),
     "no-gates": ("zero", 0.5, 0.5),
+    "growth": ("weak", 0.0, 0.5),
 }
 HARD_LIMITS = {BFLOAT16: 4.5e-3, HALF: 4.5e-3 / 8}
 
 
 def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
     """(arrays, the initial state, do, dht) of chunks whose keys resemble each other, or that forget, or erase more than
-    there is."""
+    there is, or let a state grow: beyond float16 where the data's dtype holds it."""
     gate, cosine, strength = HARD[hard]
     H, groups = (2, 1) if op is RWKV7 else (1, 2)
     case = Case(op, groups=groups, H=H, T=100, K=128, V=72, dtype=dtype, gate=gate, gate_dtype=SINGLE)
@@ -197,6 +198,11 @@ def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
         arrays |= {"a": -k.astype(dtype), "b": (strength * k).astype(dtype)}
     else:
         arrays["beta"] = np.full_like(arrays["beta"], strength)
+    if hard == "growth":
+        (gate,), nats = (arrays[name] for name in op.decays), 20 if dtype == BFLOAT16 else 4
+        gate[:, :, 32:48] += nats / 16
+        gate[:, :, 48:64] -= nats / 16
+        gate[:, :, 64:96] += nats / 32
     if qk_l2norm:
         arrays["q"], k = (3 * double(arrays["q"])).astype(dtype), 0.2 * k
     arrays["k"] = k.astype(dtype)

@@ -220,65 +220,68 @@ __device__ __forceinline__ void solve_column(float (&x)[BT], const float (&M)[BT
 }
 
 // Stores a column, times `factor`, as a row of a matrix whose numbers are sums of two.
-__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[BT], float factor = 1.f) {
-  f16* row = to.at(threadIdx.x & 31, 0);
+template <typename T>
+__device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], float factor = 1.f) {
+  T* row = to.at(threadIdx.x & 31, 0);
 #pragma unroll
   for (int i = 0; i < BT; i += 8) {
     u32 high[4], low[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float one = factor * x[i + 2 * n], next = factor * x[i + 2 * n + 1];
-      high[n] = pack<f16>(one, next);
-      const float2 rounded = unpack(high[n], f16{});
-      low[n] = pack<f16>(one - rounded.x, next - rounded.y);
+      high[n] = pack<T>(one, next);
+      const float2 rounded = unpack(high[n], T{});
+      low[n] = pack<T>(one - rounded.x, next - rounded.y);
     }
     *reinterpret_cast<uint4*>(row + i) = {high[0], high[1], high[2], high[3]};
-    *reinterpret_cast<uint4*>(row + Matrix<f16>::REST + i) = {low[0], low[1], low[2], low[3]};
+    *reinterpret_cast<uint4*>(row + to.REST + i) = {low[0], low[1], low[2], low[3]};
   }
 }
 
 // Loads rows row + 0...15, columns column + 0...15 as two left operands, whose sum is the matrix.
-__device__ __forceinline__ void load_left(u32 (&a)[2][4], const Matrix<f16>& x, int row, int column) {
+template <typename T>
+__device__ __forceinline__ void load_left(u32 (&a)[2][4], const Matrix<T>& x, int row, int column) {
   const int lane = own_lane();
 #pragma unroll
   for (int n = 0; n < 2; ++n)
     ldmatrix_x4(a[n], x.x + n * x.REST + (row + (lane & 15)) * x.LDA + column + (lane >> 4) * 8);
 }
 // The same, of the part below the diagonal of a float matrix.
+template <typename T>
 __device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[BT][LD], int row, int column) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const int i = row + g + n % 2 * 8, j = column + 2 * t + n / 2 * 8;
     const float one = j < i ? x[i][j] : 0.f, next = j + 1 < i ? x[i][j + 1] : 0.f;
-    a[0][n] = pack<f16>(one, next);
-    const float2 rounded = unpack(a[0][n], f16{});
-    a[1][n] = pack<f16>(one - rounded.x, next - rounded.y);
+    a[0][n] = pack<T>(one, next);
+    const float2 rounded = unpack(a[0][n], T{});
+    a[1][n] = pack<T>(one - rounded.x, next - rounded.y);
   }
 }
 
 // Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products. X and all Y are lower
 // triangles; `transposed`: the transposes of Y.
-template <int THREADS, class X, class F, class... Y>
+template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 8; task += THREADS / 32) {
     const int row = task / 4 * 16, column = task % 4 * 8;
-    const int from = (lane >> 4) * Matrix<f16>::REST + (column + (lane & 7)) * Matrix<f16>::LDA + (lane >> 3 & 1) * 8;
+    const int from = (lane >> 4) * Matrix<T>::REST + (column + (lane & 7)) * Matrix<T>::LDA + (lane >> 3 & 1) * 8;
     float d[sizeof...(Y)][4] = {};
 #pragma unroll
     for (int token = 0; token < BT; token += 16) {
       if (token > row || token + 15 < column) continue;
       u32 a[2][4];
-      load_left(a, x, row, token);
+      load_left<T>(a, x, row, token);
       int n = 0;
-      const auto multiply = [&](const Matrix<f16>& y) {
+      const auto multiply = [&](const Matrix<T>& y) {
         u32 b[4];
         ldmatrix_x4(b, y.x + from + token);
-        multiply_halves(d[n], a[1], {b[0], b[1]}, f16{});
-        multiply_halves(d[n], a[0], {b[2], b[3]}, f16{});
-        multiply_halves(d[n], a[0], {b[0], b[1]}, f16{});
+        multiply_halves(d[n], a[1], {b[0], b[1]}, T{});
+        multiply_halves(d[n], a[0], {b[2], b[3]}, T{});
+        multiply_halves(d[n], a[0], {b[0], b[1]}, T{});
         ++n;
       };
       (multiply(transposed), ...);

@@ -14,12 +14,11 @@
 // barriers  six: inputs have arrived | decays of blocks | decayed tokens | M' and A' | N' and qd | B. Each: these are
 //           in shared memory, and their operands have been read and may be overwritten
 // numerics  M' and N' in float32; as operands they, and A', are the sum of two float16. E, W, Z in T, B the sum of two
-//           T; decays: channel_chunk.cuh
+//           T; decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
-#include "delta/channel_chunk.cuh"
-#include "delta/prepared.cuh"
+#include "delta/growing_chunk.cuh"
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -149,8 +148,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     }
     *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
-  __syncthreads();  // decays of blocks are in shared memory; inputs have been read, and may be overwritten
-
+  if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+    prepare_by_tokens<false, GRADIENT, BK>(to, s.q, s.k, s.k, s.k, s.g, s.lengths, s.beta, s.M, float(args.w_scale));
+    return;
+  }
   clear_rows(s.A, task);
   float4 before, after;
   each_border<BK>(
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const auto with_powers = [&](int j, float factor, float2 x) {
     return float2{factor * of_k.power[j] * x.x, factor * of_k.power[j + 1] * x.y};
   };
-  multiply_triangles<THREADS>(
+  multiply_triangles<THREADS, f16>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         const float2 x = with_powers(j, of_q.power[i], sum[0]);
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
       },
       s.N_transposed);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS>(
+    multiply_triangles<THREADS, f16>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           const float2 x = with_powers(j, of_k.power[i], sum[0]);

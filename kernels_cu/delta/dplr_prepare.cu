@@ -17,12 +17,11 @@
 //           with b | N', L' and qd | H and B. Each: these are in shared memory, and their operands have been read and
 //           may be overwritten
 // numerics  scores, N' and L' in float32; as operands they are the sum of two float16. E, W, Z in T, H and B the sum of
-//           two T; decays: channel_chunk.cuh
+//           two T; decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
-#include "delta/channel_chunk.cuh"
-#include "delta/prepared.cuh"
+#include "delta/growing_chunk.cuh"
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b;
@@ -163,8 +162,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     }
     *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
-  __syncthreads();  // decays of blocks are in shared memory; inputs have been read, and may be overwritten
-
+  if constexpr (GRADIENT)
+    if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
+  if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+    prepare_by_tokens<true, GRADIENT, BK>(to, s.q, s.columns[0], s.a, s.columns[1], s.g, s.lengths, nullptr, s.AK,
+                                          float(args.w_scale));
+    return;
+  }
   clear_rows(s.QB, task), clear_rows(s.AK, task);
   float4 before, after;
   each_border<BK>(
@@ -236,7 +240,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // N', L' and qd are in shared memory
 
   const float L_scale = s.largest[0], N_scale = s.largest[1];
-  multiply_triangles<THREADS>(
+  multiply_triangles<THREADS, f16>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
         const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {
@@ -292,7 +296,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
           put(to.residual_matrix[1], s.L_transposed, L_scale, of_columns[0]);
     }
     clear_padding<THREADS>(to.residual_matrix[0]), clear_padding<THREADS>(to.residual_matrix[1]);
-    if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
   } else {
     store_pieces<THREADS>(to.B.x, s.B.x);
   }

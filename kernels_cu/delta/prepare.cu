@@ -4,14 +4,12 @@
 //           the diagonal, A = D_ij q_i . k_j up to it, N = (I + diag(beta) M)^-1, B = A N diag(beta);
 //           E = -D_i k, W = w_scale (D_i q + B E), Z = diag(beta) N^T D_end k
 //           GRADIENT: B and Z without beta, and R = 1 - M N diag(beta)
-//           Keys are p k', queries r q', p and r powers of 2: M', A' and N' are those of k' and q', as in
-//           channel_prepare.cu
 // shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC]; a warp makes E, W and Z of 16 channels
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  five: inputs and decays | lengths | M' and A' | N' | B and of_Z. Each: these are in shared memory
-// numerics  M' and N' in float32, for products as the sum of two float16, as A'; E, W and Z in T, matrices that make
-//           them the sum of two T
+// barriers  five: inputs and decays | lengths | M and A | N | B and of_Z. Each: these are in shared memory
+// numerics  M and N in float32; for products they and A are the sum of two bfloat16, which hold any growth that float32
+//           holds. E, W and Z in T, matrices that make them the sum of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -42,16 +40,16 @@ template <typename T, int BK> struct alignas(16) Shared {
     T W[BT * BK];
   };
   Matrix<T> B, of_Z;  // of_Z: what keys are multiplied by
-  Matrix<f16> A;
+  Matrix<bf16> A;
   float M[BT][LD];
   union {
     float decay_between[BT][LD];  // the decay from token j to token i; 0 for i < j
-    Matrix<f16> turned_N;         // the transpose of N'
+    Matrix<bf16> turned_N;        // the transpose of N
   };
-  Lengths lengths[2];
-  float beta[BT], decay_from_start[BT], decay_to_end[BT];  // start, end: decays from the chunk's start, to its end
-  float weight[BT];                                        // -beta p^2
-  float of_E[BT], of_keys[BT], of_q[BT];                   // what keys are multiplied by for E, k' for Z, queries for W
+  float inverse_length[2][BT];  // of keys and of queries, or 1
+  float beta[BT], decay_from_start[BT], decay_to_end[BT];
+  float weight[BT];                       // -beta
+  float of_E[BT], of_keys[BT], of_q[BT];  // what keys are multiplied by for E and for Z, queries for W
 };
 
 // The products of 16 rows of keys, or of queries, with 16 of keys; `squares`: of queries with themselves.
@@ -80,7 +78,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
-  const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
   const auto inputs = [&](auto copy) { copy(s.k, args.k), copy(s.q, args.q); };
   if (bytes == 16)
@@ -101,6 +98,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived; decays are in shared memory
 
+  const auto inverse_length = [&](float squares) {
+    return args.normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+  };
   float sums[SQUARES][2][4] = {};
 #pragma unroll
   for (int n = 0; n < SQUARES; ++n) {
@@ -109,14 +109,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
     if (of.has_lengths() && t == g / 2)
 #pragma unroll
       for (int x = 0; x < 2; ++x)
-        s.lengths[of.kind].set(of.row + 8 * x + g, g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x], args.normalized);
+        s.inverse_length[of.kind][of.row + 8 * x + g] =
+            inverse_length(g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x]);
   }
   __syncthreads();  // lengths are in shared memory
   if (warp == WARPS - 1) {
-    const float p = of_k.power[lane], start = s.decay_from_start[lane];
-    s.weight[lane] = -s.beta[lane] * p * p;
-    s.of_E[lane] = -start * (of_k.factor[lane] * p), s.of_keys[lane] = s.decay_to_end[lane] * of_k.factor[lane];
-    s.of_q[lane] = float(args.w_scale) * start * (of_q.factor[lane] * of_q.power[lane]);
+    const float start = s.decay_from_start[lane], key = s.inverse_length[OF_K][lane];
+    s.weight[lane] = -s.beta[lane], s.of_E[lane] = -start * key, s.of_keys[lane] = s.decay_to_end[lane] * key;
+    s.of_q[lane] = float(args.w_scale) * start * s.inverse_length[OF_Q][lane];
   }
 #pragma unroll
   for (int n = 0; n < SQUARES; ++n) {
@@ -128,14 +128,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
       for (int across = 0; across < 2; ++across) {
         const int i = of.row + 8 * down + g, j = of.column + 8 * across + 2 * t;
         const float2 D = *reinterpret_cast<const float2*>(&s.decay_between[i][j]);
-        const float2 keys = *reinterpret_cast<const float2*>(&of_k.factor[j]);
-        const float row = s.lengths[of.kind].factor[i], *two = sums[n][across] + 2 * down;
+        const float2 keys = *reinterpret_cast<const float2*>(&s.inverse_length[OF_K][j]);
+        const float row = s.inverse_length[of.kind][i], *two = sums[n][across] + 2 * down;
         const float x = D.x * (row * keys.x * two[0]), y = D.y * (row * keys.y * two[1]);
         if (of.kind == OF_Q) put_split_pair(s.A.at(i, j), x, y);
         else *reinterpret_cast<float2*>(&s.M[i][j]) = {x, y};
       }
   }
-  __syncthreads();  // M' and A' are in shared memory; decays of pairs have been read, and N' may overwrite them
+  __syncthreads();  // M and A are in shared memory; decays of pairs have been read, and N may overwrite them
   if (warp == blockIdx.x % WARPS) {  // not the same one in all blocks: a warp has a fourth of a multiprocessor
     float x[BT];
 #pragma unroll
@@ -143,28 +143,26 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
     solve_column(x, s.M, s.weight);
     put_column(s.turned_N, x);
   }
-  __syncthreads();  // N' is in shared memory
+  __syncthreads();  // N is in shared memory
 
-  multiply_triangles<THREADS>(
+  multiply_triangles<THREADS, bf16>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
-        const float x = of_q.power[i] * of_k.power[j] * sum[0].x, y = of_q.power[i] * of_k.power[j + 1] * sum[0].y;
-        put_split_pair(s.B.at(i, j), s.beta[j] * x, s.beta[j + 1] * y);
-        if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), x, y);
-        const f16* two = s.turned_N.at(i, j);
+        put_split_pair(s.B.at(i, j), s.beta[j] * sum[0].x, s.beta[j + 1] * sum[0].y);
+        if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), sum[0].x, sum[0].y);
+        const bf16* two = s.turned_N.at(i, j);
         const float2 high = unpack_pair(two), low = unpack_pair(two + s.turned_N.REST);
-        const float row = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i];
+        const float row = GRADIENT ? 1.f : s.beta[i];
         put_split_pair(s.of_Z.at(i, j), row * s.of_keys[j] * (high.x + low.x),
                        row * s.of_keys[j + 1] * (high.y + low.y));
       },
       s.turned_N);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS>(
+    multiply_triangles<THREADS, bf16>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
-          const float x = of_k.power[i] * of_k.power[j] * sum[0].x, y = of_k.power[i] * of_k.power[j + 1] * sum[0].y;
-          put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * x,
-                         float(i == j + 1) - s.beta[j + 1] * y);
+          put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * sum[0].x,
+                         float(i == j + 1) - s.beta[j + 1] * sum[0].y);
         },
         s.turned_N);
   __syncthreads();  // B and of_Z are in shared memory
