@@ -272,8 +272,9 @@ def of_models():
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
-    for T, S, depth in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeFew.STAGES):
-        yield rwkv6.DecodeFew(T, S, depth)
+    for cls in (rwkv6.DecodeFew, rwkv7.DecodeOne):
+        for T, S, depth in product((*CTYPES, INT8), CTYPES, cls.STAGES):
+            yield cls(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
         yield from (model_products.NarrowProduct(T, width) for width in model_products.NarrowProduct.WIDTHS)

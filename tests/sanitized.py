@@ -323,6 +323,9 @@ def decoding(rng, device):
     decoders = (
         (cuda_decode7.CudaDecoder if "blocks.0.att.r_k" in weights else CudaDecoder)(weights, dtype, B, device)
         for weights, dtype, B in (
+            (seven_of_64, BFLOAT16, 1),
+            (seven, SINGLE, 1),
+            (seven_of_64, EIGHT_BITS, 1),
             (seven_of_64, BFLOAT16, 3),
             (seven_of_64, HALF, 9),
             (seven, SINGLE, 3),

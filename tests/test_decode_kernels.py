@@ -19,7 +19,7 @@ from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, Plan, as_array, describe_array
 from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
-from linattn_np.models.rwkv6 import cuda_decode
+from linattn_np.models.rwkv import cuda_decoder
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 from linattn_np.models.rwkv6.names import VERSION
 
@@ -85,7 +85,7 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
 @pytest.mark.parametrize("blocks", [16, 70])
 def test_one_sequence_of_any_size(hopper, monkeypatch, blocks, changed, dtype, rng):
     """Wider and narrower than a stage of weights, with more and fewer tiles, or heads, than blocks."""
-    monkeypatch.setattr(cuda_decode, "PHASE_BLOCKS", blocks)
+    monkeypatch.setattr(cuda_decoder, "PHASE_BLOCKS", blocks)
     sizes = SIZES["odd"] | changed
     weights = synthetic(rng, sizes, dtype)
     tokens = rng.integers(0, sizes["V"], (1, 3))

@@ -13,7 +13,18 @@ from itertools import islice
 import ml_dtypes
 import numpy as np
 import pytest
-from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits, relative_error, synthetic
+from test_decode_kernels import (
+    DTYPES,
+    LIMIT,
+    SIZES,
+    SMALL,
+    close,
+    decoded,
+    host,
+    in_eight_bits,
+    relative_error,
+    synthetic,
+)
 from test_rwkv_versions import layout_of
 
 from linattn_np import ContractError, NotSupported
@@ -22,6 +33,7 @@ from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, austen, checkpoint
 from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
+from linattn_np.models.rwkv7.cuda_decode import CudaDecoder as CudaDecoder7
 
 HALF = np.dtype(np.float16)
 
@@ -164,6 +176,50 @@ def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, 
     for part, wanted_part in zip(pool.arrays, wanted_pool.arrays):
         rounded = ml_dtypes.finfo(part.dtype).eps / 2 if part.dtype == BFLOAT16 else 0
         close(host(part).astype(np.float32), wanted_part, limit + rounded)
+
+
+RWKV7_SIZES = {  # more and fewer tiles, or heads, than blocks; ranks beyond what a thread holds, and no tile's multiple
+    "small": {"D": 64, "H": 4, "N": 16, "F": 256, "W": 8, "A": 8, "G": 16, "Q": 8},
+    "odd": {"D": 80, "H": 20, "N": 4, "F": 2064, "W": 5, "A": 24, "G": 33, "Q": 2},
+    "wide heads": {"D": 128, "H": 2, "N": 64, "F": 512, "W": 32, "A": 160, "G": 288, "Q": 16},
+    "widest heads": {"D": 256, "H": 1, "N": 256, "F": 96, "W": 40, "A": 20, "G": 70, "Q": 3},
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.int8)], ids=str)
+@pytest.mark.parametrize("state_dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("sizes", RWKV7_SIZES)
+@pytest.mark.parametrize("blocks", [16, 70])
+def test_one_sequence_of_rwkv7_of_any_size(hopper, monkeypatch, blocks, sizes, state_dtype, dtype, rng):
+    """A row of a pool, from a state as it is stored: this is rounded after every token, and logits are as if not."""
+    monkeypatch.setattr(cuda_decoder, "PHASE_BLOCKS", blocks)
+    sizes = RWKV7_SIZES[sizes] | {"V": 51, "1": 1}
+    weights = {}
+    for name, axes in RWKV7.version.parameter_axes(3).items():
+        shape = [sizes[axis] for axis in axes.split()]
+        low_rank, matrix = name[-1] in "12", name.endswith(".weight") and len(shape) == 2
+        scale = shape[-2 if low_rank else -1] ** -0.5 if low_rank or matrix else 0.5
+        weights[name] = scale * rng.standard_normal(shape)
+        weights[name] = weights[name].astype(np.float32 if dtype == np.int8 else dtype).astype(np.float32)
+    decoder = CudaDecoder7(weights, dtype, 1, hopper, state_dtype=state_dtype)
+    assert decoder.kernel
+    reference = RWKV7(in_eight_bits(weights) if dtype == np.int8 else weights)
+    state, wanted_state = decoder.initial_state(3), reference.initial_state(1)
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+        part[...] = 7
+        wanted_part[...] = rng.standard_normal(wanted_part.shape).astype(part.dtype)
+        part[:, 1] = hopper.upload(wanted_part[:, 0].astype(part.dtype))
+    tokens = rng.integers(0, sizes["V"], (1, 3))
+    for column in tokens.T:
+        found = decoded(decoder, hopper, column[None], state, [1])
+        wanted, wanted_state = reference.forward(column[None], wanted_state)
+        close(found, wanted, LIMIT)
+        for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+            assert (host(part)[:, ::2] == 7).all()
+            rounded = ml_dtypes.finfo(part.dtype).eps / 2 if part.dtype == BFLOAT16 else 0
+            close(host(part)[:, 1].astype(np.float32), wanted_part[:, 0], LIMIT + rounded)
+            wanted_part[:, 0] = host(part)[:, 1].astype(np.float32)
 
 
 @pytest.mark.parametrize("sizes", ["wide heads", "odd"])

@@ -1,11 +1,9 @@
-// what      Functions of a block of a decoding step (decode_few.cu): norms, access to the stages of weights, parts of
-//           the second products of a low rank.
+// what      Functions of a block of a decoding step in one launch: norms, and access to the stages of weights.
 // smem      Shared, then the staging area
 // barriers  named barrier 1 of the threads that compute; a comment at each says what is complete
 #include "rwkv6/decode_split.cuh"
 
 template <typename T, typename S, int STAGES> struct DecodeBlock {
-  typedef typename Args<T, S>::Up Up;
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
 
   const Args<T, S>& args;
@@ -24,32 +22,14 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
         stage(next >> 1),
         parity(next & 1) {}
 
-  // The sequence's row of the states.
-  __device__ __forceinline__ i64 row() const { return args.slots ? args.slots[0] : 0; }
-
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // Channels: the parameters of a norm and its mix for four channels. Norm: where these parameters, and the previous
-  // token's LN(x), are in memory.
+  // The parameters of a norm and its mix for four channels.
   struct Channels {
     float4 weight, bias, part;
   };
-  struct Norm {
-    const float *ln, *maa, *shift;
-  };
-
   __device__ __forceinline__ Channels channels(const Norm& norm, int j) const {
     if (j >= D) return {};
     return {load4(norm.ln + j), load4(norm.ln + D + j), norm.maa ? load4(norm.maa + j) : float4{}};
-  }
-
-  __device__ __forceinline__ Norm norm_of(i64 layer, int phase, int input) const {
-    const i64 at = layer * D;
-    Norm norm;
-    norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * at;
-    norm.maa = phase == HEAD ? nullptr : phase == MIX_DOWN ? args.maa_x + at : args.ffn_maa + 2 * at + input * D;
-    const i64 state = (layer * args.P + row()) * D;
-    norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + state;
-    return norm;
   }
 
   // The sum of the warps' parts.
@@ -94,14 +74,6 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
-  // Which of the phase's vectors a tile multiplies by.
-  __device__ __forceinline__ int input_of(int phase, int tile) const {
-    if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
-    const int tiles = tiles_of(D), first = tile - tiles_of(args.W);  // of key, value, receptance and gate
-    if (phase != INPUTS || first < 0) return 0;
-    return 1 + (first >= tiles) + (first >= 2 * tiles) + (first >= 3 * tiles);
-  }
-
   // The lane's columns of the next stage, in the first of its two rows.
   __device__ __forceinline__ const unsigned char* row_of_slot() const {
     return s.row(stage, (tid & 31) >> 2) + Lane<T>::start(tid) * sizeof(T);
@@ -109,56 +81,6 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
 
   __device__ __forceinline__ void next_slot() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-
-  // -- second matrices of low rank: a thread has a channel and every `splits`-th row, PASS of them at a time ----------
-  template <int PASS>
-  __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int splits, int rows) const {
-#pragma unroll
-    for (int i = 0; i < PASS; ++i)
-      if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
-  }
-
-  // The parts of a mix's product, from `low` [A] in shared memory. `weight` has the first rows.
-  template <int PASS>
-  __device__ __forceinline__ void mix_parts(Up (&weight)[PASS], const Up* up, bool inside, int split, int channel,
-                                            const float* low) {
-    const int A = int(args.A);
-    float part = 0.f;
-    for (int start = 0; start < A; start += PASS * SPLITS) {
-      if (start > 0) load_rows(weight, up, start + split, SPLITS, inside ? A : 0);
-#pragma unroll
-      for (int i = 0; i < PASS; ++i) {
-        const int a = start + split + i * SPLITS;
-        if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
-      }
-    }
-    s.mix[split][channel] = part;
-  }
-
-  // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
-  template <int PASS>
-  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int split,
-                                              int splits, int channel, int N) const {
-    const int W = int(args.W);
-    if (split >= splits) return;
-    float sum = 0.f;
-    for (int start = 0; start < W; start += PASS * splits) {
-      if (start > 0) load_rows(weight, up, start + split, splits, W);
-#pragma unroll
-      for (int i = 0; i < PASS; ++i) {
-        const int w = start + split + i * splits;
-        if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
-      }
-    }
-    s.parts[split * N + channel] = sum;
-  }
-
-  // This thread's channel of a head, without its gate.
-  __device__ __forceinline__ ChannelOfHead channel_of_head(i64 layer, int of_head) const {
-    const i64 head = layer * D + of_head;
-    return {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
-            args.ln_x[(2 * layer + 1) * D + of_head + tid]};
   }
 };
 

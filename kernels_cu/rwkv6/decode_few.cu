@@ -30,140 +30,26 @@
 // limits    one sequence: all blocks read all words, which from two on costs more than a launch for each phase; D and F
 //           multiples of 8, D up to 8192, N a multiple of 4 up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
-#include "rwkv6/decode_operands.cuh"
+#include "rwkv6/decode_phases.cuh"
+#include "rwkv6/decode_layers.cuh"
 
-template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
-                                       bool first);
-template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<T, S, STAGES> {
-  typedef DecodeOperands<T, S, STAGES> Block;
-  using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
-  using Block::PARTS, Block::PACKED, Block::DIGITS, Block::channels, Block::input_of, Block::row, Block::floats;
-  typedef typename Block::Channels Channels;
-  typedef typename Block::Norm Norm;
-  typedef typename Block::Operands Operands;
-  typedef typename Block::Up Up;
-  typedef typename Block::Word Word;
-  int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.parts
-  u64 likeliest = 0;  // key_of the lane's largest logit
-
-  __device__ __forceinline__ DecodeFew(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
-                                       int tile_count = 0)
-      : Block(args, s, epoch, next), tile_count(tile_count) {}
-
-  static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
-  static constexpr int CHAINS =
-      sizeof(T) == 4 ? 1 : STEPS;  // independent sums, so that products do not wait for one another
-  // How many stages of a vector a lane holds in registers. Digits of a vector of up to 2048 numbers are loaded once for
-  // all tiles.
-  static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
-  static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
-  typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
-
-  // Waits for a word, and returns its number.
-  __device__ __forceinline__ float take_number(const Word* from) const {
-    Word word[1];
-    const Word* const words[1] = {from};
-    take_words(word, words, epoch);
-    return number(word[0]);
-  }
+template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<DecodeFew<T, S, STAGES>, T, S, STAGES> {
+  typedef DecodeLayers<DecodeFew, T, S, STAGES> Layers;
+  using Layers::args, Layers::s, Layers::staging, Layers::D, Layers::tid, Layers::epoch, Layers::tile_count;
+  typedef typename Layers::Word Word;
+  typedef typename Args<T, S>::Up Up;
+  using Layers::Layers;
 
   // Waits for numbers [first, first + count) of an input, and stores their operands in the staging area.
   __device__ __forceinline__ void fetch(int phase, int input, int first, int pitch, int count) {
-    const Word* const words = words_of(phase, input) + first;
+    const Word* const words = phase == INPUTS ? args.mixed + input * D : phase == OUTPUT ? args.y : args.activated;
+    if (phase != OUTPUT) return Layers::fetch_words(words + first, pitch, count);
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
-    if (phase == OUTPUT) Block::template fetch<2, true>(words, args.kvrg_out + 3 * D + first, pitch, count);
-    else if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
-    else Block::template fetch<Block::NEIGHBOURS + 3, false>(words, nullptr, pitch, count);
+    Layers::Block::template fetch<2, true>(words + first, args.kvrg_out + 3 * D + first, pitch, count);
   }
 
-  // -- norms ---------------------------------------------------------------------------------------------------------
-  // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes that hold the
-  // whole number of the layer: a block that reads it may have read no earlier x, so that the parity could be that of an
-  // older layer.
-  __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
-  __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
-  __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
-
-  // Waits for the words of x, and stores their numbers in floats().
-  template <typename W> __device__ __forceinline__ void take_x(const W* words, u32 epoch) {
-    constexpr int NEIGHBOURS = 16 / sizeof(W), LOADS = 8 / NEIGHBOURS;
-#pragma unroll 1
-    for (int start = NEIGHBOURS * tid; start < D; start += LOADS * NEIGHBOURS * THREADS) {
-      const W* from[LOADS];
-      W found[LOADS][NEIGHBOURS];
-      const auto at = [&](int n) { return min(start + n * NEIGHBOURS * THREADS, D - NEIGHBOURS); };
-#pragma unroll
-      for (int n = 0; n < LOADS; ++n) from[n] = words + at(n);
-      take_words(found, from, epoch);
-#pragma unroll
-      for (int n = 0; n < LOADS; ++n)
-#pragma unroll
-        for (int i = 0; i < NEIGHBOURS; i += 2)
-          *reinterpret_cast<float2*>(floats() + at(n) + i) = {number(found[n][i]), number(found[n][i + 1])};
-    }
-  }
-  __device__ __forceinline__ void take_x(i64 layer, int phase) {
-    if (phase == HEAD) take_x(last_x_words(), epoch - 1);
-    else if (phase == FFN_INPUTS) take_x(x_words(0), epoch);
-    else if (layer > 0) take_x(x_words(1), epoch - 1);
-    else
-#pragma unroll 1
-      for (int j = 4 * tid; j < D; j += 4 * THREADS) *reinterpret_cast<float4*>(floats() + j) = load4(args.x + j);
-    sync();  // the staging area is filled
-  }
-
-  // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for each of the phase's mixes. If the argument xx is
-  // not null, it gets the words of xx.
-  __device__ __forceinline__ void normalise(i64 layer, int phase, Word* xx) {
-    constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
-    const bool twice = phase == FFN_INPUTS;
-    const Norm norm = Block::norm_of(layer, phase, 0);
-    const float inverse_D = 1.f / D;
-    const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
-    Channels held[HELD];
-    float4 old[HELD], second[HELD];
-    const auto load_channels = [&](int n, int j) {
-      held[n] = channels(norm, j), old[n] = load(norm.shift, j), second[n] = load(twice ? norm.maa + D : nullptr, j);
-    };
-#pragma unroll
-    for (int n = 0; n < HELD; ++n) load_channels(n, 4 * (tid + n * THREADS));
-    take_x(layer, phase);
-    Block::sum_for_norm(floats());
-    const float mean = Block::sum_of_parts(s.sum) * inverse_D;
-    const float scale = inverse_root(Block::sum_of_parts(s.squares) * inverse_D + float(args.eps));
-    const auto store_mixes = [&](int n, int j) {
-      if (j >= D) return;
-      Channels& c = held[n];
-      const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
-      const auto store = [&](int vector, const float4& x) {
-        if (DIGITS) *reinterpret_cast<float4*>(floats() + vector * D + j) = x;
-        else Block::put_operands(D, vector, j, x);
-      };
-      store(0, norm.shift ? Block::mixed(y, old[n], c) : y);
-      c.part = second[n];
-      if (twice) store(1, Block::mixed(y, old[n], c));
-      if (!xx) return;
-      put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
-      put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
-    };
-#pragma unroll
-    for (int n = 0; n < HELD; ++n) store_mixes(n, 4 * (tid + n * THREADS));
-#pragma unroll 1
-    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load_channels(0, j), store_mixes(0, j);
-    sync();  // the operands, or the numbers that become digits, are in shared memory
-    if (DIGITS)
-#pragma unroll 1
-      for (int vector = 0; vector <= twice; ++vector) Block::put_digits(vector);
-  }
-
-  // -- products ------------------------------------------------------------------------------------------------------
-  __device__ __forceinline__ const Word* words_of(int phase, int input) const {
-    return phase == INPUTS ? args.mixed + input * D : phase == OUTPUT ? args.y : args.activated;
-  }
-
-  // Stores the result of row m of a tile, from its sum. xx: LN(x) of the row's channel, for phases that add to x.
-  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int m, float sum, float xx) {
+  // Stores the result of row m of a tile.
+  __device__ __forceinline__ void finish(int phase, int tile, int input, int m, float sum) {
     switch (phase) {
       case MIX_DOWN:
         m += tile * ROWS;
@@ -187,232 +73,99 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
           if (m < D) put_word(args.gate + m, sigmoid(sum), epoch);
         }
         break;
-      case OUTPUT:
-      case FFN_VALUE:
-        m += tile * ROWS;
-        if (m >= D) break;
-        put_word(x_words(phase == FFN_VALUE) + m, sum, epoch);
-        if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + m, sum, epoch);
-        args.x[m] = sum;  // only this thread reads it
-        (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[(layer * args.P + row()) * D + m] = xx;
-        break;
-      case HEAD:
-        m += tile * ROWS;
-        if (m >= args.V) break;
-        args.logits[m] = sum;
-        if (const u64 key = key_of(sum, m); key > likeliest) likeliest = key;
-        break;
     }
   }
 
-  // An integer that is larger for a larger logit, and for equal logits larger for the lower token.
-  static __device__ __forceinline__ u64 key_of(float logit, int token) {
-    const u32 bits = __float_as_uint(logit + 0.f);  // makes -0 a 0
-    return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
+  // The gate of a channel of the channel mix, which this thread has written.
+  __device__ __forceinline__ float gate_of(int channel) const { return number(args.gate[channel]); }
+
+  // The phases without products by weights.
+  __device__ __forceinline__ void compute(i64 layer, int phase) {
+    if (phase == MIX) five_mixes(layer);
+    else time_mix(layer);
   }
 
-  // Finds the likeliest token of the grid; for the finishing warp, after all logits of the block.
-  __device__ __forceinline__ void choose_token() {
-    const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
-    const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
-    if ((tid & 31) > 0) return;
-    if (const u64 most = most_of_grid(args.likeliest, args.brought, u64(logit) << 32 | token))
-      *args.tokens = ~u32(most);
+  // Second matrices of low rank: a thread has a channel and every `splits`-th row, PASS of them at a time.
+  template <int PASS>
+  __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int splits, int rows) const {
+#pragma unroll
+    for (int i = 0; i < PASS; ++i)
+      if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
   }
 
-  // Multiplies the next N stages of weights, 16 rows each, by x.
-  template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
-    uint4 above[N][STEPS], below[N][STEPS];
-    int stages[N];
+  // The parts of a mix's product, from `low` [A] in shared memory. `weight` has the first rows.
+  template <int PASS>
+  __device__ __forceinline__ void mix_parts(float (&parts)[SPLITS][CHANNELS], Up (&weight)[PASS], const Up* up,
+                                            bool inside, int split, int channel, const float* low) const {
+    const int A = int(args.A);
+    float part = 0.f;
+    for (int start = 0; start < A; start += PASS * SPLITS) {
+      if (start > 0) load_rows(weight, up, start + split, SPLITS, inside ? A : 0);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const unsigned char* row = Block::row_of_slot();
-      barrier_wait(s.full[stage], parity);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
-        above[n][step] = from[0], below[n][step] = from[4 * PIECE / 16];
+      for (int i = 0; i < PASS; ++i) {
+        const int a = start + split + i * SPLITS;
+        if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
       }
-      stages[n] = stage;
-      Block::next_slot();
     }
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        Split<T>::multiply(sums[step % CHAINS], above[n][step], below[n][step], x[n][step]);
-    // Each lane arrives itself, after a fence of its own: a barrier alone would not order its plain reads of the stages
-    // before the bulk copies that overwrite them.
-    fence_async();
-#pragma unroll
-    for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
+    parts[split][channel] = part;
   }
 
-  // Adds a lane's sums to its totals. Sums of digits are integers in a unit; each staged part of K has another unit.
-  __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
-    const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
+  // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
+  template <int PASS>
+  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int split,
+                                              int splits, int channel, int N) const {
+    const int W = int(args.W);
+    if (split >= splits) return;
+    float sum = 0.f;
+    for (int start = 0; start < W; start += PASS * splits) {
+      if (start > 0) load_rows(weight, up, start + split, splits, W);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      typename Sum<T>::Type sum = 0;
-#pragma unroll
-      for (int chain = 0; chain < CHAINS; ++chain)
-#pragma unroll
-        for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i], sums[chain][n][i] = 0;
-      if (DIGITS) totals[i] += unit * (i % 2 ? 256.f : 1.f) * float(sum);
-      else totals[i] += sum;
+      for (int i = 0; i < PASS; ++i) {
+        const int w = start + split + i * splits;
+        if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
+      }
     }
+    s.parts[split * N + channel] = sum;
   }
 
-  // Which of the two places in s.parts a tile's sums have, and the parity of the place's barriers.
-  struct SumsPlace {
-    int buffer;
-    u32 parity;
-  };
-  static __device__ __forceinline__ SumsPlace place_of(int tile) { return {tile & 1, u32(tile) >> 1 & 1}; }
-
-  // Waits until the sums of the place's previous tile have been read.
-  __device__ __forceinline__ void wait_for_place(int tile) {
-    const SumsPlace place = place_of(tile);
-    barrier_wait(s.taken[place.buffer], place.parity ^ 1);
+  // This thread's channel of a head, without its gate.
+  __device__ __forceinline__ ChannelOfHead channel_of_head(i64 layer, int of_head) const {
+    const i64 head = layer * D + of_head;
+    return {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
+            args.ln_x[(2 * layer + 1) * D + of_head + tid]};
   }
 
-  // Computes the warps' sums for this block's tiles of a phase that multiplies by weights.
-  __device__ __forceinline__ void products(i64 layer, int phase) {
-    const Tiles tiles = s.tiles[phase];
-    if (tiles.count() == 0) return;
-    const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
-    if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, epoch, tiles[0] == 0 && phase != HEAD);
-    const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-    const int K = opaque(depth_of(args, phase));
-    const int part = normed ? K : min(K, int(args.staged));          // numbers in the staging area at a time
-    const bool in_registers = DIGITS && K <= HELD * Lane<T>::STAGE;  // whether lanes hold the whole vector
-    int staged_input = -1;                                           // the input that is in the staging area
-    Operands x[HELD];
-#pragma unroll 1
-    for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
-      const int input = input_of(phase, tiles[n]), vector = normed ? input : 0;
-      float totals[4] = {};
-      Sums sums = {};
-#pragma unroll 1
-      for (int start = 0; start < K; start += part) {
-        const int count = min(part, K - start);
-        if (staged_input != input || part < K) {
-          if (!normed) fetch(phase, input, start, part, count);
-          if (in_registers) Block::template load_stages<HELD>(x, vector, part, count, 0);
-          staged_input = input;
-        }
-        if (in_registers) {
-#pragma unroll
-          for (int n = 0; n < HELD; n += GROUP) {
-            if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
-            else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
-          }
-        } else {
-          int k = 0;
-#pragma unroll 1
-          for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
-            Block::template load_stages<GROUP>(x, vector, part, count, k);
-            multiply_slots<GROUP>(sums, x);
-          }
-#pragma unroll 1
-          for (; k < count; k += Lane<T>::STAGE) {
-            Block::template load_stages<1>(x, vector, part, count, k);
-            multiply_slots<1>(sums, x);
-          }
-        }
-        if (DIGITS || start + part >= K) add_sums(totals, sums, vector);
-      }
-      const SumsPlace place = place_of(tile_count);
-      wait_for_place(tile_count);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + i % 2;  // of the product: a part of the vector's numbers
-        if (column < PARTS) s.parts[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
-      }
-      barrier_arrive(s.summed[place.buffer]);
-    }
-  }
-
-  // The same for the finishing warp: adds the warps' sums of each tile, with one or two lanes a row, and stores the
-  // results.
-  __device__ __forceinline__ void finish_products(i64 layer, int phase) {
-    const Tiles tiles = s.tiles[phase];
-    const int m = tid & 31;
-    // The scale of a row of int8 weights; it is loaded one tile ahead.
-    const auto scale_of = [&](int n) {
-      if (sizeof(T) > 1 || n >= tiles.count() || m >= ROWS) return 1.f;
-      return rows_of(args, layer, phase, tiles[n]).scales[m];
-    };
-    float scale, next = scale_of(0);
-#pragma unroll 1
-    for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
-      scale = next, next = scale_of(n + 1);
-      const int tile = tiles[n], input = input_of(phase, tile), at = tile * ROWS + m;
-      const bool channel_mix = phase == FFN_VALUE, adds = (phase == OUTPUT || channel_mix) && m < ROWS && at < D;
-      const Word* const xx_words[1] = {normed_words(channel_mix) + at};
-      Word xx[1] = {};
-      float before = 0.f, gate = 1.f;
-      if (adds) {
-        load_words(xx, xx_words), before = args.x[at];
-        if (channel_mix) gate = number(args.gate[at]);  // this thread has written it
-        settle_words(xx, xx_words, epoch);
-      }
-      const SumsPlace place = place_of(tile_count);
-      barrier_wait(s.summed[place.buffer], place.parity);
-      float parts[PARTS][WARPS / LANES], sum = 0.f;
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-        for (int warp = 0; warp < WARPS / LANES; warp += 4) {
-          const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
-          const float4 four = load4(&s.parts[place.buffer][part][m % ROWS][first]);
-          parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
-          parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
-        }
-#pragma unroll
-      for (int warp = 0; warp < WARPS / LANES; ++warp) {
-        float all = 0.f;
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) all += parts[part][warp];
-        sum += all;
-      }
-      if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
-      barrier_arrive(s.taken[place.buffer]);
-      if (m < ROWS) finish(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));
-    }
-  }
-
-  // -- phases without products by weights ----------------------------------------------------------------------------
   static constexpr int PASS = 16;  // rows of a low rank's second matrix that a thread loads at a time
 
   // Computes `mixed`. A unit is 128 channels of one of the five inputs; a thread has a channel, every SPLITS-th row.
-  __device__ __forceinline__ void mix(i64 layer) {
+  __device__ __forceinline__ void five_mixes(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
     const int split = tid / CHANNELS, channel = tid % CHANNELS;
-    wait_for_place(tile_count),
-        wait_for_place(tile_count + 1);  // both places have been read: s.mix shares their memory
+    Layers::wait_for_place(tile_count),
+        Layers::wait_for_place(tile_count + 1);  // both places have been read: `mix` has their memory
+    auto& mix = reinterpret_cast<float (&)[SPLITS][CHANNELS]>(s.parts);
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
       const bool inside = j < D, adds_parts = inside && split == 0;  // of the channel
       const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
       Up weight[PASS];
-      Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
+      load_rows(weight, up, split, SPLITS, inside ? A : 0);
       const float maa = adds_parts ? args.maa[(layer * 5 + c) * D + j] : 0.f;
-      const float old = adds_parts ? args.att_shift[(layer * args.P + row()) * D + j] : 0.f;
+      const float old = adds_parts ? args.att_shift[state_row(args, layer) * D + j] : 0.f;
       Word xx[1];
-      const Word* const from_xx[1] = {normed_words(false) + (adds_parts ? j : 0)};
+      const Word* const from_xx[1] = {Layers::normed_words(false) + (adds_parts ? j : 0)};
       load_words(xx, from_xx);
 #pragma unroll 1
-      for (int n = tid; n < A; n += THREADS) staging[n] = take_number(args.low + c * A + n);
+      for (int n = tid; n < A; n += THREADS) staging[n] = Layers::take_number(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
       sync();  // `low` is in shared memory, and the previous unit's parts have been read
-      Block::mix_parts(weight, up, inside, split, channel, staging);
+      mix_parts(mix, weight, up, inside, split, channel, staging);
       sync();  // the parts are in shared memory
       if (!adds_parts) continue;
       float sum = maa;
 #pragma unroll
-      for (int i = 0; i < SPLITS; ++i) sum += s.mix[i][channel];
+      for (int i = 0; i < SPLITS; ++i) sum += mix[i][channel];
       put_word(args.mixed + c * D + j, fmaf(old - number(xx[0]), sum, number(xx[0])), epoch);
     }
   }
@@ -425,14 +178,14 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
       const int at = h * N;
-      S* state = args.wkv + ((layer * args.P + row()) * H + h) * N * N;
+      S* state = args.wkv + (state_row(args, layer) * H + h) * N * N;
       const Up* up = args.decay_up + layer * W * D + at + channel;
       Up weight[PASS];
-      Block::load_rows(weight, up, split, splits, split < splits ? W : 0);
+      load_rows(weight, up, split, splits, split < splits ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;
       if (tid < N) {
-        own = Block::channel_of_head(layer, at);
+        own = channel_of_head(layer, at);
         own.gate = 1.f;  // the next phase multiplies y by the gate
         u = args.bonus[layer * D + at + tid];
       }
@@ -448,61 +201,17 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       if (tid < N) s.k[tid] = number(words[0]), s.v[tid] = number(words[1]), s.r[tid] = number(words[2]), s.u[tid] = u;
       if (tid < W) s.low[tid] = number(words[3]);
 #pragma unroll 1
-      for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = take_number(args.decay_low + w);
+      for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = Layers::take_number(args.decay_low + w);
       sync();  // the inputs are in shared memory
 
-      Block::decay_parts(s, weight, up, split, splits, channel, N);
+      decay_parts(s, weight, up, split, splits, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }
   }
 };
 
-// Not inlined, so that the caller's registers are saved meanwhile.
-template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
-                                       bool first) {
-  DecodeFew<T, S, STAGES> block(args, s, epoch);
-  block.normalise(layer, phase, first ? block.normed_words(phase == FFN_INPUTS) : nullptr);
-}
-
-// Threads that compute, that copy weights, and those of the finishing warp.
-template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
-
-// Computes phases [first, last); for the 256 computing threads and the finishing warp.
-template <typename T, typename S, int STAGES>
-__device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
-  const bool finishes = threadIdx.x >= THREADS;
-  wait_for_previous();
-  const u32 before = args.arrived[blockIdx.x];
-  int next = 0;  // twice the next stage of weights, plus the parity of its barrier `full`
-  int tile_count = 0;
-#pragma unroll 1
-  for (int n = int(args.first); n < int(args.last); ++n) {
-    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
-    DecodeFew<T, S, STAGES> block(args, s, before + layer + 1, next, tile_count);
-    const bool multiplies = phase != MIX && phase != TIME_MIX;
-    if (finishes) {
-      if (multiplies) block.finish_products(layer, phase);
-      if (phase == HEAD && args.tokens) block.choose_token();
-    } else {
-      if (n > args.first) sync();  // the previous phase's shared memory has been read
-      if (phase == MIX) block.mix(layer);
-      else if (phase == TIME_MIX) block.time_mix(layer);
-      else block.products(layer, phase);
-    }
-    next = block.stage * 2 + int(block.parity), tile_count = block.tile_count;
-  }
-  barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
-  if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
-}
-
 template <typename T, typename S, int STAGES>
 __global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv6_decode_few(const __grid_constant__ Args<T, S> args) {
-  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
-  launch_next();
-  init_stages(args, s);
-  const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
-  if (copies) copy_weights(args, s);
-  else decode<T, S, STAGES>(args, s);
+  decode_token<DecodeFew<T, S, STAGES>, T, S, STAGES>(args);
 }

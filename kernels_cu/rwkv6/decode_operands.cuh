@@ -1,5 +1,5 @@
-// what      The vectors of products in decode_few.cu: each warp converts the words or floats that it multiplies by to
-//           operands in the staging area, from which its lanes load them.
+// what      The vectors of products of decode_layers.cuh: each warp converts the words or floats that it multiplies by
+//           to operands in the staging area, from which its lanes load them.
 // smem      the staging area: operands of one or two vectors [parts, count]; after them the floats [D] of a norm
 // barriers  __syncwarp only
 #include "rwkv6/decode_block.cuh"
@@ -20,8 +20,9 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
   typedef u32 Operands[STEPS][WORDS];  // of a stage
 
-  // The floats of a norm: after the operands of two vectors, or, if operands are floats, in their place.
-  __device__ __forceinline__ float* floats() const { return staging + (PACKED > 1 ? 2 * PARTS / PACKED * D : 0); }
+  // A norm's floats: after the operands of its vectors, or, if operands are floats and it is not kept, in their place.
+  static constexpr int BYTES = PACKED > 1 ? VECTORS * PARTS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
+  __device__ __forceinline__ float* floats() const { return staging + BYTES * D / 4; }
 
   // Stores the operands of four neighbouring numbers of a vector, from number k on: a row for each of their bfloat16
   // numbers, or of their digits in the warp's unit; or the numbers themselves.
@@ -111,19 +112,21 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
     __syncwarp();  // the warp's operands are in the staging area
   }
 
-  // Stores the digits of the warp's floats of a vector.
-  __device__ __forceinline__ void put_digits(int vector) {
+  // Stores the warp's operands of a vector, of which `four_at` gives four numbers from the given one on.
+  template <typename F> __device__ __forceinline__ void put_vector(int vector, const F& four_at) {
     const int fours = fours_of(D);
     const auto each = [&](const auto& visit) {
 #pragma unroll 2
       for (int four = tid & 31; four < fours; four += 32)
-        if (const int k = column_of(four); k < D) visit(k, load4(floats() + vector * D + k));
+        if (const int k = column_of(four); k < D) visit(k, four_at(k));
     };
-    u32 largest = 0;
-    each([&](int, const float4& x) { largest = largest_of(largest, x); });
-    put_unit(vector, largest);
+    if (DIGITS) {
+      u32 largest = 0;
+      each([&](int, const float4& x) { largest = largest_of(largest, x); });
+      put_unit(vector, largest);
+    }
     each([&](int k, const float4& x) { put_operands(D, vector, k, x); });
-    __syncwarp();  // the warp's digits are in the staging area
+    __syncwarp();  // the warp's operands are in the staging area
   }
 
   // Loads the operands of the lane's column from number k on, of the `count` numbers in the staging area; zeros after

@@ -1,7 +1,5 @@
-// what      What RWKV-7's time mixes of one token take and share: states of type S, outputs of type X.
-#include "decode.cuh"
-
-constexpr float LEAST_NORM = 1e-12f;
+// what      What RWKV-7's time mixes of one token take: states of type S, outputs of type X.
+#include "rwkv7/time_mix_sums.cuh"
 
 template <typename X, typename S> struct Args {
   const float* v;
@@ -21,7 +19,3 @@ template <typename X, typename S> struct Args {
   i64 B, H, N;
   double eps;
 };
-
-__device__ __forceinline__ float4 add_scaled(float4 a, float x, float4 b) {
-  return {fmaf(x, b.x, a.x), fmaf(x, b.y, a.y), fmaf(x, b.z, a.z), fmaf(x, b.w, a.w)};
-}

@@ -142,6 +142,7 @@ class DecodeFew(ModelKernel):
         "first last, reals eps group_eps, pointers tokens likeliest brought"
     )
     shared, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
+    PHASES: ClassVar[int] = 7  # of a layer
     ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
     DIGITS_AT_ONCE: ClassVar[int] = 7168  # the most input numbers in the area for int8 weights, which take digits
@@ -153,19 +154,21 @@ class DecodeFew(ModelKernel):
     def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
         """(the instance, the bytes of its input area), or None if shared memory is too small.
 
-        The area holds the operands of two mixes and the norm from which they are computed. It also holds the whole
-        input of the widest product if at least 8 stages then fit; otherwise that input is copied piece by piece.
+        The area holds what a norm and a head's time mix need. It also holds the whole input of the widest product if at
+        least 8 stages then fit; otherwise that input is copied piece by piece.
         """
-        widest, scratch = max(sizes["D"], sizes["F"]), TimeMixStep(dtype, dtype, state, 1).shared_bytes
-        for input_size, least_stages in ((widest, 8), (sizes["D"], cls.STAGES[-1])):
+        for input_size, least_stages in ((max(sizes["D"], sizes["F"]), 8), (sizes["D"], cls.STAGES[-1])):
             for stages in cls.STAGES:
                 kernel = cls(dtype, state, stages)
-                input_size = padded(input_size, kernel.slot)
-                norm = (2 * kernel.bytes_of_operand + kernel.bytes_of_float) * sizes["D"]
-                area = max(kernel.bytes_of_operand * input_size, norm, scratch, 4 * sizes["A"])
+                area = max(kernel.bytes_of_operand * padded(input_size, kernel.slot), kernel.least_area(sizes))
                 if stages >= least_stages and kernel.shared_bytes + area <= device.shared_per_block:
                     return kernel, area
         return None
+
+    def least_area(self, sizes) -> int:
+        """Bytes for the operands of two mixes and the norm from which they are computed, and for a head's time mix."""
+        norm = (2 * self.bytes_of_operand + self.bytes_of_float) * sizes["D"]
+        return max(norm, TimeMixStep(self.dtype, self.dtype, self.state, 1).shared_bytes, 4 * sizes["A"])
 
     def staged(self, area) -> int:
         """Numbers of a product's input that an input area of so many bytes holds at a time: a multiple of `slot`."""

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from . import rwkv6_model_kernels as rwkv6
 from .arguments import members
-from .kernel import ModelKernel
-from .rwkv6_model_kernels import HeadKernel
+from .kernel import ModelKernel, padded
 
 DOWNS = 4  # products of low rank in a layer's time mix: for the decay, the learning rate, the gate and the value
 
@@ -39,7 +39,29 @@ class TimeMixOfHeads(TimeMixOfToken):
     N: ClassVar[int] = 64
 
 
-class Keys(HeadKernel):
+class DecodeOne(rwkv6.DecodeFew):
+    """A whole decoding step of one sequence in one launch, as RWKV-6's."""
+
+    file = "rwkv7/decode_one"
+    arguments = members(
+        "pointers down vkr output ffn_key ffn_value head down_scales vkr_scales output_scales ffn_key_scales "
+        "ffn_value_scales head_scales up ln1 ln2 ln_x ln_out mix ffn_mix bases removal replacement bonus att_shift "
+        "ffn_shift wkv slots xx low vkr_out y activated first_v x logits arrived, integers L P D H N W A G Q F V "
+        "staged first last, reals eps group_eps, pointers tokens likeliest brought"
+    )
+    PHASES = 5
+    STAGES = (10, 8, 4)
+
+    def least_area(self, sizes) -> int:
+        """Bytes for the operands of one mix and what all mixes are made of, or for a head's time mix: that of
+        `TimeMixOfToken`, and of four products of low rank the input and the threads' parts."""
+        rank = padded(max(sizes[axis] for axis in "WAGQ"), self.ROWS)
+        head = TimeMixOfToken(self.dtype, self.state, 1)
+        numbers = DOWNS * (rank + 4 * head.threads)
+        return max((self.bytes_of_operand + 12) * sizes["D"], head.shared_bytes + 4 * numbers)
+
+
+class Keys(rwkv6.HeadKernel):
     """For prompts: the operator's keys k, a, b and the value, from the key, its learning rate and the share of the
     first layer's value."""
 

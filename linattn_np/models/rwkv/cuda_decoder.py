@@ -33,7 +33,8 @@ from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state, shapes_and_dtypes
 from .version import Version
 
-INT64 = np.dtype(np.int64)
+INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
+PHASE_BLOCKS = 16  # blocks that compute a phase of the kernel of all layers, where each phase is a launch of its own
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 
 
@@ -112,7 +113,7 @@ class CudaDecoder(NotCopied):
 
     def allocate_buffers(self, batch):
         """Allocates the arrays of a step for `batch` sequences and chooses how products are computed."""
-        self.batch, self.kernel = batch, self.kernel_of_all_layers(batch)
+        self.batch, self.kernel = batch, self.kernel_of_one() if batch == 1 and self.device.capability == 90 else None
         few = batch <= model_products.Matvec.COLUMNS
         widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
         on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
@@ -154,9 +155,22 @@ class CudaDecoder(NotCopied):
         dtype X."""
         raise NotImplementedError
 
-    def kernel_of_all_layers(self, batch) -> tuple | None:
-        """(the kernel that computes all layers in one launch, bytes of shared memory for it besides its own), or None
-        if there is no such kernel."""
+    def kernel_of_one(self) -> tuple | None:
+        """(the kernel that computes all layers of one sequence in one launch on Hopper, bytes of shared memory for it
+        besides its own), or None if there is no such kernel."""
+        raise NotImplementedError
+
+    def words(self, **shapes) -> dict:
+        """The arrays of these shapes, and xx, y and `activated`, by which the blocks of the kernel of all layers
+        exchange numbers, by argument. Each number is a word that also holds the epoch in which it was written: the
+        number of layers computed so far, 0 at first. `arrived` has each block's epoch; `brought` and `likeliest` are
+        for the most likely token."""
+        shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
+        blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
+        word = INT64 if self.dtype == FLOAT32 else UINT32  # the last layer's x takes two of these per number
+        words = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
+        words |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
+        return words | {"likeliest": self.device.zeros((1,), INT64)}
 
     @property
     def logits(self):
@@ -305,6 +319,32 @@ class DecodingStep:
         self.norm_shift(self.model.ln_out, buffers.normed, added=added, squares=True)
         self.matmul(self.model, ("head", buffers.normed, buffers.logits, WRITE))
 
+    def launch_all_layers(self, layers, greedy):
+        """Adds all layers, the head and, if `greedy`, the most likely token by the decoder's `kernel`: in one launch if
+        all blocks can run at the same time, else in one per phase."""
+        kernel, more_shared = self.decoder.kernel
+        outputs = {f"{name}_out": array for name, array in vars(self.buffers).items()}  # where weights have the name
+        arrays = outputs | vars(self.buffers) | vars(self.layers) | vars(self.state) | vars(self.model)
+        arrays |= {"slots": self.slots, "tokens": self.tokens if greedy else None}
+        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
+        pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in names}
+        count = layers * kernel.PHASES + 1
+        for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
+            self.draft.launch(
+                kernel,
+                self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS,
+                more_shared=more_shared,
+                together=self.device.cooperative,
+                **pointers,
+                L=layers,
+                P=self.state.wkv.shape[1],
+                staged=kernel.staged(more_shared),
+                first=first,
+                last=last,
+                eps=self.decoder.layer_eps,
+                group_eps=self.decoder.group_eps,
+            )
+
     # -- what a version defines --------------------------------------------------------------------------------------
     def time_mix(self, layer, shift, wkv, added) -> Array | None:
         """Adds the steps of a time mix; returns what the next norm must add to the residual x, or None.
@@ -315,10 +355,6 @@ class DecodingStep:
 
     def channel_mix(self, layer, shift, added) -> Array | None:
         """As `time_mix`, for the channel mix."""
-        raise NotImplementedError
-
-    def launch_all_layers(self, layers, greedy):
-        """Adds the launch of `kernel_of_all_layers`: all layers, the head and, if `greedy`, the most likely token."""
         raise NotImplementedError
 
     # -- products and norms ------------------------------------------------------------------------------------------

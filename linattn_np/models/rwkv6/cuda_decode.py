@@ -2,48 +2,16 @@
 
 from typing import ClassVar
 
-import numpy as np
-
 from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.model_products import RELU_SQUARED, WRITE, NarrowProduct
 from ..rwkv import cuda_decoder
-from ..rwkv.cuda_decoder import INT64, matrix_of
-from ..rwkv.cuda_weights import FLOAT32, SCALES
+from ..rwkv.cuda_decoder import matrix_of
 from .cuda_prefill import MixOperations
 from .names import VERSION
-
-UINT32 = np.dtype(np.uint32)
-PHASES = 7  # of a layer in the kernel `DecodeFew`
-PHASE_BLOCKS = 16  # blocks that compute a phase, where each phase is a launch of its own
 
 
 class DecodingStep(cuda_decoder.DecodingStep):
     """Makes the plan of a decoding step; see the base class."""
-
-    def launch_all_layers(self, layers, greedy):
-        """Adds all layers and the head: in one launch if all blocks can run at the same time, else in one per phase."""
-        kernel, more_shared = self.decoder.kernel
-        buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
-        tokens = self.tokens if greedy else None
-        arrays = buffers | vars(self.model) | {"slots": self.slots, "tokens": tokens}
-        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
-        pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in names}
-        count = layers * PHASES + 1
-        for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
-            self.draft.launch(
-                kernel,
-                self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS,
-                more_shared=more_shared,
-                together=self.device.cooperative,
-                **pointers,
-                L=layers,
-                P=self.state.wkv.shape[1],
-                staged=kernel.staged(more_shared),
-                first=first,
-                last=last,
-                eps=self.decoder.layer_eps,
-                group_eps=self.decoder.group_eps,
-            )
 
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
@@ -102,10 +70,8 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     version, step_class, operations = VERSION, DecodingStep, MixOperations
     size_limits: ClassVar = {"D": 8192, "N": 256, "W": 512}
 
-    def kernel_of_all_layers(self, batch):
-        if batch == 1 and self.device.capability == 90:
-            return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        return None
+    def kernel_of_one(self):
+        return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
 
     def version_buffers(self, terms, X):
         B, (D, A, W), buffer = self.batch, (self.sizes[axis] for axis in "DAW"), self.buffer
@@ -124,17 +90,6 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "ffn_mixed": buffer(terms, 2, B, D, dtype=X),
             "gate": buffer(1, B, D),
         }
-        return room | self.words() if self.kernel else room
-
-    def words(self) -> dict:
-        """The arrays by which the blocks of `DecodeFew` exchange numbers, by argument. Each number is a word that also
-        holds the epoch in which it was written: the number of layers computed so far, 0 at first. `arrived` has each
-        block's epoch; `brought` and `likeliest` are for the most likely token."""
-        D, F, A, W = (self.sizes[axis] for axis in "DFAW")
-        shapes = {"xx": (6, D), "low": (5 * A,), "mixed": (5, D), "kvrg": (4, D), "decay_low": (W,)}
-        shapes |= {"y": (D,), "activated": (F,), "gate": (D,)}
-        blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
-        word = INT64 if self.dtype == FLOAT32 else UINT32  # the last layer's x takes two of these per number
-        words = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
-        words |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
-        return words | {"likeliest": self.device.zeros((1,), INT64)}
+        if not self.kernel:
+            return room
+        return room | self.words(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))

@@ -1,4 +1,4 @@
-"""RWKV-7's steps on the GPU, a layer in eight launches."""
+"""RWKV-7's steps on the GPU: a layer in eight launches, or on Hopper all layers of a single sequence in one."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -46,7 +46,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
         self.draft.launch(opening, opening.blocks(B, D), **arrays, R=decoder.rank)
         time_mix = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
         kernel = time_mix(buffers.y.dtype, decoder.state_dtype, buffers.y.shape[0])
-        args = dict(zip("vkr", buffers.vkr)) | {"w": w, "openings": openings, "first": buffers.first}
+        args = dict(zip("vkr", buffers.vkr)) | {"w": w, "openings": openings, "first": buffers.first_v}
         args |= {"removal": layer.removal, "replacement": layer.replacement, "bonus": layer.bonus}
         return self.launch_time_mix(kernel, B * H, layer, wkv, **args)
 
@@ -58,7 +58,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):
-    """Decodes RWKV-7 token after token."""
+    """Decodes RWKV-7 token after token. The single launch of all layers drops the last bit of the numbers that its
+    blocks exchange, unless the matrices are float32."""
 
     version, step_class, operations = (
         replace(VERSION, layer={name: LAYER[name] for name in SHARED} | OWN),
@@ -77,14 +78,20 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         """The rank of the four low-rank products: the largest of the model's, to which the others are padded."""
         return self.all_layers.down.shape[2]
 
+    def kernel_of_one(self):
+        return kernels.DecodeOne.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
+
     def version_buffers(self, terms, X):
         B, D, buffer = self.batch, self.sizes["D"], self.buffer
-        return {
+        room = {
             "mixed": buffer(terms, 6, B, D, dtype=X),
             "ffn_mixed": buffer(terms, 1, B, D, dtype=X),
             "vkr": buffer(3, B, D),
             "low": buffer(kernels.DOWNS, B, self.rank),
             "w": buffer(B, D),
             "openings": buffer(3, B, D),
-            "first": buffer(B, D),
+            "first_v": buffer(B, D),
         }
+        if not self.kernel:
+            return room
+        return room | self.words(low=(kernels.DOWNS, kernels.padded(self.rank, kernels.DecodeOne.ROWS)), vkr=(3, D))

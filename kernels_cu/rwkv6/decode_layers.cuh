@@ -1,0 +1,394 @@
+// what      A decoding step of one sequence in one launch: what the versions of RWKV share. A version's
+//           decode_phases.cuh, which stands before, has its phases.
+#include "rwkv6/decode_operands.cuh"
+
+template <class Own, typename T, typename S, int STAGES>
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
+                                       int tile);
+// Own: the version's phases. It stores the results of its products (`finish`), fetches their vectors (`fetch`), and
+// computes what is no product of weights (`compute`).
+template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
+  typedef DecodeOperands<T, S, STAGES> Block;
+  using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
+  using Block::PARTS, Block::PACKED, Block::DIGITS, Block::channels, Block::floats;
+  typedef typename Block::Channels Channels;
+  typedef typename Block::Operands Operands;
+  typedef typename Block::Word Word;
+  int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.parts
+  u64 likeliest = 0;  // key_of the lane's largest logit
+
+  __device__ __forceinline__ DecodeLayers(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
+                                          int tile_count = 0)
+      : Block(args, s, epoch, next), tile_count(tile_count) {}
+  __device__ __forceinline__ Own& own() { return static_cast<Own&>(*this); }
+
+  static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
+  static constexpr int CHAINS =
+      sizeof(T) == 4 ? 1 : STEPS;  // independent sums, so that products do not wait for one another
+  // How many stages of a vector a lane holds in registers. Digits of a vector of up to 2048 numbers are loaded once for
+  // all tiles.
+  static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
+  static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
+  typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
+
+  // Waits for a word, and returns its number.
+  __device__ __forceinline__ float take_number(const Word* from) const {
+    Word word[1];
+    const Word* const words[1] = {from};
+    take_words(word, words, epoch);
+    return number(word[0]);
+  }
+
+  // Waits for `count` words, and stores the operands of their numbers in the staging area.
+  __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
+    __syncwarp();  // the warp has read its part of the staging area, which is overwritten
+    if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
+    else Block::template fetch<Block::NEIGHBOURS + 3, false>(words, nullptr, pitch, count);
+  }
+
+  // -- norms ---------------------------------------------------------------------------------------------------------
+  // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes that hold the
+  // whole number of the layer: a block that reads it may have read no earlier x, so that the parity could be that of an
+  // older layer.
+  __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
+  __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
+  __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
+
+  // Waits for the words of x, and stores their numbers in floats().
+  template <typename W> __device__ __forceinline__ void take_x(const W* words, u32 epoch) {
+    constexpr int NEIGHBOURS = 16 / sizeof(W), LOADS = 8 / NEIGHBOURS;
+#pragma unroll 1
+    for (int start = NEIGHBOURS * tid; start < D; start += LOADS * NEIGHBOURS * THREADS) {
+      const W* from[LOADS];
+      W found[LOADS][NEIGHBOURS];
+      const auto at = [&](int n) { return min(start + n * NEIGHBOURS * THREADS, D - NEIGHBOURS); };
+#pragma unroll
+      for (int n = 0; n < LOADS; ++n) from[n] = words + at(n);
+      take_words(found, from, epoch);
+#pragma unroll
+      for (int n = 0; n < LOADS; ++n)
+#pragma unroll
+        for (int i = 0; i < NEIGHBOURS; i += 2)
+          *reinterpret_cast<float2*>(floats() + at(n) + i) = {number(found[n][i]), number(found[n][i + 1])};
+    }
+  }
+  __device__ __forceinline__ void take_x(i64 layer, int phase) {
+    if (phase == HEAD) take_x(last_x_words(), epoch - 1);
+    else if (phase == FFN_INPUTS) take_x(x_words(0), epoch);
+    else if (layer > 0) take_x(x_words(1), epoch - 1);
+    else
+#pragma unroll 1
+      for (int j = 4 * tid; j < D; j += 4 * THREADS) *reinterpret_cast<float4*>(floats() + j) = load4(args.x + j);
+    sync();  // the staging area is filled
+  }
+
+  // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for the mix of the block's first tile, or for
+  // VECTORS mixes; if KEEPS_NORM, keeps xx and the shift for `mix_again`. If the argument xx is not null, it gets the
+  // words of xx.
+  __device__ __forceinline__ void normalise(i64 layer, int phase, int tile, Word* xx) {
+    constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
+    const bool twice = VECTORS == 2 && phase == FFN_INPUTS;
+    const Norm norm = norm_of(args, layer, phase, VECTORS == 2 ? 0 : input_of(args, phase, tile));
+    const float inverse_D = 1.f / D;
+    const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
+    Channels held[HELD];
+    float4 old[HELD], second[HELD];
+    const auto load_channels = [&](int n, int j) {
+      held[n] = channels(norm, j), old[n] = load(norm.shift, j), second[n] = load(twice ? norm.maa + D : nullptr, j);
+    };
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) load_channels(n, 4 * (tid + n * THREADS));
+    take_x(layer, phase);
+    Block::sum_for_norm(floats());
+    const float mean = Block::sum_of_parts(s.sum) * inverse_D;
+    const float scale = inverse_root(Block::sum_of_parts(s.squares) * inverse_D + float(args.eps));
+    const auto store_mixes = [&](int n, int j) {
+      if (j >= D) return;
+      Channels& c = held[n];
+      const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
+      const auto store = [&](int vector, const float4& x) {
+        if (DIGITS) *reinterpret_cast<float4*>(floats() + vector * D + j) = x;
+        else Block::put_operands(D, vector, j, x);
+      };
+      store(0, norm.shift ? Block::mixed(y, old[n], c) : y);
+      if (KEEPS_NORM) {
+        *reinterpret_cast<float4*>(floats() + D + j) = y;
+        *reinterpret_cast<float4*>(floats() + 2 * D + j) = old[n];
+      }
+      c.part = second[n];
+      if (twice) store(1, Block::mixed(y, old[n], c));
+      if (!xx) return;
+      put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
+      put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
+    };
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) store_mixes(n, 4 * (tid + n * THREADS));
+#pragma unroll 1
+    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load_channels(0, j), store_mixes(0, j);
+    sync();  // the operands, or the numbers that become digits, are in shared memory
+    if (DIGITS)
+#pragma unroll 1
+      for (int vector = 0; vector <= twice; ++vector)
+        Block::put_vector(vector, [&](int k) { return load4(floats() + vector * D + k); });
+  }
+
+  // Stores the operands of another one of the phase's mixes in place of those before.
+  __device__ __forceinline__ void mix_again(i64 layer, int phase, int input) {
+    const float* maa = norm_of(args, layer, phase, input).maa;
+    __syncwarp();  // the warp has read its part of the staging area, which is overwritten
+    Block::put_vector(0, [&](int k) {
+      Channels c = {};
+      c.part = load4(maa + k);
+      return Block::mixed(load4(floats() + D + k), load4(floats() + 2 * D + k), c);
+    });
+  }
+
+  // -- products ------------------------------------------------------------------------------------------------------
+  // Stores the result of row m of a tile, from its sum. xx: LN(x) of the row's channel, for phases that add to x.
+  __device__ __forceinline__ void finish_row(i64 layer, int phase, int tile, int input, int m, float sum, float xx) {
+    switch (phase) {
+      case OUTPUT:
+      case FFN_VALUE:
+        m += tile * ROWS;
+        if (m >= D) break;
+        put_word(x_words(phase == FFN_VALUE) + m, sum, epoch);
+        if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + m, sum, epoch);
+        args.x[m] = sum;  // only this thread reads it
+        (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[state_row(args, layer) * D + m] = xx;
+        break;
+      case HEAD:
+        m += tile * ROWS;
+        if (m >= args.V) break;
+        args.logits[m] = sum;
+        if (const u64 key = key_of(sum, m); key > likeliest) likeliest = key;
+        break;
+      default:
+        own().finish(phase, tile, input, m, sum);
+    }
+  }
+
+  // An integer that is larger for a larger logit, and for equal logits larger for the lower token.
+  static __device__ __forceinline__ u64 key_of(float logit, int token) {
+    const u32 bits = __float_as_uint(logit + 0.f);  // makes -0 a 0
+    return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
+  }
+
+  // Finds the likeliest token of the grid; for the finishing warp, after all logits of the block.
+  __device__ __forceinline__ void choose_token() {
+    const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
+    const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
+    if ((tid & 31) > 0) return;
+    if (const u64 most = most_of_grid(args.likeliest, args.brought, u64(logit) << 32 | token))
+      *args.tokens = ~u32(most);
+  }
+
+  // Multiplies the next N stages of weights, 16 rows each, by x.
+  template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
+    uint4 above[N][STEPS], below[N][STEPS];
+    int stages[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const unsigned char* row = Block::row_of_slot();
+      barrier_wait(s.full[stage], parity);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
+        above[n][step] = from[0], below[n][step] = from[4 * PIECE / 16];
+      }
+      stages[n] = stage;
+      Block::next_slot();
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+        Split<T>::multiply(sums[step % CHAINS], above[n][step], below[n][step], x[n][step]);
+    // Each lane arrives itself, after a fence of its own: a barrier alone would not order its plain reads of the stages
+    // before the bulk copies that overwrite them.
+    fence_async();
+#pragma unroll
+    for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
+  }
+
+  // Adds a lane's sums to its totals. Sums of digits are integers in a unit; each staged part of K has another unit.
+  __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
+    const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      typename Sum<T>::Type sum = 0;
+#pragma unroll
+      for (int chain = 0; chain < CHAINS; ++chain)
+#pragma unroll
+        for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i], sums[chain][n][i] = 0;
+      if (DIGITS) totals[i] += unit * (i % 2 ? 256.f : 1.f) * float(sum);
+      else totals[i] += sum;
+    }
+  }
+
+  // Which of the two places in s.parts a tile's sums have, and the parity of the place's barriers.
+  struct SumsPlace {
+    int buffer;
+    u32 parity;
+  };
+  static __device__ __forceinline__ SumsPlace place_of(int tile) { return {tile & 1, u32(tile) >> 1 & 1}; }
+
+  // Waits until the sums of the place's previous tile have been read.
+  __device__ __forceinline__ void wait_for_place(int tile) {
+    const SumsPlace place = place_of(tile);
+    barrier_wait(s.taken[place.buffer], place.parity ^ 1);
+  }
+
+  // Computes the warps' sums for this block's tiles of a phase that multiplies by weights.
+  __device__ __forceinline__ void products(i64 layer, int phase) {
+    const Tiles tiles = s.tiles[phase];
+    if (tiles.count() == 0) return;
+    const bool normed = is_normed(phase);
+    if (normed) ::normalise<Own, T, S, STAGES>(args, s, layer, phase, epoch, tiles[0]);
+    const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
+    const int K = opaque(depth_of(args, phase));
+    const int part = normed ? K : min(K, int(args.staged));          // numbers in the staging area at a time
+    const bool in_registers = DIGITS && K <= HELD * Lane<T>::STAGE;  // whether lanes hold the whole vector
+    int staged_input = -1;                                           // the input that is in the staging area
+    Operands x[HELD];
+#pragma unroll 1
+    for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
+      const int input = input_of(args, phase, tiles[n]), vector = normed && VECTORS == 2 ? input : 0;
+      float totals[4] = {};
+      Sums sums = {};
+#pragma unroll 1
+      for (int start = 0; start < K; start += part) {
+        const int count = min(part, K - start);
+        if (staged_input != input || part < K) {
+          if (!normed) own().fetch(phase, input, start, part, count);
+          else if (KEEPS_NORM && n > 0) mix_again(layer, phase, input);
+          if (in_registers) Block::template load_stages<HELD>(x, vector, part, count, 0);
+          staged_input = input;
+        }
+        if (in_registers) {
+#pragma unroll
+          for (int n = 0; n < HELD; n += GROUP) {
+            if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
+            else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
+          }
+        } else {
+          int k = 0;
+#pragma unroll 1
+          for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
+            Block::template load_stages<GROUP>(x, vector, part, count, k);
+            multiply_slots<GROUP>(sums, x);
+          }
+#pragma unroll 1
+          for (; k < count; k += Lane<T>::STAGE) {
+            Block::template load_stages<1>(x, vector, part, count, k);
+            multiply_slots<1>(sums, x);
+          }
+        }
+        if (DIGITS || start + part >= K) add_sums(totals, sums, vector);
+      }
+      const SumsPlace place = place_of(tile_count);
+      wait_for_place(tile_count);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = 2 * t + i % 2;  // of the product: a part of the vector's numbers
+        if (column < PARTS) s.parts[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
+      }
+      barrier_arrive(s.summed[place.buffer]);
+    }
+  }
+
+  // The same for the finishing warp: adds the warps' sums of each tile, with one or two lanes a row, and stores the
+  // results.
+  __device__ __forceinline__ void finish_products(i64 layer, int phase) {
+    const Tiles tiles = s.tiles[phase];
+    const int m = tid & 31;
+    // The scale of a row of int8 weights; it is loaded one tile ahead.
+    const auto scale_of = [&](int n) {
+      if (sizeof(T) > 1 || n >= tiles.count() || m >= ROWS) return 1.f;
+      return rows_of(args, layer, phase, tiles[n]).scales[m];
+    };
+    float scale, next = scale_of(0);
+#pragma unroll 1
+    for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
+      scale = next, next = scale_of(n + 1);
+      const int tile = tiles[n], input = input_of(args, phase, tile), at = tile * ROWS + m;
+      const bool channel_mix = phase == FFN_VALUE, adds = (phase == OUTPUT || channel_mix) && m < ROWS && at < D;
+      const Word* const xx_words[1] = {normed_words(channel_mix) + at};
+      Word xx[1] = {};
+      float before = 0.f, gate = 1.f;
+      if (adds) {
+        load_words(xx, xx_words), before = args.x[at];
+        if (channel_mix) gate = own().gate_of(at);
+        settle_words(xx, xx_words, epoch);
+      }
+      const SumsPlace place = place_of(tile_count);
+      barrier_wait(s.summed[place.buffer], place.parity);
+      float parts[PARTS][WARPS / LANES], sum = 0.f;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int warp = 0; warp < WARPS / LANES; warp += 4) {
+          const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
+          const float4 four = load4(&s.parts[place.buffer][part][m % ROWS][first]);
+          parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
+          parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
+        }
+#pragma unroll
+      for (int warp = 0; warp < WARPS / LANES; ++warp) {
+        float all = 0.f;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) all += parts[part][warp];
+        sum += all;
+      }
+      if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
+      barrier_arrive(s.taken[place.buffer]);
+      if (m < ROWS) finish_row(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));
+    }
+  }
+};
+
+// Not inlined, so that the caller's registers are saved meanwhile.
+template <class Own, typename T, typename S, int STAGES>
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
+                                       int tile) {
+  Own block(args, s, epoch);
+  block.normalise(layer, phase, tile, tile == 0 && phase != HEAD ? block.normed_words(phase == FFN_INPUTS) : nullptr);
+}
+
+// Threads that compute, that copy weights, and those of the finishing warp.
+template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
+
+// Computes phases [first, last); for the 256 computing threads and the finishing warp.
+template <class Own, typename T, typename S, int STAGES>
+__device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
+  const bool finishes = threadIdx.x >= THREADS;
+  wait_for_previous();
+  const u32 before = args.arrived[blockIdx.x];
+  int next = 0;  // twice the next stage of weights, plus the parity of its barrier `full`
+  int tile_count = 0;
+#pragma unroll 1
+  for (int n = int(args.first); n < int(args.last); ++n) {
+    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
+    Own block(args, s, before + layer + 1, next, tile_count);
+    if (finishes) {
+      if (multiplies(phase)) block.finish_products(layer, phase);
+      if (phase == HEAD && args.tokens) block.choose_token();
+    } else {
+      if (n > args.first) sync();  // the previous phase's shared memory has been read
+      if (multiplies(phase)) block.products(layer, phase);
+      else block.compute(layer, phase);
+    }
+    next = block.stage * 2 + int(block.parity), tile_count = block.tile_count;
+  }
+  barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
+  if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
+}
+
+template <class Own, typename T, typename S, int STAGES>
+__device__ __forceinline__ void decode_token(const Args<T, S>& args) {
+  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
+  launch_next();
+  init_stages(args, s);
+  const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
+  if (copies) copy_weights(args, s);
+  else decode<Own, T, S, STAGES>(args, s);
+}

@@ -1,0 +1,85 @@
+// what      What a decoding step in one launch is made of: tiles of rows of a product, a block's share of them, words.
+#include "rwkv6/time_mix.cuh"
+
+constexpr int ROWS = 16;
+constexpr int STEPS = 2;                         // of a stage, along K
+constexpr int PIECE = STEPS * THREADS / 8 * 16;  // bytes of a row in a stage
+
+// The type of the words by which blocks exchange results, for weights of type T.
+template <typename T> struct WordOf {
+  typedef u32 Type;
+};
+template <> struct WordOf<float> {
+  typedef u64 Type;
+};
+template <typename T> using Handed = typename WordOf<T>::Type;
+
+// A block's share of a phase's tiles of 16 rows: tiles first ... stop - 1, then later ... last - 1, whose results are
+// needed later.
+struct Tiles {
+  int first, stop, later, last;
+
+  __device__ __forceinline__ int count() const { return stop - first + last - later; }
+  __device__ __forceinline__ int operator[](int n) const {
+    return n < stop - first ? first + n : n - stop + first + later;
+  }
+  // The same tiles of a matrix whose first tile has number `begin`; and these tiles, then `more`.
+  __device__ __forceinline__ Tiles from(int begin) const { return {first + begin, stop + begin, 0, 0}; }
+  __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
+};
+
+__device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
+
+// Equal shares of tiles, up to one tile, which the first blocks have more, or the last ones.
+__device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
+  const int each = tiles / int(blocks), more = tiles % int(blocks), first = int(block) * each + min(int(block), more);
+  return {first, first + each + (int(block) < more), 0, 0};
+}
+__device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks) {
+  const Tiles mirrored = share_to_first(tiles, blocks - 1 - block, blocks);
+  return {tiles - mirrored.stop, tiles - mirrored.first, 0, 0};
+}
+
+// A tile's first row of weights, and the scales of its rows (int8).
+template <typename T> struct TileRows {
+  const T* weights;
+  const float* scales;
+};
+
+// A lane's weights: EACH neighbours, 16 bytes of a row, at a time. Four lanes have a warp's STEP columns of a row.
+template <typename T> struct Lane {
+  static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, STAGE = STEPS * STRIDE;
+
+  static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
+};
+
+// Where the parameters of a norm and its mix are, and the previous token's LN(x).
+struct Norm {
+  const float *ln, *maa, *shift;
+};
+
+// The sequence's row of the states of all layers.
+template <typename Args> __device__ __forceinline__ i64 state_row(const Args& args, i64 layer) {
+  return layer * args.P + (args.slots ? args.slots[0] : 0);
+}
+
+// Start copying to L2 a norm's parameters and its first mixes, for all blocks; the states of the block's heads; some
+// columns of a matrix. A warp's bulk copies begin one after the other, 40 ns each, so short rows have none.
+__device__ __forceinline__ void prefetch_norm(const Norm& norm, int mixes, i64 D) {
+  const int lane = threadIdx.x & 31, row = int(D * sizeof(float));
+  if (blockIdx.x > 0) return;
+  if (lane == 0) prefetch_l2(norm.ln, 2 * row);
+  if (lane == 1 && norm.maa) prefetch_l2(norm.maa, mixes * row);
+  if (lane == 2 && norm.shift) prefetch_l2(norm.shift, row);
+}
+template <typename Args> __device__ __forceinline__ void prefetch_states(const Args& args, i64 layer) {
+  const i64 size = args.N * args.N, first = state_row(args, layer) * args.H;
+  for (i64 h = blockIdx.x + i64(threadIdx.x & 31) * gridDim.x; h < args.H; h += 32 * gridDim.x)
+    prefetch_l2(args.wkv + (first + h) * size, u32(size * sizeof(*args.wkv)));
+}
+template <typename T> __device__ __forceinline__ void prefetch_rows(const T* from, i64 rows, i64 pitch, i64 columns) {
+  const int lines = int(columns * sizeof(T) + 127) / 128;
+#pragma unroll 1
+  for (int n = threadIdx.x & 31; n < rows * lines; n += 32)
+    prefetch_line(from + n / lines * pitch + n % lines * 128 / sizeof(T));
+}

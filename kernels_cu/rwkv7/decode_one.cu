@@ -1,0 +1,171 @@
+// what      Decodes one token of RWKV-7 for one sequence in one launch: all layers, the logits, and the likeliest next
+//           token. Every weight is read once.
+// math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
+//           low = tanh(down mix_w) | down mix_a | sigmoid(down mix_g) | down mix_v, v k r = W mix(xx) |
+//           y = (group norm of the time mix + bonus) gate, with what opens by the second matrices of low rank |
+//           x += output y | activated = relu(key mix(xx))^2 | x += value activated;
+//           after the last layer: logits = head LN(x)
+// shapes    x [D], logits [V]; weights [L, n, rows, K], rows of a product padded to 16; states [L, P, ...], slots [1]
+//           or null; R: the largest rank, to which the others are padded; first_v [D], the first layer's values. Words
+//           (rwkv6/decode_few.cu): xx [6, D], low [4, R], vkr [3, D], y [D], activated [F]. arrived [grid]: how many
+//           layers a block has computed so far
+// grid      as in rwkv6/decode_few.cu
+// smem      Shared; then the staging area: the operands of D numbers and a norm's numbers; or those of `staged` numbers
+//           at a time if a product has more; or a head's time mix
+// barriers  as in rwkv6/decode_few.cu. Of a layer's words low, v, k and r depend on all x before, y of all heads on all
+//           of these, x on all y, activated on all x: a word is overwritten a layer later, behind all who read it
+// numerics  as in rwkv6/decode_few.cu
+// source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
+// limits    one sequence; D and F multiples of 8, D up to 8192, N a multiple of 4 up to 256; weights aligned to 16
+//           bytes; at least two blocks; sm_90a
+#include "rwkv7/decode_phases.cuh"
+#include "rwkv6/decode_layers.cuh"
+#include "rwkv7/time_mix.cuh"
+
+struct HeadScratch {
+  Scratch of_token;
+  float parts[OPENINGS][4 * THREADS];  // [., N], of the openings
+  // behind it: `low`
+};
+
+template <typename T, typename S, int STAGES>
+__device__ __noinline__ void time_mix(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, u32 epoch);
+template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<DecodeOne<T, S, STAGES>, T, S, STAGES> {
+  typedef DecodeLayers<DecodeOne, T, S, STAGES> Layers;
+  using Layers::args, Layers::s, Layers::staging, Layers::D, Layers::tid, Layers::epoch;
+  typedef typename Layers::Word Word;
+  typedef typename Args<T, S>::Up Up;
+  using Layers::Layers;
+
+  // Waits for numbers [first, first + count) of an input, and stores their operands in the staging area.
+  __device__ __forceinline__ void fetch(int phase, int, int first, int pitch, int count) {
+    Layers::fetch_words((phase == OUTPUT ? args.y : args.activated) + first, pitch, count);
+  }
+
+  // Stores the result of row m of a tile.
+  __device__ __forceinline__ void finish(int phase, int tile, int, int m, float sum) {
+    if (phase == FFN_INPUTS) {
+      m += tile * ROWS;
+      if (m < args.F) put_word(args.activated + m, sum > 0.f ? sum * sum : 0.f, epoch);
+      return;
+    }
+    const InputTile of = input_tile_of(args, tile);
+    m += of.tile * ROWS;
+    if (of.matrix >= OPENINGS) {
+      if (m < D) put_word(args.vkr_out + (of.matrix - OPENINGS) * D + m, sum, epoch);
+    } else {  // rows behind the rank give what nobody reads
+      const float low = of.matrix == DECAY ? tanhf(sum) : of.matrix == GATE ? sigmoid(sum) : sum;
+      put_word(args.low + of.matrix * padded_rank() + m, low, epoch);
+    }
+  }
+  __device__ __forceinline__ int padded_rank() const { return args.tiles_of_rank() * ROWS; }
+
+  __device__ __forceinline__ float gate_of(int) const { return 1.f; }
+
+  // Second matrices of low rank. A thread has four columns of a head, as of its state, and every `groups`-th row of a
+  // matrix, of which it holds the first ones in registers: heads of 64 channels all rows of ranks 96, 96, 256 and 64.
+  static constexpr int held_of(int opening) {
+    return (opening == GATE ? 16 : opening == SHARE ? 4 : 6) / (sizeof(Up) == 4 ? 2 : 1);
+  }
+  struct Rows {
+    Four<Up> held[OPENINGS][held_of(GATE)];
+  };
+
+  __device__ __forceinline__ Four<Up> row_of(i64 layer, int opening, int r, int column) const {
+    return load_four(up_of(args, layer, opening) + u32(min(r, args.rank(opening) - 1) * D + column));
+  }
+  __device__ __forceinline__ void load(Rows& rows, i64 layer, const StatePart& part, int at) const {
+#pragma unroll
+    for (int opening = 0; opening < OPENINGS; ++opening)
+#pragma unroll
+      for (int n = 0; n < held_of(opening); ++n)
+        rows.held[opening][n] = row_of(layer, opening, part.group + n * part.groups, at + part.column);
+  }
+
+  // The parts of what opens, from `low` in shared memory.
+  __device__ __forceinline__ void open(HeadScratch& s, const float* low, const Rows& rows, const StatePart& part,
+                                       i64 layer, int at, int N) const {
+#pragma unroll
+    for (int opening = 0; opening < OPENINGS; ++opening, low += padded_rank()) {
+      const int rank = part.group < part.groups ? args.rank(opening) : 0;
+      float4 sum = {};
+      int r = part.group;
+#pragma unroll
+      for (int n = 0; n < held_of(opening); ++n, r += part.groups) {
+        if (n % 4 == 0) __syncwarp();  // or all numbers of `low` are loaded first, and take registers
+        if (r < rank) sum = add_scaled(sum, low[r], float4(rows.held[opening][n]));
+      }
+#pragma unroll 4
+      for (; r < rank; r += part.groups)
+        sum = add_scaled(sum, low[r], float4(row_of(layer, opening, r, at + part.column)));
+      if (part.group < part.groups) store4(s.parts[opening] + part.group * N + part.column, sum);
+    }
+  }
+
+  // Computes y. A unit of work is a head; a thread has four columns of its state and every (4 THREADS / N)-th row, and
+  // a channel of its vectors. What opens is computed before v, k and r are there, which come last.
+  __device__ __forceinline__ void compute(i64 layer, int) { ::time_mix<T, S, STAGES>(args, s, layer, epoch); }
+  __device__ __forceinline__ void time_mix(i64 layer) {
+    constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
+    constexpr float DECAY_SCALE = 0.6065306597126334f;
+    HeadScratch& s = *reinterpret_cast<HeadScratch*>(staging);
+    float* const low = reinterpret_cast<float*>(&s + 1);
+    const int N = int(args.N), H = int(args.H), R = padded_rank();
+#pragma unroll 1
+    for (int h = blockIdx.x; h < H; h += gridDim.x) {
+      const int at = h * N, channel = min(tid, N - 1);
+      const int own_at = int(layer) * D + at + channel;
+      S* state = args.wkv + (state_row(args, layer) * H + h) * N * N;
+      const StatePart place(state, N, tid, false);  // its state is loaded when `rows` has no registers any more
+      Rows rows;
+      load(rows, layer, place, at);
+      const float* const norm = args.ln_x + (int(layer) * D + own_at);
+      const KeyParameters own = {args.removal[own_at], args.replacement[own_at], args.bonus[own_at], norm[0], norm[D]};
+      const float* const base = args.bases + (2 * int(layer) * D + own_at);
+      const float of_decay = base[0], of_rate = base[D], of_share = base[2 * D];
+      float* const first_v = args.first_v + at + channel;
+      const float first = layer > 0 ? *first_v : 0.f;
+      if (h != blockIdx.x) sync();  // the previous head's numbers have been read
+#pragma unroll 1
+      for (int n = NEIGHBOURS * tid; n < OPENINGS * R; n += NEIGHBOURS * THREADS) {
+        if (n % R >= tiles_of(args.rank(n / R)) * ROWS) continue;
+        Word found[1][NEIGHBOURS];
+        const Word* const neighbours[1] = {args.low + n};
+        take_words(found, neighbours, epoch);
+#pragma unroll
+        for (int i = 0; i < NEIGHBOURS; ++i) low[n + i] = number(found[0][i]);
+      }
+      sync();  // `low` is in shared memory
+      open(s, low, rows, place, layer, at, N);
+      const StatePart part(state, N, tid, true);
+      sync();  // the parts of what opens are in shared memory
+      float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
+#pragma unroll
+      for (int opening = 0; opening < OPENINGS; ++opening)
+        for (int group = 0; group < part.groups; ++group) opened[opening] += s.parts[opening][group * N + channel];
+      const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
+      Word words[3];
+      const Word* from[3];
+#pragma unroll
+      for (int n = 0; n < 3; ++n) from[n] = args.vkr_out + n * D + at + channel;
+      take_words(words, from, epoch);
+      float v = number(words[0]);
+      if (layer > 0) v = fmaf(first - v, share, v);
+      else if (tid < N) *first_v = v;
+      const Token token = {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
+      time_mix_head(s.of_token, part, state, N, tid, own, token, float(args.group_eps),
+                    [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
+    }
+  }
+};
+
+// Not inlined, so that the caller's registers are saved meanwhile.
+template <typename T, typename S, int STAGES>
+__device__ __noinline__ void time_mix(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, u32 epoch) {
+  DecodeOne<T, S, STAGES>(args, s, epoch).time_mix(layer);
+}
+
+template <typename T, typename S, int STAGES>
+__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv7_decode_one(const __grid_constant__ Args<T, S> args) {
+  decode_token<DecodeOne<T, S, STAGES>, T, S, STAGES>(args);
+}
