@@ -132,9 +132,7 @@ class Cpu(measuring.Cpu):
     host, highest = staticmethod(np.asarray), None
 
     def meta(self):
-        from rwkv6_cpu import cpu
-
-        return {"card": cpu(), "driver": None, "cuda": None}
+        return {"card": self.name, "driver": None, "cuda": None}
 
     def wait(self):
         pass

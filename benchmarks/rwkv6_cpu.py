@@ -13,7 +13,6 @@ Times are medians, the best beside them. Logits are compared before anything is 
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -39,6 +38,8 @@ def main():
     os.sched_setaffinity(0, cpus)  # before NumPy is loaded: its BLAS counts the CPUs once
     import numpy as np
 
+    from linattn_np.command.measuring import cpu
+
     print(f"RWKV-{args.version}, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
     about = {"version": args.version, "device": cpu(), "numpy": np.__version__, "threads": len(cpus)}
     about |= {"prefill": PREFILL, "note": args.note}
@@ -61,11 +62,6 @@ def arguments():
     parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
     return parser.parse_args()
-
-
-def cpu():
-    with open("/proc/cpuinfo") as file:
-        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
 
 
 def kernels():

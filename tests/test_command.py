@@ -20,7 +20,7 @@ from test_examples import AUSTEN, ENVIRONMENT
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, bench, blas_threads, cards, compare, info, quantise, train
+from linattn_np.command import COMMANDS, bench, blas_threads, cards, compare, info, measuring, quantise, train
 from linattn_np.command.terminal import Parser
 from linattn_np.models import Bytes, austen, devices, example
 
@@ -129,7 +129,7 @@ FLOOR = "the floor is every array read and every result written once"
 
 def test_bench_times_every_operator(capsys):
     code, out, err = called(capsys, "bench", "--device", "cpu", "--tokens", 65, "--heads", 2, "--width", 16)
-    assert (code, err) == (0, f"float32 on the CPU; B 1, H 2, T 65, K 16, V 16; {FLOOR}\n")
+    assert (code, err) == (0, f"float32 on {measuring.cpu()}; B 1, H 2, T 65, K 16, V 16; {FLOOR}\n")
     memory, _, *rows = out.splitlines()
     assert re.fullmatch(r"memory [\d,]+ GB/s", memory)
     assert [row.split()[0] for row in rows] == list(bench.TIMED)

@@ -21,6 +21,7 @@ from ..models import austen
 from ..models.devices import check_device, why_no_cupy
 from ..models.rwkv.cpu_layers import has_loops
 from .blas_threads import VARIABLES
+from .measuring import cpu
 from .terminal import put
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -88,7 +89,7 @@ def versions():
 
 
 def devices():
-    yield "CPU", f"{platform.machine()}, {workers()} cores for this process"
+    yield "CPU", f"{cpu()}, {workers()} cores for this process"
     folder_for_cupy()
     try:
         import cupy

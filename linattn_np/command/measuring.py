@@ -1,5 +1,6 @@
 """Measures the time and the memory of calls on a device. benchmarks/devices.py uses these classes, too."""
 
+import platform
 import statistics
 import time
 import tracemalloc
@@ -15,10 +16,19 @@ CALLS = 5  # of which `median_ms` is the median
 COPIED = 1 << 28  # bytes of the copy that `ms_of_a_byte` times
 
 
+def cpu() -> str:
+    """The CPU's name, or where /proc/cpuinfo has none its architecture."""
+    with open("/proc/cpuinfo") as file:
+        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+
+
 class Cpu:
     """The CPU. longest, tokens : default numbers of tokens, for `compare` and for `bench`."""
 
-    xp, name, dtype, longest, tokens = np, "the CPU", np.dtype(np.float32), 16384, 1024
+    xp, dtype, longest, tokens = np, np.dtype(np.float32), 16384, 1024
+
+    def __init__(self):
+        self.name = cpu()
 
     def ms(self, call):
         """The milliseconds of a call."""
