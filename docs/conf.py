@@ -42,7 +42,8 @@ def in_our_colours(config, script):
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "pages",
-    "filename_pattern": r"plot_(?!torch)",  # its picture is there without torch
+    # Those that need torch, or that take times, have pictures of docs/pictures/draw_gallery.py.
+    "filename_pattern": r"plot_(?!torch|decoding|speed)",
     "remove_config_comments": True,
     "download_all_examples": False,
     "show_memory": False,

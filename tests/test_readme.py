@@ -159,6 +159,14 @@ def test_code_of_the_gallery_is_not_cut_at_the_right():
         assert not [line for line in code.splitlines() if len(line) > 80 and line[0] != "#"], page.name
 
 
+def test_pages_of_the_gallery_that_take_times_or_need_torch_have_kept_pictures():
+    for page in (ROOT / "docs" / "gallery").glob("*.py"):
+        code = page.read_text()
+        kept = re.findall(r"image:: /(pictures/\S+)", code)
+        assert len(kept) == bool(re.search(r"^import (time|torch)$", code, re.MULTILINE)), page.name
+        assert all((ROOT / "docs" / picture).exists() for picture in kept), page.name
+
+
 def test_no_page_has_directives_that_only_sphinx_knows():
     assert not [page.name for page in PAGES if re.search(r"^(```|:::+)\{", page.read_text(), re.MULTILINE)]
 

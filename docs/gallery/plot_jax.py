@@ -46,7 +46,10 @@ for decay in true:
     axis.axhline(decay, linestyle=":", color="0.5")
 axis.annotate("what made the sequence", (0, true[-1]), (2, true[-1] + 0.01))
 axis.annotate(
-    "what the gradient finds", (30, found[30][4]), (32, found[30][4] - 0.05)
+    "what the gradient finds",
+    (30, found[30][4]),
+    (32, found[30][4] - 0.05),
+    color="C0",
 )
 axis.set_xlabel("step")
 axis.set_ylabel("decay of a channel")

@@ -74,10 +74,10 @@ for axis in (above, below):
         axis.axvline(reset.item(), linestyle=":", color="0.5")
 below.set_xlabel("token")
 plt.show()
-# sphinx_gallery_thumbnail_path = "pictures/torch.png"
+# sphinx_gallery_thumbnail_path = "pictures/gallery_torch.png"
 
 # %%
 # The loss is 0.0097, and 0.80 for zeros.
 #
-# .. image:: /pictures/torch.png
+# .. image:: /pictures/gallery_torch.png
 #    :alt: Exact and learnt sums against the token, and the mean decay

@@ -8,6 +8,7 @@ The quadratic form of an operator is a matrix of weights: how much of token j re
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 
 import linattn_np
 
@@ -31,14 +32,15 @@ gates = {
 }
 
 # %%
-# Rows are the tokens that read, columns the tokens that wrote.
+# Rows are the tokens that read, columns the tokens that wrote. The fainter, the less weight.
+shades = LinearSegmentedColormap.from_list("", [("C0", 0), "C0"])
 figure, axes = plt.subplots(
     1, 4, figsize=(12, 3.4), sharey=True, layout="constrained"
 )
 for axis, (name, g) in zip(axes, gates.items(), strict=True):
     weights = linattn_np.gla(q, k, v, g.astype(np.float32), scale=1.0)[0, 0]
     image = axis.imshow(
-        np.log10(np.maximum(weights, 1e-4)), vmin=-4, vmax=0, cmap="Blues"
+        np.log10(np.maximum(weights, 1e-4)), vmin=-4, vmax=0, cmap=shades
     )
     axis.set_title(name, fontsize=10)
     axis.set_xlabel("token that wrote")
