@@ -288,6 +288,17 @@ def test_scores_beyond_the_range(backend, dtype, score, rng):
             np.testing.assert_allclose(double(dv).sum(2), 70, rtol=0.02)
 
 
+@pytest.mark.parametrize("K", [16, 136])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float64), HALF, BFLOAT16], ids=str)
+def test_keys_of_minus_infinity(backend, dtype, K, rng):
+    """Such keys have no weight, also where a query sees no others for a while."""
+    q, k, v = (rng.standard_normal((1, 2, 150, K)).astype(dtype) for _ in range(3))
+    q, k[:, :, :80] = abs(q), -np.inf
+    later = [x[:, :, 80:] for x in (q, k, v)]
+    o = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, (q, k, v))))
+    assert_close("o", o[:, :, 80:], softmax_attention(*map(double, later)), dtype)
+
+
 def error_of_sums(q, k, softcap=None):
     """How far off float32 leaves L, before it is rounded: what each score is off by, in proportion to its terms, of the
     keys that a query sees and whose weight is not nothing beside the largest.

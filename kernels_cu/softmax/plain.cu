@@ -117,13 +117,14 @@ struct Forward {
       for (int distance = 16; distance > 0; distance /= 2)
         new_largest = max(new_largest, __shfl_xor_sync(0xffffffffu, new_largest, distance));
       new_largest = max(new_largest, largest);
-      const R weight = lane < count ? decay_of(score - new_largest) : R(0), rescale = decay_of(largest - new_largest);
+      const R shift = new_largest > minus_inf ? new_largest : R(0);  // -inf less -inf is NaN
+      const R weight = lane < count ? decay_of(score - shift) : R(0), rescale = decay_of(largest - shift);
       largest = new_largest, total = fma(total, rescale, warp_sum(weight));
 #pragma unroll
       for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] *= rescale;
       add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.t, count, place.column, args.V);
     }
-    if (total > 0)
+    if (place.others.count > 0)
 #pragma unroll
       for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] /= total;
     store_row(args.out.row(work.batch, work.head, work.start + place.n), sums, place.column, args.V);
