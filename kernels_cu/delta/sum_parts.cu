@@ -30,13 +30,14 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   const int lane = threadIdx.x % 32, K = int(args.K);
   const R* from = args.parts + (head * args.group * args.T_ + t) * K;
   R dx[EACH] = {};
-  for (i64 part = 0; part < args.tiles * args.group; ++part) {
-    const i64 heads = part / args.group * args.B * args.H * args.group + part % args.group;
-    const R* row_of_part = from + heads * args.T_ * K;
+  const i64 of_head = args.T_ * K, of_tile = args.B * args.H * args.group * of_head;
+  for (int tile = 0; tile < int(args.tiles); ++tile)
+    for (int member = 0; member < int(args.group); ++member) {
+      const R* row_of_part = from + tile * of_tile + member * of_head;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i)
-      if (lane + 32 * i < K) dx[i] += row_of_part[lane + 32 * i];
-  }
+      for (int i = 0; i < EACH; ++i)
+        if (lane + 32 * i < K) dx[i] += row_of_part[lane + 32 * i];
+    }
   if (args.x.p) {
     const T* x = args.x.row(b, h, t);
     R y[EACH], squares = 0, dot = 0;
