@@ -6,7 +6,7 @@
 //           Dplr: p = S_{t-1}^T a, dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
 //           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
 //           both: dq = scale S_t do. Of GatedDelta dg is summed over channels, too
-// shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V], kept [B, HV, chunks, K, V];
+// shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V];
 //           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T]
 //           of beta and of GatedDelta's g; starts: join_segments.cu
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
@@ -36,14 +36,14 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   using R = Real<T>;
   static constexpr int EACH = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
   static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;  // of sums over columns
-  static constexpr int SLOT = EACH * (COLUMNS > KINDS ? COLUMNS : KINDS);            // a thread's numbers of a token
+  static constexpr int SLOT = COLUMNS > KINDS ? COLUMNS : KINDS;                     // rows of a warp for a token
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
   T do_[TOKENS * BV];
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
   TokenScalars<R> scalars[TOKENS];
-  R found[TOKENS * BV];              // e, or of Dplr p
-  R of_tokens[TOKENS][WARPS][2];     // parts of dbeta and of a token's dg
-  R slots[TOKENS * SLOT * THREADS];  // the state before a token, then its parts of sums over columns
+  R found[TOKENS * BV];               // e, or of Dplr p
+  R of_tokens[TOKENS + 1][WARPS][2];  // parts of dbeta and of a token's dg; nobody reads the last row
+  R slots[TOKENS][SLOT][WARPS][BK];   // the state before a token by columns, then its parts of sums over columns
 };
 
 // Sums over all lanes of N numbers, each of them to every lane; returns the sum number lane / (32 / N).
@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
   const int own_column = column + lane / (32 / COLUMNS);  // the one whose dv the lane stores
   const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
-  const R scale = R(args.scale);
+  const int kept_channels = (K + 3) / 4 * 4;
+  const R scale = converted_once<R>(args.scale);
 
   R S[EACH][COLUMNS] = {}, dS[EACH][COLUMNS];
   const auto each = [&](auto& patch, auto f) {
@@ -92,7 +93,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) f(patch[i][c], channel(i), column + c, channel(i) < K && column + c < left);
   };
-  const auto slot = [&](int token, int i) -> R& { return s.slots[(token * SLOT + i) * THREADS + threadIdx.x]; };
   each(dS, [&](R& x, int of, int at_column, bool inside) {
     x = segment.from && inside ? segment.from[of * shape.V + at.tile + at_column] : R(0);
   });
@@ -108,8 +108,16 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     next.load(args, at, first, rows);
     cp_async_commit();
     if (!OUTPUTS) return;
-    const R* from = args.kept + (first_chunk + chunk) * shape.K * shape.V + at.tile;
-    each(S, [&](R& x, int of, int at_column, bool inside) { x = inside ? from[of * shape.V + at_column] : R(0); });
+    const R* from = args.kept + ((first_chunk + chunk) * shape.V + at.tile + column) * kept_channels;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+      for (int i = 0; i < EACH; i += NEAR) {
+        R x[NEAR] = {};
+        if (column + c < left && channel(i) < K) load_neighbours<NEAR>(x, from + c * kept_channels + channel(i));
+#pragma unroll
+        for (int j = 0; j < NEAR; ++j) S[i + j][c] = x[j];
+      }
   };
   if (chunks) fetch(chunks - 1);
 #pragma unroll 1
@@ -119,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     cp_async_wait<0>();
     next.store(s.scalars, rows);
     __syncthreads();  // the chunk has arrived; the last one's parts are added up
-    prepare_tokens(s.scalars, s.decays, s.in, rows, args.normalized);
+    prepare_tokens<false>(s.scalars, s.decays, s.in, rows, args.normalized);
     __syncthreads();  // all that is to know of its tokens stands
 
     R q[EACH], k[EACH], a[EACH], b[EACH], decay[EACH];
@@ -144,23 +152,25 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       R found[COLUMNS] = {}, written[COLUMNS];
       load(r);
 #pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+        for (int i = 0; i < EACH; i += NEAR)
+          store_neighbours<NEAR>(&s.slots[r][c][warp][channel(i)], [&](int j) { return S[i + j][c]; });
+#pragma unroll
       for (int i = 0; i < EACH; ++i)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           R& x = S[i][c];
-          slot(r, i * COLUMNS + c) = x;
           if constexpr (Rule::own_erasure) found[c] = fma(a[i], x, found[c]);
           x *= decay[i];
           if constexpr (!Rule::own_erasure) found[c] = fma(k[i], x, found[c]);
         }
+      load_neighbours<COLUMNS>(written, s.in.v + r * BV + column);
       sum_columns(found);
+      if constexpr (!Rule::own_erasure)
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        const R v = to_real(s.in.v[r * BV + column + c]);
-        if constexpr (!Rule::own_erasure) found[c] = v - found[c];
-        written[c] = Rule::own_erasure ? v : s.scalars[r].beta * found[c];
-        if (lane == 0) s.found[r * BV + column + c] = found[c];
-      }
+        for (int c = 0; c < COLUMNS; ++c) found[c] = written[c] - found[c], written[c] = s.scalars[r].beta * found[c];
+      if (lane == 0) store_neighbours<COLUMNS>(s.found + r * BV + column, [&](int c) { return found[c]; });
 #pragma unroll
       for (int i = 0; i < EACH; ++i)
 #pragma unroll
@@ -169,16 +179,22 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], found[c], S[i][c]);
         }
     }
-    __syncwarp();  // what keys find stands
+    __syncwarp();   // what keys find stands
+    R of_gate = 0;  // of the token computed last: its dg is summed over lanes beside the next one's sums
+    const auto store_dg = [&](int r) {
+      if (!OUTPUTS || Rule::channel_gates) return;
+      const R sum = sum_over_lanes<32>(of_gate);
+      if (lane == 0) s.of_tokens[r][warp][1] = sum;
+    };
 #pragma unroll 1
     for (int r = rows - 1; r >= 0; --r) {
-      R parts[KINDS][EACH] = {}, found[COLUMNS], v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {}, dp[COLUMNS] = {};
+      R parts[KINDS][EACH] = {}, found[COLUMNS] = {}, v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {}, dp[COLUMNS] = {};
       load(r);
+      if (OUTPUTS) load_neighbours<COLUMNS>(found, s.found + r * BV + column);
+      load_neighbours<COLUMNS>(v, s.in.v + r * BV + column);
+      load_neighbours<COLUMNS>(do_, s.do_ + r * BV + column);
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        found[c] = OUTPUTS ? s.found[r * BV + column + c] : R(0), v[c] = to_real(s.in.v[r * BV + column + c]);
-        do_[c] = scale * R(to_real(s.do_[r * BV + column + c]));
-      }
+      for (int c = 0; c < COLUMNS; ++c) do_[c] *= scale;
 #pragma unroll
       for (int i = 0; i < EACH; ++i)
 #pragma unroll
@@ -187,11 +203,21 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           dS[i][c] = fma(q[i], do_[c], dS[i][c]);
           dv[c] = fma(k[i], dS[i][c], dv[c]);
           if constexpr (Rule::own_erasure) dp[c] = fma(b[i], dS[i][c], dp[c]);
-          if (OUTPUTS) S[i][c] = slot(r, i * COLUMNS + c);  // the state before the token
         }
+      store_dg(r + 1);
       R own_dv = sum_columns(dv);
       if constexpr (Rule::own_erasure) sum_columns(dp);
-      R dbeta = 0, of_gate = 0;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)  // the state before the token
+#pragma unroll
+        for (int i = 0; OUTPUTS && i < EACH; i += NEAR) {
+          R x[NEAR];
+          load_neighbours<NEAR>(x, &s.slots[r][c][warp][channel(i)]);
+#pragma unroll
+          for (int j = 0; j < NEAR; ++j) S[i + j][c] = x[j];
+        }
+      R dbeta = 0;
+      of_gate = 0;
       if constexpr (!Rule::own_erasure) {
         const R beta = s.scalars[r].beta;
 #pragma unroll
@@ -230,10 +256,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
 #pragma unroll
       for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) slot(r, kind * EACH + i) = parts[kind][i];
-      if constexpr (!Rule::channel_gates) of_gate = sum_over_lanes<32>(of_gate);
-      if (lane == 0) s.of_tokens[r][warp][0] = dbeta, s.of_tokens[r][warp][1] = of_gate;
+        for (int i = 0; i < EACH; i += NEAR)
+          store_neighbours<NEAR>(&s.slots[r][kind][warp][channel(i)], [&](int j) { return parts[kind][i + j]; });
+      if (lane == 0) s.of_tokens[r][warp][0] = dbeta;
     }
+    store_dg(0);
     __syncthreads();  // the parts of sums over columns stand, and nobody reads the chunk
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
@@ -241,15 +268,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     const i64 head = i64(at.b) * shape.H + at.h;
     constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
     for (int c = threadIdx.x % BK; c < K; c += THREADS) {
-      const int i = c / (32 * NEAR) * NEAR + c % NEAR, r = BK < THREADS ? threadIdx.x / BK : 0;
-      const R* part = s.slots + (r * SLOT + i) * THREADS + c / NEAR % 32;
+      const int r = BK < THREADS ? threadIdx.x / BK : 0;
+      const R* part = &s.slots[r][0][0][c];
       R* to = args.parts + ((tile * heads + head) * shape.T + first + r) * K + c;
 #pragma unroll
-      for (int kind = 0; kind < KINDS; ++kind, part += EACH * THREADS, to += tiles * heads * shape.T * K)
-#pragma unroll 1
+      for (int kind = 0; kind < KINDS; ++kind, part += WARPS * BK, to += tiles * heads * shape.T * K)
+#pragma unroll 4
         for (int n = 0; r + n < rows; n += AT_ONCE) {
-          const R* of = part + n * SLOT * THREADS;
-          to[n * K] = (of[0] + of[32]) + (of[64] + of[96]);
+          const R* of = part + n * SLOT * WARPS * BK;
+          to[n * K] = (of[0] + of[BK]) + (of[2 * BK] + of[3 * BK]);
         }
     }
     if (int(threadIdx.x) < 2 * rows) {

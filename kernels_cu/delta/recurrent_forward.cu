@@ -8,10 +8,10 @@
 //           If args.normalized, q and k above are the given ones divided by their Euclidean lengths. The kernel works
 //           with the given ones and multiplies sums by the inverse lengths
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
-//           state [N, HV, K, V], kept [B, HV, chunks, K, V]. HV, the number of value heads, is shape.H; every
-//           args.group value heads share a head of q, k, a and b; starts, F: join_segments.cu. With F, the state behind
-//           a walk from zeros, or from the initial state, is G, and one of values of 0 from the identity is F. Nobody
-//           needs G of a last segment, and F of a first or last one
+//           state [N, HV, K, V], kept [B, HV, chunks, V, K and zeros to a multiple of 4]. HV, the number of value
+//           heads, is shape.H; every args.group value heads share a head of q, k, a and b; starts, F: join_segments.cu.
+//           With F, the state behind a walk from zeros, or from the initial state, is G, and one of values of 0 from
+//           the identity is F. Nobody needs G of a last segment, and F of a first or last one
 // grid      a block for every (segment, value head, BV columns of V), segment slowest, columns of F behind those of V.
 //           BK / 16 neighbouring lanes share COLUMNS columns: each of them holds 16 channels of these columns' state in
 //           registers
@@ -103,8 +103,14 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     cp_async_commit();
   };
   if (tokens) fetch(0, 0);
-  // The index of the sequence's first state in `kept`.
-  const i64 first_kept = (i64(work.b) * shape.H + work.h) * shape.NC + part.segment.chunks.start;
+  const R scale = converted_once<R>(args.scale);
+  const bool stores = args.o.p && lane < COLUMNS && column + lane < columns_left;
+  T* to = args.o.row(work.b, work.h, work.span.start) + work.tile + column + lane;
+  const int kept_channels = (K + 3) / 4 * 4;
+  int to_keep = args.kept ? 0 : -1;  // the token before which the next state is kept; -1: none is
+  R* kept = args.kept +
+            ((i64(work.b) * shape.H + work.h) * shape.NC + part.segment.chunks.start) * shape.V * kept_channels +
+            i64(work.tile + column) * kept_channels + 4 * lane;
 #pragma unroll 1
   for (int token = 0, stage = 0; token < tokens; token += STAGE_TOKENS, stage ^= 1) {
     const auto& in = s.stages[stage];
@@ -113,15 +119,19 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     __syncthreads();  // this stage's tokens have arrived; no thread reads the previous stage or its scalars any more
     next.store(s.scalars, rows);
     if (token + STAGE_TOKENS < tokens) fetch(token + STAGE_TOKENS, stage ^ 1);
-    prepare_tokens(s.scalars, s.decays, in, rows, args.normalized);
+    prepare_tokens<true>(s.scalars, s.decays, in, rows, args.normalized);
     __syncthreads();  // decays and scalars of this stage's tokens are written
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {
-      if (args.kept && (token + r) % int(shape.chunk) == 0) {
-        R* to = args.kept + (first_kept + (token + r) / int(shape.chunk)) * shape.K * shape.V + work.tile;
-        each([&](R& x, int state_row, int tile_column, bool inside) {
-          if (inside) to[state_row * shape.V + tile_column] = x;
-        });
+      if (token + r == to_keep) {
+        to_keep += int(shape.chunk);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+          for (int i = 0; i < CHANNELS; i += 4)
+            if (column + c < columns_left && channel(i) < K)
+              store_neighbours<4>(kept + c * kept_channels + LANES * i, [&](int j) { return S[i + j][c]; });
+        kept += shape.V * kept_channels;
       }
       const TokenScalars<R> token_scalars = s.scalars[r];
       // By column, first over this lane's channels, then over all: erased is S'^T k, of Dplr p = S^T a; read is S'^T q.
@@ -171,17 +181,16 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           S[i][c] = fma(k[i], written[c], S[i][c]);
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], erased[c], S[i][c]);
         }
-      if (args.o.p && lane < COLUMNS && column + lane < columns_left)
-        args.o.row(work.b, work.h, work.span.start + token + r)[work.tile + column + lane] =
-            from_real<T>(R(args.scale) * token_scalars.inverse_q_length * o);
+      if (stores) *to = from_real<T>(scale * token_scalars.inverse_q_length * o);
+      to += args.o.t;
     }
   }
   // `opaque`: nothing of it takes registers between tokens.
   const u32 n = u32(opaque(int(work.n)));
   const auto end = part_of(n, u32(opaque(int(work.tile))));
-  R* to = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;
-  if (to)
+  R* state = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;
+  if (state)
     each([&](R& x, int state_row, int tile_column, bool inside) {
-      if (inside) to[i64(state_row) * end.width + end.from + tile_column] = x;
+      if (inside) state[i64(state_row) * end.width + end.from + tile_column] = x;
     });
 }

@@ -50,6 +50,12 @@ struct BlockWork {
   }
 };
 
+// A float64 argument as R. Without `opaque` the compiler converts it again for every token.
+template <typename R> __device__ __forceinline__ R converted_once(double x) {
+  if constexpr (sizeof(R) == 4) return __uint_as_float(opaque(__float_as_uint(float(x))));
+  else return x;
+}
+
 // The sum over LANES neighbouring lanes; each lane gets the same bits.
 template <int LANES, typename R> __device__ __forceinline__ R sum_over_lanes(R x) {
 #pragma unroll
@@ -62,7 +68,11 @@ template <int LANES, typename R> __device__ __forceinline__ R sum_over_lanes(R x
 template <int BYTES, int ROWS, int COLS, typename T>
 __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
-  for (int index = threadIdx.x; index < ROWS * ACROSS; index += THREADS) {
+  constexpr int UNROLLED = BYTES == 16 ? 8 : 1;
+#pragma unroll UNROLLED
+  for (int first = 0; first < ROWS * ACROSS; first += THREADS) {
+    const int index = first + threadIdx.x;
+    if (ROWS * ACROSS % THREADS != 0 && index >= ROWS * ACROSS) break;
     const int row = index / ACROSS, column = index % ACROSS * PIECE;
     const bool inside = row < rows && column < width;
     const T* piece = inside ? from + row * stride + column : from;
@@ -108,8 +118,8 @@ template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct
   }
 };
 
-// The numbers of a token that all columns of the state use.
-template <typename R> struct TokenScalars {
+// The numbers of a token that all columns of the state use; aligned for loads of 16 bytes.
+template <typename R> struct alignas(16) TokenScalars {
   R decay, beta;                         // decay: GatedDelta only; beta: GatedDelta and Kda
   R inverse_q_length, inverse_k_length;  // 1 if not normalized
   R q_dot_k, q_dot_b;                    // of the given q, k and b, without the inverse lengths; q_dot_b: Dplr only
@@ -132,8 +142,9 @@ template <class Rule, typename R> struct TokenGates {
 };
 
 // Computes, of the `rows` tokens that have arrived in a stage, the decays of channels [TOKENS, BK], if channels have
-// gates, and the scalars that TokenGates does not store. A warp has one token at a time.
-template <class Rule, typename T, typename G, int BK, int BV, int TOKENS>
+// gates, and the scalars that TokenGates does not store: q_dot_k and q_dot_b only with DOTS. A warp has one token at a
+// time.
+template <bool DOTS, class Rule, typename T, typename G, int BK, int BV, int TOKENS>
 __device__ __forceinline__ void prepare_tokens(TokenScalars<Real<T>>* scalars, Real<T>* decays,
                                                const Tokens<Rule, T, G, BK, BV, TOKENS>& in, int rows,
                                                bool normalized) {
@@ -145,29 +156,36 @@ __device__ __forceinline__ void prepare_tokens(TokenScalars<Real<T>>* scalars, R
     for (int c = lane; c < BK; c += 32) {
       const int place = row * BK + c;
       const R q = to_real(in.q[place]), k = to_real(in.k[place]);
-      qk = fma(q, k, qk);
+      if (DOTS) qk = fma(q, k, qk);
       if (normalized) qq = fma(q, q, qq), kk = fma(k, k, kk);
-      if constexpr (Rule::own_erasure) qb = fma(q, R(to_real(in.b[place])), qb);
+      if constexpr (DOTS && Rule::own_erasure) qb = fma(q, R(to_real(in.b[place])), qb);
       if constexpr (Rule::channel_gates) decays[place] = decay_of(R(to_real(in.g[place])));
     }
-    qk = sum_over_lanes<32>(qk);
-    if constexpr (Rule::own_erasure) qb = sum_over_lanes<32>(qb);
+    if constexpr (DOTS) qk = sum_over_lanes<32>(qk);
+    if constexpr (DOTS && Rule::own_erasure) qb = sum_over_lanes<32>(qb);
     if (normalized) qq = sum_over_lanes<32>(qq), kk = sum_over_lanes<32>(kk);
     if (lane == 0) {
       TokenScalars<R>& token = scalars[row];
       token.inverse_q_length = normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1);
-      token.q_dot_k = qk, token.q_dot_b = qb;
+      if (DOTS) token.q_dot_k = qk, token.q_dot_b = qb;
       token.inverse_k_length = normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
     }
   }
 }
 
-// Loads N neighbouring numbers, 2 or 4, from shared memory by one load.
+// N neighbouring numbers, a power of 2. They are loaded and stored by up to 16 bytes.
+template <int N, typename T> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
+  T x[N];
+};
 template <int N, typename T, typename R> __device__ __forceinline__ void load_neighbours(R* to, const T* from) {
-  struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
-    T x[N];
-  };
-  const Neighbours neighbours = *reinterpret_cast<const Neighbours*>(from);
+  const auto neighbours = *reinterpret_cast<const Neighbours<N, T>*>(from);
 #pragma unroll
   for (int i = 0; i < N; ++i) to[i] = to_real(neighbours.x[i]);
+}
+// Stores number_at(0), ..., number_at(N - 1).
+template <int N, typename R, class Number> __device__ __forceinline__ void store_neighbours(R* to, Number number_at) {
+  Neighbours<N, R> neighbours;
+#pragma unroll
+  for (int i = 0; i < N; ++i) neighbours.x[i] = number_at(i);
+  *reinterpret_cast<Neighbours<N, R>*>(to) = neighbours;
 }

@@ -30,7 +30,7 @@ from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, 
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
-from .kernel import FLOATS, Kernel, no_kernels
+from .kernel import FLOATS, Kernel, no_kernels, padded
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
@@ -257,7 +257,7 @@ class GradientsByToken(Gradients):
         tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
         read = arrays | inputs.common_args(shape, self.do) | {"do_": do} | states
         read |= cut.launch_starts(draft, read)
-        kept = draft.empty((B, heads, shape.NC, K, V), real)
+        kept = draft.empty((B, heads, shape.NC, V, padded(K, 4)), real)
         launch_by_token(draft, cut.forward, read, kept=kept)
 
         parts = draft.empty((len(kernel.channel_gradients), tiles, B, heads, T, K), real)

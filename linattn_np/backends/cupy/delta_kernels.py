@@ -12,7 +12,7 @@ import numpy as np
 
 from .arguments import members
 from .gated_kernels import TILES, channels
-from .kernel import DOUBLE, Kernel, TiledKernel
+from .kernel import DOUBLE, Kernel, TiledKernel, padded
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
@@ -277,7 +277,7 @@ class DeltaRecurrentBackward(DeltaKernel):
         """Bytes of the stored states and of `parts`, for `group` heads."""
         B, T, K, V = problem.shape("B T K V")
         parts = ceil_div(V, self.BV) * len(self.channel_gradients) * K
-        return int(B * group * T * (K * V / self.TOKENS + parts) * self.number_bytes)
+        return int(B * group * T * (padded(K, 4) * V / self.TOKENS + parts) * self.number_bytes)
 
     @property
     def tiles(self):
