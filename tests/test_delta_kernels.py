@@ -91,6 +91,7 @@ CASES = {
     ),
     "kda-wide": Case(KDA, K=100, V=40, H=1, gate="by_channel"),
     "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
+    "two-columns-a-lane": Case(KDA, B=11, H=6, T=5, V=40),  # forwards, on a card of 132 multiprocessors
     "rwkv7": Case(RWKV7, B=2),
     "rwkv7-wide": Case(RWKV7, K=130, V=66, H=1, dtype=BFLOAT16, gate_dtype=SINGLE, gate="some-inf"),
     "rwkv7-packed": Case(
@@ -343,6 +344,26 @@ def test_few_heads_are_cut_token_by_token(op):
         for gradient in (False, True):
             plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
             assert ("delta_join_segments" in planned.names(plan)) == cut == (plan.tiles.get("segments", 1) > 1)
+
+
+@pytest.mark.parametrize(
+    "dtype, H, K, V, BV",
+    [
+        (SINGLE, 256, 64, 65, 128),  # four columns a lane
+        (SINGLE, 256, 64, 64, 64),  # two: of four, half would be idle
+        (SINGLE, 66, 64, 64, 64),
+        (SINGLE, 65, 64, 64, 32),  # one: 65 blocks are less than half of the card's 132 multiprocessors
+        (SINGLE, 33, 128, 128, 64),
+        (SINGLE, 32, 128, 128, 32),
+        (SINGLE, 16, 128, 128, 16),
+        (DOUBLE, 256, 64, 64, 32),
+    ],
+)
+def test_columns_of_a_block(dtype, H, K, V, BV):
+    """The most that fill half of the card, and more than half of their lanes."""
+    q, v, gate = (np.broadcast_to(dtype.type(0), shape) for shape in ((1, H, 512, K), (1, H, 512, V), (1, H, 512)))
+    plan = planned.plan_of(GATED_DELTA_RULE.bind([q, q, v, gate, gate], mode="recurrent"), planned.Noting())
+    assert plan.tiles["BV"] == BV
 
 
 @pytest.mark.parametrize("dtype, K", [(BFLOAT16, 128), (SINGLE, 64)], ids=["in-chunks", "by-token"])

@@ -23,7 +23,7 @@
 // numerics  float32; float64 for float64 data. S^T a or S'^T k, and S'^T q, are summed over lanes in the same shuffles,
 //           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
-// limits    K <= BK; BK of 64, 128, 256; COLUMNS of 1, 4
+// limits    K <= BK; BK of 64, 128, 256; COLUMNS of 1, 2, 4
 #include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"

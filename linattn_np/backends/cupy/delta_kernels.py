@@ -221,16 +221,16 @@ class DeltaRecurrentForward(DeltaKernel):
 
     @classmethod
     def fitting(cls, rule, dtype, gate, K, V, heads, multiprocessors):
-        """The instance with the most columns per lane whose blocks still fill half of the card, else with the fewest.
-        `heads`: those of all segments."""
+        """The instance with the most columns per lane whose blocks still fill half of the card, and have columns for
+        more than half of their lanes; else with the fewest. `heads`: those of all segments."""
         kernels = [cls(rule, dtype, gate, channels(K), columns) for columns in cls.widths(dtype)]
-        filling = (kernel for kernel in kernels if 2 * heads * ceil_div(V, kernel.BV) >= multiprocessors)
+        filling = (x for x in kernels if x.BV < 2 * V and 2 * heads * ceil_div(V, x.BV) >= multiprocessors)
         return next(filling, kernels[-1])
 
     @staticmethod
     def widths(dtype):
         """The possible `columns`. In float64, registers hold one column only."""
-        return (1,) if dtype == DOUBLE else (4, 1)
+        return (1,) if dtype == DOUBLE else (4, 2, 1)
 
     @property
     def BV(self):

@@ -149,7 +149,7 @@ class CutByToken(SegmentCut):
     10 times as long. Of 26 walks that were timed there, none became slower by the cuts that they choose.
     """
 
-    FORWARD_TIMES = {1: (0.16, 0.08), 4: (0.3, 0.22)}  # by columns of a lane
+    FORWARD_TIMES = {1: (0.16, 0.08), 2: (0.2, 0.13), 4: (0.3, 0.22)}  # by columns of a lane
     BACKWARD_TIMES, SUMMARY_TIMES = (0.6, 0.35), (0.3, 0.15)  # of gradients; of what a segment does to a gradient
     SEGMENT_TIME, CHANNEL_TIME, LAUNCHES_TIME = 1.5, 0.03, 15.0  # to join a segment; more for each channel; launches
     SHORTEST = 32  # tokens of a segment; it also has at least as many tokens as a state has channels
