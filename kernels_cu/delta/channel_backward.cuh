@@ -81,8 +81,8 @@ __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const 
   for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n, true);
 }
 
-// Adds S dS, summed over 16 columns of V, for the warp's 16 channels: they are the diagonal of S dS^T, so that tensor
-// cores compute them. ldmatrix_x4_trans has loaded S and dS. A lane holds four numbers about the diagonal in `d`.
+// Adds S dS, summed over 16 columns of V, for the warp's 16 channels: the diagonal of S dS^T, which tensor cores
+// compute. ldmatrix_x4_trans has loaded S and dS. A lane holds four numbers about the diagonal in `d`.
 template <typename T>
 __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const u32 (&state)[4], const u32 (&gradient)[4]) {
   const u32 left[4] = {state[0], state[2], state[1], state[3]};
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, 
 // their border, rounded, and the rounding errors.
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
-  constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own = OF_COLUMNS ? 0 : TOKENS, other = TOKENS - own;
+  constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own_start = OF_COLUMNS ? 0 : TOKENS, other_start = TOKENS - own_start;
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
   const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
   float d[OWN][2][4];
@@ -158,7 +158,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
       for (int across = 0; across < 2; ++across)
 #pragma unroll
         for (int down = 0; down < 2; ++down)
-          f(d[n][across] + 2 * down, s.terms[FIRST + n], before(g + 8 * down) + own, channel + 8 * across + 2 * t,
+          f(d[n][across] + 2 * down, s.terms[FIRST + n], before(g + 8 * down) + own_start, channel + 8 * across + 2 * t,
             down);
   };
   each_pair_of_channels([&](float* to, const float* terms, int i, int c, int down) {
@@ -174,7 +174,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
 #pragma unroll
     for (int number = 0; number < 2; ++number)
       ldmatrix_x4_trans(b[number],
-                        place<TILE>(s.decayed[m][number], before(lane & 15) + other, channel + (lane >> 4) * 8));
+                        place<TILE>(s.decayed[m][number], before(lane & 15) + other_start, channel + (lane >> 4) * 8));
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
 #pragma unroll

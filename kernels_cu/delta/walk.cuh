@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_packed(u32 (&x)[BT / 16][4], const T* tile,
   for (int m = 0; m < BT / 16; ++m) ldmatrix_x4_trans(x[m], reader.at(tile, 16 * m, 0));
 }
 
-// y += x.
+// y (transposed) += x, which load_packed has loaded.
 template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT / 8][4], const u32 (&x)[BT / 16][4]) {
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
@@ -98,7 +98,8 @@ template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT /
     }
 }
 
-// Rounds transposed x to operands, times factors of tokens: factors_at(i) returns those of tokens i + 2t and the next.
+// Rounds x (transposed), times factors of tokens, to operands: factors_at(i) returns the factors of tokens i + 2t and
+// i + 2t + 1, t = lane % 4.
 template <typename T, class Factors>
 __device__ __forceinline__ void pack_tokens(u32 (&packed)[BT / 16][4], const float (&x)[BT / 8][4],
                                             Factors factors_at) {

@@ -45,8 +45,9 @@ template <typename T, int BK, int WARPS> struct WarpShare {
 // Gates of SPAN tokens and LANE_CHANNELS channels; 0 after the sequence's end and beyond K.
 template <int LANE_CHANNELS, typename G> using Gates = Piece<LANE_CHANNELS, G>[SPAN];
 
-// Starts copying this lane's gates of a span to shared memory. No other lane reads them, so each lane waits for its
-// own.
+// Starts copying this lane's gates of a span to shared memory. No other lane reads these gates, so that each lane waits
+// for its own copies only. rows, channels: how many of the span's rows exist, and of the channels from the lane's
+// first.
 template <int BK, class WarpShare, typename G>
 __device__ __forceinline__ void fetch_gates(G* gates, const WarpShare& coord, const G* from, i64 stride, int rows,
                                             int channels) {
@@ -66,6 +67,7 @@ __device__ __noinline__ void fetch_unaligned_gates(G* gates, const G* from, i64 
     gates[i * BK + c] = i < rows && c < channels ? from[i * stride + c] : from_float<G>(0.f);
   }
 }
+// Loads the gates that this lane has copied.
 template <int BK, class WarpShare, typename G>
 __device__ __forceinline__ void load_gates(Gates<WarpShare::LANE_CHANNELS, G>& gates, const G* from,
                                            const WarpShare& coord) {
@@ -254,8 +256,8 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
   using Middle = MiddleOf<Schedule, T>;
   const Spot<BK, LANE_CHANNELS, typename Middle::Type> spot(coord.row(0), coord.channel);
-  float between[LANE_CHANNELS],
-      inverse_between[LANE_CHANNELS];  // decay of the tokens between the middle and this token; its inverse
+  // The decay of the tokens between the middle and this token, and its inverse.
+  float between[LANE_CHANNELS], inverse_between[LANE_CHANNELS];
 #pragma unroll
   for (int c = 0; c < LANE_CHANNELS; ++c) between[c] = inverse_between[c] = 1.f;
 #pragma unroll
@@ -378,7 +380,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
       store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub_chunk, x, after.half_chunk);
   }
   store_span<T, PRODUCTS>(spot, state_k(s, stage), sub_chunk, x, after.chunk);
-  if (coord.span == 0) {  // the decay of its own tokens, and of all after them
+  if (coord.span == 0) {  // the decay over this span and all later ones: over the chunk
     multiply_channels(decay, decay, after.chunk);
     store_decay(s.decay, coord, decay);
   }
@@ -449,12 +451,12 @@ __device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>&
   for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
     const WarpShare coord(n);
     const G* from = g.row(b, h, token + coord.row(0)) + channel + coord.channel;
-    const int left = rows - coord.row(0);
+    const int rows_left = rows - coord.row(0);
     if (!coord.exists()) break;
     if (bytes >= WarpShare::LANE_CHANNELS * int(sizeof(G)))
-      fetch_gates<BK>(gates, coord, from, g.t, left, channels - coord.channel);
+      fetch_gates<BK>(gates, coord, from, g.t, rows_left, channels - coord.channel);
     else
-      fetch_unaligned_gates<BK, WarpShare::LANE_CHANNELS>(gates + coord.row(0) * BK + coord.channel, from, g.t, left,
-                                                          channels - coord.channel);
+      fetch_unaligned_gates<BK, WarpShare::LANE_CHANNELS>(gates + coord.row(0) * BK + coord.channel, from, g.t,
+                                                          rows_left, channels - coord.channel);
   }
 }

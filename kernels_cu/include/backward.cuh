@@ -1,5 +1,5 @@
-// what      Shared by the backward kernels of every card: copies of chunks of tokens, and the layout of states that are
-//           kept between chunks.
+// what      Shared by the backward kernels of every card: copies of chunks of tokens, and the layout in memory of the
+//           states between chunks, which one kernel writes for another.
 // shapes    A warp has some channels of all tokens; a lane has pairs of tokens as in decays.cuh.
 //           states [direction, B, heads, NC, tiles of K, tiles of V, 8, 8, 8, 8]: 64 x 64 in matrices of 8 x 8
 #include "decays.cuh"
@@ -17,7 +17,8 @@ template <typename T> constexpr int PAD = sizeof(T) == 2 ? 8 : 4;
 template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 
 // Copies a tile [ROWS, COLS] of (batch, head) from row `first` and column `column` on; zeros from row `stop` and column
-// `width` on. vectors: rows start on 16 bytes and are multiples of them, and are copied in the background.
+// `width` on. vectors: rows start on 16 bytes and are multiples of them, and are copied in the background (cp_async):
+// the caller waits for the copies. All threads of the block call this, and synchronise before they read s.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                            i64 column, i64 width, bool vectors) {
@@ -26,11 +27,11 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
   if (vectors) {
     constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
     const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
-    const bool there = rows > 0 && col < columns;
-    const T* from = x.row(batch, head, there ? first + row : 0) + (there ? column + col : 0);
+    const bool exists = rows > 0 && col < columns;
+    const T* from = x.row(batch, head, exists ? first + row : 0) + (exists ? column + col : 0);
 #pragma unroll
     for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.t)  // reads nothing if not valid
-      cp_async<16>(s + (row + n * DOWN) * LD + col, from, there && row + n * DOWN < rows);
+      cp_async<16>(s + (row + n * DOWN) * LD + col, from, exists && row + n * DOWN < rows);
   } else {
 #pragma unroll 1
     for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
@@ -71,9 +72,10 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
   }
 }
 
-// ---- states that are kept ---------------------------------------------------------------------------------------
+// ---- states in memory -------------------------------------------------------------------------------------------
 
-// The index of a tile of 64 x 64 numbers, which consists of 8 x 8 matrices, eight side by side, then the next eight.
+// The index of a tile of 64 x 64 numbers of a state. A tile consists of 8 x 8 matrices, first the eight of the upper 8
+// rows, then the next eight: matrix_at is the index in a tile of the matrix in matrix row `row` and column `column`.
 __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head, i64 chunk,
                                        int k_tile, int v_tile) {
   const i64 k_tiles = (shape.K + TILE - 1) / TILE, v_tiles = (shape.V + TILE - 1) / TILE;
@@ -82,13 +84,13 @@ __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backw
 }
 __device__ __forceinline__ int matrix_at(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
-// The place of a row in such a matrix in shared memory. Of numbers of four bytes, the order of rows is such that reads
+// The place of a row in an 8 x 8 matrix in shared memory. Of numbers of four bytes, rows are in an order in which reads
 // have no bank conflicts.
 template <typename E> __device__ __forceinline__ int row_place(int row) {
   return sizeof(E) == 4 ? row ^ row >> 2 : row;
 }
 
-// Loads two right operands side by side from such a tile in shared memory.
+// Loads two right operands side by side from a tile of a state in shared memory.
 template <class R, typename E> __device__ __forceinline__ void load_matrices(R (&b)[2], const E* tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {

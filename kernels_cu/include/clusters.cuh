@@ -4,8 +4,8 @@
 #include "ptx.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// barrier_arrive at the barrier of block `rank` of the cluster that corresponds to `b`, to say that data from there
-// have been read. Does not order this thread's stores before the arrival.
+// barrier_arrive at the barrier of block `rank` of the cluster that corresponds to `b`, to say that this block has read
+// that block's data. Does not order this thread's stores before the arrival.
 __device__ __forceinline__ void arrive_at_block(Barrier& b, u32 rank) {
   asm volatile(
       "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"

@@ -81,12 +81,13 @@ __device__ __forceinline__ void each_of_two(Fragment<M, N>& a, Fragment<M, N>& b
         for (int x = 0; x < 2; ++x)
           f(a[m][n][2 * half + x], b[m][n][2 * half + x], m, half, 8 * n + 2 * int(threadIdx.x & 3) + x);
 }
+// Calls f(value, m, half, column) for every value of this lane, as each_of_two does.
 template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M, N>& a, F f) {
   each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// Replaces N products of a row by weights, and updates the row's maximum and its sum of weights. Returns the factor for
-// earlier weights.
+// Replaces N products s of a row by weights, and updates the row's maximum and its sum of weights. Returns the factor
+// for earlier weights. half: 0 for the lane's first row, 1 for the row 8 further down.
 template <int N>
 __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, RowMaximum& maximum, float& sum) {
   float largest = minus_infinity();
@@ -106,8 +107,8 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
 }
 
 // Fills a tile with the `rows` tokens from `token` on of (batch, head), `width` columns of each, and with zeros
-// elsewhere. With `vectors` (the rows start and end at multiples of 16 bytes) by asynchronous copies, otherwise by
-// plain ones.
+// elsewhere. With `vectors` (the rows start and end at multiples of 16 bytes) by asynchronous copies, for which the
+// caller waits, otherwise by plain ones. All threads of the block call this, and synchronise before they read the tile.
 template <int ROWS, int D, typename T>
 __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch, i32 head, i32 token, int rows,
                                       i64 width, bool vectors) {

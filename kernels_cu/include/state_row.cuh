@@ -20,16 +20,16 @@ struct StateRow {
   }
 };
 
-// The columns of a lane: lane, lane + 32, ...
+// A lane's columns of a row: lane, lane + 32, ...
 template <int COLUMNS> struct Row {
-  static constexpr int EACH = COLUMNS / 32;
-  double x[EACH];
+  static constexpr int LANE_COLUMNS = COLUMNS / 32;
+  double x[LANE_COLUMNS];
 
   // Calls f(number, column) for every column. At most four of a lane's columns are loaded at a time: more loads would
   // take the registers of the state.
   template <class F> __device__ __forceinline__ void each(int columns, F f) {
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < LANE_COLUMNS; ++i) {
       if (const int c = i * 32 + threadIdx.x % 32; c < columns) f(x[i], c);
       if (i % 4 == 3) __syncwarp();
     }

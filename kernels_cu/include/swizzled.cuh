@@ -5,6 +5,7 @@
 // The offset of a 16-byte piece of a row of a panel, in bytes. To change bit 0, 1 or 2 of the piece's number, XOR the
 // offset with 16, 32 or 64: so loops over pieces need no other address.
 __device__ __forceinline__ int swizzled_offset(int row, int piece) { return row * 128 + ((piece ^ row) & 7) * 16; }
+// The address `offset` bytes after the start of a tile.
 template <typename X> __device__ __forceinline__ char* at_offset(X& tile, int offset) {
   return reinterpret_cast<char*>(&tile) + offset;
 }

@@ -34,6 +34,7 @@ struct Shape {
   const i64* chunk_bounds;  // [count + 1], chunk range of each packed sequence
 };
 
+// Tokens, or chunks, `start` ... `stop` - 1 of a row of the batch.
 struct Span {
   i64 start, stop;
 };
@@ -55,29 +56,30 @@ __device__ __forceinline__ Span chunk_tokens(const Shape& x, i64 c) {
   return {start, start + x.chunk < x.T ? start + x.chunk : x.T};
 }
 
-// [ROWS, COLS] floats in shared memory, rows LD apart: rows first..., columns column... of (batch, head), converted;
-// zero where the row is past `stop` or the column past `width`. Eight loads of a thread are under way at a time.
+// Fills s [ROWS, COLS] in shared memory, rows LD apart, with rows from `first` on and columns from `column` on of
+// (batch, head), as floats; zeros from row `stop` and column `width` on. All threads of the block call this, and
+// synchronise before they read s. Eight loads of a thread are under way at a time.
 template <int ROWS, int COLS, int LD, int THREADS, typename T>
 __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                           i64 column, i64 width) {
-  constexpr int ACROSS = COLS < THREADS ? COLS : THREADS, DOWN = THREADS / ACROSS, EACH = ROWS / DOWN;
-  constexpr int FLIGHT = EACH < 8 ? EACH : 8;
-  static_assert(THREADS % ACROSS == 0 && COLS % ACROSS == 0 && ROWS % DOWN == 0 && EACH % FLIGHT == 0);
+  constexpr int ACROSS = COLS < THREADS ? COLS : THREADS, DOWN = THREADS / ACROSS, ROWS_PER_THREAD = ROWS / DOWN;
+  constexpr int AT_ONCE = ROWS_PER_THREAD < 8 ? ROWS_PER_THREAD : 8;
+  static_assert(THREADS % ACROSS == 0 && COLS % ACROSS == 0 && ROWS % DOWN == 0 && ROWS_PER_THREAD % AT_ONCE == 0);
   const int row = threadIdx.x / ACROSS, rows = stop - first < ROWS ? int(stop - first) : ROWS;
 #pragma unroll 1
   for (int col = threadIdx.x % ACROSS; col < COLS; col += ACROSS) {
     const T* from = x.row(batch, head, first + row) + column + col;
     const bool inside = column + col < width;
 #pragma unroll 1
-    for (int n = 0; n < EACH; n += FLIGHT) {
-      float r[FLIGHT];
+    for (int n = 0; n < ROWS_PER_THREAD; n += AT_ONCE) {
+      float r[AT_ONCE];
 #pragma unroll
-      for (int m = 0; m < FLIGHT; ++m) {
+      for (int m = 0; m < AT_ONCE; ++m) {
         r[m] = inside && row + (n + m) * DOWN < rows ? to_float(*from) : 0.f;
         from += DOWN * x.t;
       }
 #pragma unroll
-      for (int m = 0; m < FLIGHT; ++m) s[(row + (n + m) * DOWN) * LD + col] = r[m];
+      for (int m = 0; m < AT_ONCE; ++m) s[(row + (n + m) * DOWN) * LD + col] = r[m];
     }
   }
 }

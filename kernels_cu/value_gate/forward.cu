@@ -35,13 +35,12 @@ template <typename T, typename G> struct Args {
   float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
-  float*
-      sums;  // SplitChannels: o of the channels of earlier launches; null if one launch has sub_chunk_decays channels
-  float* channel_decays;  // SegmentState: of sub_chunk_decays tokens; the second row is 0
+  float* sums;            // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
+  float* channel_decays;  // SegmentState: over all tokens; the second row is 0
   float* column_decays;
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
-  i64 bytes;               // the largest of 16, 8, 4 and 2 of which sub_chunk_decays rows are multiples
+  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows' starts and lengths are multiples
 };
 
 // Starts to copy a chunk's rows in pieces of `bytes`.
@@ -272,7 +271,7 @@ __global__ void __launch_bounds__(2 * BV,
         }
         if (!last) continue;
       }
-      __syncwarp();  // sub_chunk_decays lanes have read the warp's values, which its outputs overwrite
+      __syncwarp();  // all lanes have read the warp's values, which its outputs overwrite
 #pragma unroll
       for (int n = 0; n < SUBS; ++n)
 #pragma unroll

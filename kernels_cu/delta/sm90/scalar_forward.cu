@@ -36,6 +36,7 @@ __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
+// Two neighbouring floats; p is aligned to 8 bytes.
 __device__ __forceinline__ float2 load_float2(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
@@ -209,9 +210,9 @@ __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& 
 
 // ---- split matrices: each element is a rounded number and its rounding error ---------------------------------------
 
-// Stores accumulators [16, 16 N] split at byte offset `place`: rounded elements, and rounding errors 32 columns later.
+// Stores accumulators [16, 16 N] split at byte `offset`: rounded elements, and rounding errors 32 columns later.
 template <typename T, int N>
-__device__ __forceinline__ void store_split(Panel<T>& to, int place, const float (&x)[2 * N][4]) {
+__device__ __forceinline__ void store_split(Panel<T>& to, int offset, const float (&x)[2 * N][4]) {
 #pragma unroll
   for (int c = 0; c < N; ++c) {
     u32 rounded[4], rest[4];
@@ -220,8 +221,8 @@ __device__ __forceinline__ void store_split(Panel<T>& to, int place, const float
       const float* two = &x[2 * c + m / 2][m % 2 * 2];
       rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
     }
-    stmatrix_x4(at_offset(to, shifted_offset(place, 0, 16 * c)), rounded);
-    stmatrix_x4(at_offset(to, shifted_offset(place, 0, 16 * c + 32)), rest);
+    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c)), rounded);
+    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c + 32)), rest);
   }
 }
 
@@ -269,7 +270,7 @@ __device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_b
 template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
-  const int left_place = left_operand_offset(lane);
+  const int left_offset = left_operand_offset(lane);
   const int column = swizzled_offset(lane, 2 * second_block);  // offset of key `lane`'s row at its block's first query
   Ring<S::STAGES> ring;
   if (first) ring.next();
@@ -280,13 +281,13 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     barrier_wait(s.scores_ready[ring.stage], ring.parity);
     float x[16];
     substitute(x, in.minus_beta_M, lane);
-    const auto store_split_row = [&](Panel<T>& to, const float (&x)[8], int place) {
+    const auto store_split_row = [&](Panel<T>& to, const float (&x)[8], int offset) {
       u32 rounded[4], rest[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m)
         rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_errors<T>(rounded[m], x[2 * m], x[2 * m + 1]);
-      *reinterpret_cast<uint4*>(at_offset(to, place)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
-      *reinterpret_cast<uint4*>(at_offset(to, place ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
+      *reinterpret_cast<uint4*>(at_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
+      *reinterpret_cast<uint4*>(at_offset(to, offset ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
       __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
     };
 #pragma unroll
@@ -308,7 +309,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     float y[2][4] = {};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      ldmatrix_x4(left[part], at_offset(in.N_beta, shifted_offset(left_place, 0, 32 * part)));
+      ldmatrix_x4(left[part], at_offset(in.N_beta, shifted_offset(left_offset, 0, 32 * part)));
       ldmatrix_x4(right[part],
                   at_offset(in.minus_beta_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
     }
@@ -320,18 +321,18 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     }
 #pragma unroll
     for (int part = 0; part < 2; ++part)
-      ldmatrix_x4_trans(right[part], at_offset(in.N_beta, shifted_offset(left_place, 16, 16 + 32 * part)));
+      ldmatrix_x4_trans(right[part], at_offset(in.N_beta, shifted_offset(left_offset, 16, 16 + 32 * part)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) y[0][m] = y[1][m] = 0.f;
     multiply_split<T>(y, left, right);
-    store_split<T, 1>(in.N_beta, shifted_offset(left_place, 0, 16), y);
+    store_split<T, 1>(in.N_beta, shifted_offset(left_offset, 0, 16), y);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float2 to_end = load_float2(gates.key_end_factors + 16 + 8 * m + 2 * (lane & 3));
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? to_end.y : to_end.x;
     }
-    store_split<T, 1>(in.N_to_end, shifted_offset(left_place, 0, 16), y);
+    store_split<T, 1>(in.N_to_end, shifted_offset(left_offset, 0, 16), y);
     fence_async();
     barrier_arrive(s.inverse_ready[ring.stage]);
     ring.next(), ring.next();
@@ -345,15 +346,16 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
 __device__ __forceinline__ int channel_operand_offset(int lane, int warp) {
   return swizzled_offset((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
 }
-template <typename T> __device__ __forceinline__ void store_transposed(T (*to)[64], int place, const Values& x) {
+// Store and load a panel's rows of tokens transposed; offset: channel_operand_offset.
+template <typename T> __device__ __forceinline__ void store_transposed(T (*to)[64], int offset, const Values& x) {
   Operand pairs;
   each_two([&](int i, int s, int m) { pairs[s][m] = pack<T>(x[i], x[i + 1]); });
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, place + 16 * 128 * s), pairs[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, offset + 16 * 128 * s), pairs[s]);
 }
-template <typename T> __device__ __forceinline__ void load_transposed(Operand& x, T (*from)[64], int place) {
+template <typename T> __device__ __forceinline__ void load_transposed(Operand& x, T (*from)[64], int offset) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, place + 16 * 128 * s));
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, offset + 16 * 128 * s));
 }
 
 // wgmma's descriptor of the stage's first byte; plus descriptor_offset(stage, tile) it is that of a tile in the stage.
@@ -384,10 +386,10 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 // 3 has, is stored split and without beta, as -M21, where M12 = 0 would be: see `invert`.
 template <class S>
 __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, Values& d, int lane, int warp,
-                                             int left) {
+                                             int left_offset) {
   using T = typename S::T;
   const int row = 16 * (warp & 1) + lane / 4,
-            place = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
+            pair_offset = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
   const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows 16 to 31 of M
   auto& in = s.stages[ring.stage];
   barrier_wait(s.decays_ready[ring.stage], ring.parity);
@@ -399,7 +401,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   float x[4][4];
   // The two elements from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
   const auto pair_at = [&](float (&matrix)[CHUNK][32], int n, int h) {
-    return reinterpret_cast<float2*>(at_offset(matrix, (place ^ 32 * n) + 8 * 128 * h));
+    return reinterpret_cast<float2*>(at_offset(matrix, (pair_offset ^ 32 * n) + 8 * 128 * h));
   };
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n)
@@ -409,7 +411,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
       const float factor = has_last_keys && n < 2 ? -factors[h] : beta_factors[h];
       x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * factor), x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * factor);
     }
-  if (has_queries) store_split<T, 2>(in.A, shifted_offset(left, 16 * warp, 0), x);
+  if (has_queries) store_split<T, 2>(in.A, shifted_offset(left_offset, 16 * warp, 0), x);
   else if (!has_last_keys) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -426,8 +428,8 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
       const float* pair = &x[m / 2][m % 2 * 2];
       rounded[m] = pack<T>(pair[0], pair[1]), rest[m] = rounding_errors<T>(rounded[m], pair[0], pair[1]);
     }
-    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 32)), rounded);
-    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 48)), rest);
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), rest);
   }
   barrier_arrive(s.scores_ready[ring.stage]);
 }
@@ -435,16 +437,16 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
 // Computes a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j to minus_BE, for W.
 template <typename T, class Stage>
 __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, Stage& in, const Gates& gates, int row,
-                                          int column, int lane, int left) {
-  const int right = right_operand_offset(lane);
+                                          int column, int lane, int left_offset) {
+  const int right_offset = right_operand_offset(lane);
 #pragma unroll
   for (int c = 0; c < 2; ++c)
     if (16 * c <= row && 16 * c >= column) {  // A and N are lower triangles
       u32 A[2][4], N_beta[2][4];
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        ldmatrix_x4(A[part], at_offset(in.A, shifted_offset(left, row, 16 * c + 32 * part)));
-        ldmatrix_x4(N_beta[part], at_offset(in.N_beta, shifted_offset(right, column, 16 * c + 32 * part)));
+        ldmatrix_x4(A[part], at_offset(in.A, shifted_offset(left_offset, row, 16 * c + 32 * part)));
+        ldmatrix_x4(N_beta[part], at_offset(in.N_beta, shifted_offset(right_offset, column, 16 * c + 32 * part)));
       }
       multiply_split<T>(B, A, N_beta);
     }
@@ -455,7 +457,7 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[m][i] = -B[m][i] * (i % 2 ? from_start.y : from_start.x);
   }
-  store_split<T, 1>(minus_BE, shifted_offset(left, row, column), x);
+  store_split<T, 1>(minus_BE, shifted_offset(left_offset, row, column), x);
 }
 
 // Issues y[channel, i] = sum_j x[channel, j] matrix[i, j], or += if `accumulate`, of a split matrix, given by its
@@ -474,7 +476,8 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
   constexpr bool SCORES_DURING_W = PANELS == 2;  // with BK = 64 registers do not suffice
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
-  const int lane = threadIdx.x & 31, place = channel_operand_offset(lane, warp), left = left_operand_offset(lane);
+  const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
+            left_offset = left_operand_offset(lane);
   Ring<S::STAGES> ring, scores_ring;
 #pragma unroll 1
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next()) {
@@ -484,7 +487,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     start_scores(d, s.stages[chunk]);
     wgmma_wait<0>();
     wgmma_keep(d);
-    store_scores(s, scores_ring, d, lane, warp, left);
+    store_scores(s, scores_ring, d, lane, warp, left_offset);
   }
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
@@ -494,7 +497,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     Values z[PANELS], w[PANELS], d;
     float B[2][4] = {};
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, place);
+    for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
     const bool has_scores = (chunk + 2) * CHUNK < tokens;
     if (SCORES_DURING_W) {
       if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
@@ -509,13 +512,13 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], N_to_end, false);
     wgmma_commit();
-    compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left);
+    compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left_offset);
     fence_async();
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
     if (SCORES_DURING_W) wgmma_keep(d);
-    store_transposed(in.Z[0], place, z[0]);  // overwrites M
+    store_transposed(in.Z[0], channel_offset, z[0]);  // overwrites M
 #pragma unroll
     for (int c = 0; c < CHUNK / 16; ++c) {
       const float2 factors[2] = {load_float2(gates.query_start_factors + 16 * c + 2 * (lane % 4)),
@@ -523,7 +526,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 #pragma unroll
       for (int p = 0; p < PANELS; ++p) {
         u32 q[4];
-        ldmatrix_x4_trans(q, at_offset(in.queries_keys[p], place + 16 * 128 * c));
+        ldmatrix_x4_trans(q, at_offset(in.queries_keys[p], channel_offset + 16 * 128 * c));
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const int i = 4 * (2 * c + m / 2) + m % 2 * 2;
@@ -537,15 +540,15 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, true);
     wgmma_commit();
-    if constexpr (PANELS == 2) store_transposed(in.Z[1], place, z[1]);  // overwrites A
-    store_split<T, 1>(in.B, shifted_offset(left, row, column), B);
+    if constexpr (PANELS == 2) store_transposed(in.Z[1], channel_offset, z[1]);  // overwrites A
+    store_split<T, 1>(in.B, shifted_offset(left_offset, row, column), B);
     if (SCORES_DURING_W && has_scores) {          // while the product for W runs
       const int lane = opaque(threadIdx.x) & 31;  // `opaque`: offsets are computed again, which saves registers
       store_scores(s, scores_ring, d, lane, warp, left_operand_offset(lane));
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), store_transposed(in.queries_keys[p], place, w[p]);
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), store_transposed(in.queries_keys[p], channel_offset, w[p]);
     fence_async();
     warp_arrive(s.operands_ready[ring.stage]);
     if (!SCORES_DURING_W && has_scores) {
@@ -554,7 +557,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
       start_scores(d, s.stages[scores_ring.stage]);
       wgmma_wait<0>();
       wgmma_keep(d);
-      store_scores(s, scores_ring, d, lane, warp, left);
+      store_scores(s, scores_ring, d, lane, warp, left_offset);
     }
   }
 }
@@ -568,7 +571,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   constexpr int BK = S::BK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
   const int column = first + threadIdx.x / 32 * 16 + lane / 4;
-  const int place = channel_operand_offset(lane, threadIdx.x / 32 % 4);
+  const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
   const i64 states = work.pair * args.shape.K * args.shape.V;
   float state[BK / 2] = {};
   if (args.initial)
@@ -589,7 +592,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_keep(rounded_state);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.values_full[ring.stage], ring.parity);
-    load_transposed(v, in.v[warpgroup], place);
+    load_transposed(v, in.v[warpgroup], channel_offset);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     // Issues y = S^T x of the 32 tokens x from `row` of queries_keys on: W or the keys.
@@ -622,7 +625,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(o);
-    store_transposed(in.v[warpgroup], place, o);
+    store_transposed(in.v[warpgroup], channel_offset, o);
     wgmma_wait<0>();
     wgmma_keep(state);
     warp_arrive(s.outputs_ready[ring.stage]);

@@ -87,7 +87,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       f(stage.q, args.q, args.q_rows, K);
     });
   };
-  const auto wait = [&](int iteration) {
+  const auto wait_for_results = [&](int iteration) {
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, inputs have been read
     fence_async();  // orders consumers' stores before this warp's copies; here, since consumers have less time
   };
@@ -96,7 +96,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     s.places.begin(args.shape);
 #pragma unroll 1
     for (int iteration = -STAGES; iteration < count; ++iteration) {
-      if (iteration >= 0) wait(iteration);
+      if (iteration >= 0) wait_for_results(iteration);
       const int next = iteration + STAGES;
       const bool more = s.places.next(args.shape, next);
       const WorkTile& place = s.places.at(next);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     }
 #pragma unroll 1
     for (int iteration = -STAGES; iteration * CHUNK < tokens; ++iteration) {
-      if (iteration >= 0) wait(iteration);
+      if (iteration >= 0) wait_for_results(iteration);
       const int next = iteration + STAGES;
       const bool more = next * CHUNK < tokens;
       if (more) fetch_values(next, work, next * CHUNK);
@@ -166,9 +166,9 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
 // A lane's results of a chunk: dq, and query_share: each token's q dq - k dk, before the sum over tokens. In RWKV-6
-// query_share has q dq and `writing` has k dk, since dg_t counts queries from t + 1 on and keys from t on.
+// query_share has q dq and `key_terms` has k dk, since dg_t counts queries from t + 1 on and keys from t on.
 struct Gradients {
-  Chunk dq, query_share, writing;
+  Chunk dq, query_share, key_terms;
 };
 
 // A lane's inputs of a chunk.
@@ -213,31 +213,31 @@ __device__ __forceinline__ void add_pairs_within(Gradients& d, const TokenOperan
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float writing = keys[i] * over_queries[i];
+      const float key_term = keys[i] * over_queries[i];
       d.dq[n][i] = fmaf(query_decays[i], over_keys[i], self_terms[i]);
-      if (ReadOrder::reads_before_write) d.writing[n][i] = writing;
+      if (ReadOrder::reads_before_write) d.key_terms[n][i] = key_term;
       d.query_share[n][i] =
-          ReadOrder::reads_before_write ? queries[i] * over_keys[i] : fmaf(queries[i], over_keys[i], -writing);
+          ReadOrder::reads_before_write ? queries[i] * over_keys[i] : fmaf(queries[i], over_keys[i], -key_term);
     }
   }
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
 // Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; offset: lane_offset(). Sets
-// `growth`, whether the chunk must go token by token, and `decays`; then calls write_state(keys decayed to the chunk's
-// end).
+// `by_token`, whether the chunk must be computed token by token, and `decays`; then calls write_state(keys decayed to
+// the chunk's end).
 template <bool HOLDS_INPUTS, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                                  SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                                  T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts,
-                                                 const PairReader& dA, float scale, bool& growth, int offset,
+                                                 const PairReader& dA, float scale, bool& by_token, int offset,
                                                  F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
   Across queries_across, keys_across, sums_across = {};  // decayed queries; decayed keys; sums over keys, for queries
   StateOperand<T> state_keys;
   Chunk outer_decays;
   if (!HOLDS_INPUTS) tokens.gates.load(g, offset);
-  growth = exceeds_growth<T>(tokens.gates, g);
+  by_token = exceeds_growth<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
   if (!HOLDS_INPUTS) load_operand(keys, k, offset);
   decays_to_end(outer_decays, tokens.gates, counts);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
     }
   });
   const auto subtract_term = [&](int n, int i, float key, float over_queries) {
-    if (ReadOrder::reads_before_write) d.writing[n][i] = fmaf(key, over_queries, d.writing[n][i]);
+    if (ReadOrder::reads_before_write) d.key_terms[n][i] = fmaf(key, over_queries, d.key_terms[n][i]);
     else d.query_share[n][i] = fmaf(-key, over_queries, d.query_share[n][i]);
   };
 #pragma unroll
@@ -300,8 +300,9 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
   __syncwarp();
 }
 
-// read_t <- sum_{i>t} read_i - sum_{j>=t} written_j over tokens of the chunk. all: the sum over all tokens.
-__device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& written, float (&all)[2]) {
+// query_terms_t <- sum_{i>t} query_terms_i - sum_{j>=t} key_terms_j over tokens of the chunk. all: the sum over all
+// tokens of query_terms - key_terms.
+__device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk& key_terms, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   const bool other_lane_counts = t % 2 == 0,
              other_pair_counts = t / 2 == 0;  // of the other lane of a pair; of the other pair
@@ -310,15 +311,15 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& writt
     all[h] = 0.f;
 #pragma unroll
     for (int n = SUBCHUNKS - 1; n >= 0; --n) {
-      const float between = read[n][2 * h + 1] - written[n][2 * h];
-      const float own_sum = between + (read[n][2 * h] - written[n][2 * h + 1]);
+      const float between = query_terms[n][2 * h + 1] - key_terms[n][2 * h];
+      const float own_sum = between + (query_terms[n][2 * h] - key_terms[n][2 * h + 1]);
       const float other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1), pair_sum = own_sum + other_lane;
       const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
-      float after = all[h] - written[n][2 * h + 1];
+      float after = all[h] - key_terms[n][2 * h + 1];
       if (other_lane_counts) after += other_lane;
       if (other_pair_counts) after += other_pair;
       all[h] += pair_sum + other_pair;
-      read[n][2 * h] = after + between, read[n][2 * h + 1] = after;
+      query_terms[n][2 * h] = after + between, query_terms[n][2 * h + 1] = after;
     }
   }
 }
@@ -330,16 +331,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = segment.tokens;
   const int checkpoint = first_checkpoint(args.shape, segment);
   // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets.
-  const auto kept_in_register = [](int x) {
+  const auto held_in_register = [](int x) {
     return IS_NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
   };
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = kept_in_register(lane_offset());
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held_in_register(lane_offset());
   const i64 K = args.shape.K, state = segment.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
-  const int pair_row = kept_in_register(pair_index(lane >> 2, 2 * t)),
-            pair_column = kept_in_register(pair_index(2 * t, lane >> 2));
+  const int pair_row = held_in_register(pair_index(lane >> 2, 2 * t)),
+            pair_column = held_in_register(pair_index(2 * t, lane >> 2));
 
   float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + segment.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
@@ -369,7 +370,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients results;
     SubChunkDecays decays;
-    bool growth;
+    bool by_token;
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, pair_row, pair_column);
@@ -377,39 +378,39 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_keep(from_state);
     add_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
-    const auto flag = [&](bool by_token) {  // for the second pass
-      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = by_token;
+    const auto set_flag = [&](bool value) {  // of this warp: whether the second pass computes the chunk token by token
+      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = value;
     };
     // Adds the chunk's keys to S. Called in the middle of the chunk, so that other work hides its product.
     const auto write_state = [&](StateOperand<T>& keys) {
-      if (growth) {  // all else of this chunk may be infinite or NaN, and is not used
+      if (by_token) {  // all else of this chunk may be infinite or NaN, and is not used
         compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u,
                                                           scale);
         each_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.own[n][h] = 1.f; });
       }
-      flag(growth);
+      set_flag(by_token);
       decay_state<BV>(S, decays);
       wgmma_fence();
       start_write<T, BV>(S, keys, in.v);
       wgmma_commit();
     };
     add_pairs_across<HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
-                                                     counts, dA, scale, growth, offset, write_state);
+                                                     counts, dA, scale, by_token, offset, write_state);
 
     float sum[2];
     u32 unit[2];
-    if (!growth) {
+    if (!by_token) {
       if constexpr (IN_UNITS<G>) {
         float size[2] = {};
         add_sizes(size, results.query_share);
-        if (ReadOrder::reads_before_write) add_sizes(size, results.writing);
+        if (ReadOrder::reads_before_write) add_sizes(size, results.key_terms);
         units_for(unit, size);
       }
-      if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.writing, sum);
+      if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.key_terms, sum);
       else sum_tokens_by_shuffles<true>(results.query_share, sum);
       if (IS_NARROW<G> && exceeds_float16(results.query_share)) {
         convert_to_units(results.query_share, sum);
-        flag(true);
+        set_flag(true);
       }
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, results.dq, offset);
@@ -422,7 +423,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!growth && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
+      if (!by_token && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
     const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = checkpoint_at<BK, BV>(args.checkpoints, checkpoint + next / CHECKPOINT_EVERY);

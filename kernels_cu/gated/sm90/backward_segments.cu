@@ -33,9 +33,9 @@ template <typename T, typename G> struct Args {
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<T, BK> x;  // k or q
+  Tile<T, BK> keys;  // k, or q for dS
   Tile<G, BK> g;
-  Tile<T, BV> y;  // v or do
+  Tile<T, BV> values;  // v, or do for dS
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
@@ -105,8 +105,8 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
     const int chunk = from_last ? walk.chunks - 1 - n : n;
     fetch_chunk(walk.s.full[walk.stage(n)], work, chunk * CHUNK, [&](auto f) {
       f(in.g, args.g, args.g_rows, K, first);
-      f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
-      f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
+      f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
+      f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
     });
     __syncwarp();
   };
@@ -119,10 +119,10 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
   return n + 1;
 }
 
-// ---- first walk, from the border: S += (x decayed to the border)^T y -----------------------------------------------
+// ---- first walk, from the border: S += (keys decayed to the border)^T values ---------------------------------------
 
-constexpr float NEGLIGIBLE =
-    1.4251641e-21f;                       // e^-48: a state times it vanishes when it is added to one of similar size
+// e^-48: a state times this decay vanishes when it is added to a state of similar size.
+constexpr float NEGLIGIBLE = 1.4251641e-21f;
 constexpr float LARGEST_DECAY = 0x1p60f;  // the largest D that products take
 
 // D, the decay between a chunk and the border, of this lane's two channels: decay times down. `down` is a power of 2,
@@ -173,11 +173,11 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     Gates<G> gates;
     Operand loaded;
     Chunk outer_decays;
-    SubChunkDecays own;
+    SubChunkDecays chunk_decays;
     gates.load(own_panels(in.g, warpgroup), offset);
     grown |= exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
-    decays_of(own, gates);
-    load_operand(loaded, in.x[warpgroup], offset);
+    decays_of(chunk_decays, gates);
+    load_operand(loaded, in.keys[warpgroup], offset);
     if (BACKWARDS) decays_from_start(outer_decays, gates, counts);
     else decays_to_end(outer_decays, gates, counts);
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
@@ -185,16 +185,17 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
     each_pair([&](int n, int h) {
       const float2 two = unpack<T>(pair_of(loaded, n, h));
-      const float factor = scale * to_border.decay[h] * (BACKWARDS ? own.before(n, h) : own.after(n, h));
+      const float factor =
+          scale * to_border.decay[h] * (BACKWARDS ? chunk_decays.before(n, h) : chunk_decays.after(n, h));
       pair_of(x, n, h) = pack<T>(factor * outer_decays[n][2 * h] * two.x, factor * outer_decays[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
-    start_write<T, BV>(S, x, in.y);
+    start_write<T, BV>(S, x, in.values);
     wgmma_commit();
     more = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      to_border.decay[h] *= own.all(h);
+      to_border.decay[h] *= chunk_decays.all(h);
       grown |= to_border.all(h) > LARGEST_DECAY;
       more |= channel + 8 * h < args.shape.K && !(to_border.all(h) <= NEGLIGIBLE);
     }
@@ -226,12 +227,12 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
   });
 }
 
-// ---- second walk, to the border: S <- D S + x^T y, for gates of any size -------------------------------------------
+// ---- second walk, to the border: S <- D S + keys^T values, any gates ------------------------------------------------
 
-// S: the state with which the segment starts, then the result. all: is multiplied by the segment's decay.
+// S: the state with which the segment starts, then the result. segment_decay is multiplied by the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)[2], const Walk<T, G, BK, BV>& walk,
-                                                const Args<T, G>& args) {
+__device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segment_decay)[2],
+                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args) {
   const int warpgroup = threadIdx.x / 128, offset = lane_offset();
   const Counts<ReadOrder, G> counts;
   int n = 0;
@@ -244,11 +245,11 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     SubChunkDecays decays;
     gates.load(own_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
-    for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
+    for (int h = 0; h < 2; ++h) segment_decay[h] *= decays.all(h);
     Across unused;
     QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
-    load_operand(x, in.x[warpgroup], offset);
+    load_operand(x, in.keys[warpgroup], offset);
     const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
       decays_from_start(outer_decays, gates, counts);
@@ -262,15 +263,15 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     }
     if (growth) {  // token by token; x may hold infinities, and is replaced by zeros
       if (BACKWARDS)
-        update_gradient_by_token<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), first_channel_of_lane(),
-                                                      [](int) {});
-      else update_state_by_token<T, G, BV>(S, in.x, in.g, in.y, first_channel_of_lane());
+        update_gradient_by_token<ReadOrder, T, G, BV>(S, in.keys, in.g, in.values, float(args.scale),
+                                                      first_channel_of_lane(), [](int) {});
+      else update_state_by_token<T, G, BV>(S, in.keys, in.g, in.values, first_channel_of_lane());
       each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
       query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     }
     decay_state<BV>(S, decays, query_scale.up[0], query_scale.up[1]);
     wgmma_fence();
-    start_write<T, BV>(S, x, in.y);
+    start_write<T, BV>(S, x, in.values);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(S);

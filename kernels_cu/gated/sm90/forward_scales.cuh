@@ -74,8 +74,8 @@ __device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& coo
 }
 
 // Copies a chunk's inputs again, after the copies of the group's next chunk to the same memory have ended, and waits
-// for them. So two more phases of gates[group] and rows[group] end, or one if there is no next chunk. parity: of the
-// last phase that has ended, updated.
+// for the inputs. So two more phases of gates[group] and rows[group] end, or one if there is no next chunk. parity: of
+// the last phase that has ended, updated.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& coord, int chunk, u32& parity) {

@@ -39,11 +39,11 @@
 
 // ---- a warp that sums gates ---------------------------------------------------------------------------------------
 
-// Fills `to` from the log gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
+// Fills `gates` from the log gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
 // `to_token` sums the gates from the block's start through the token, `to_end` those from after the token to the
 // block's end. Both are in units of log 2. output_scale, value_scale: what all output_factors and value_factors are
 // multiplied by.
-__device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, int lane, float output_scale,
+__device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1, int lane, float output_scale,
                                           float value_scale, bool backwards) {
   float to_token[2] = {LOG2E * gate0, LOG2E * gate1}, to_end[2] = {0.f, 0.f};
 #pragma unroll
@@ -51,8 +51,8 @@ __device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, i
     const int size = 1 << level;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      to.to_token[level][32 * half + lane] = to_token[half];
-      if (level) to.to_end[level - 1][32 * half + lane] = to_end[half];
+      gates.to_token[level][32 * half + lane] = to_token[half];
+      if (level) gates.to_end[level - 1][32 * half + lane] = to_end[half];
       if (size == 32) continue;
       // The other block's sum, from its last lane.
       const float other = __shfl_sync(0xffffffffu, to_token[half], (lane ^ size) | (size - 1));
@@ -65,15 +65,15 @@ __device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, i
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int token = 32 * half + lane;
-    to.output_factors[token] = output_scale * (backwards ? to_chunk_end[half] : from_start[half]);
+    gates.output_factors[token] = output_scale * (backwards ? to_chunk_end[half] : from_start[half]);
     const float x = value_scale * (backwards ? from_start[half] : to_chunk_end[half]);
     const bf16 rounded = from_float<bf16>(x);
     // Of two neighbouring tokens: both factors rounded to bfloat16, then both remainders. Their sum has more bits.
-    bf16* const pair = reinterpret_cast<bf16*>(&to.value_factors[token / 2]) + token % 2;
+    bf16* const pair = reinterpret_cast<bf16*>(&gates.value_factors[token / 2]) + token % 2;
     pair[0] = rounded;
     pair[2] = from_float<bf16>(fabsf(x) <= LARGEST_BF16 ? x - to_float(rounded) : 0.f);
   }
-  if (lane == 31) to.chunk_decay = from_start[1];
+  if (lane == 31) gates.chunk_decay = from_start[1];
 }
 
 // Fills s.gates for each chunk of the sequence. Waits until the consumers have finished the chunk whose stage is
@@ -185,11 +185,11 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
     barrier_arrive(s.summed[iteration % STAGES]);
-    float x = -sum.x, y = -sum.y;
+    float first_term = -sum.x, second_term = -sum.y;
 #pragma unroll
-    for (int p = 0; p < BK / 64; ++p) x += token0[p], y += token1[p];
-    load(first - CHUNK);        // early, to hide the loads' latency
-    float later_lanes = x + y;  // then the sum over this lane and those after it
+    for (int p = 0; p < BK / 64; ++p) first_term += token0[p], second_term += token1[p];
+    load(first - CHUNK);                           // early, to hide the loads' latency
+    float later_lanes = first_term + second_term;  // then the sum over this lane and those after it
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const float other = __shfl_sync(0xffffffffu, later_lanes, lane + distance & 31);
@@ -197,9 +197,9 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     }
     const float next = __shfl_sync(0xffffffffu, later_lanes, lane + 1 & 31),
                 whole_chunk = __shfl_sync(0xffffffffu, later_lanes, 0);
-    y += later_chunks + (lane < 31 ? next : 0.f);
-    if (has_first) store(to, x + y);
-    if (has_second) store(to + tiles, y);
+    second_term += later_chunks + (lane < 31 ? next : 0.f);
+    if (has_first) store(to, first_term + second_term);
+    if (has_second) store(to + tiles, second_term);
     later_chunks = first % STRETCH ? later_chunks + whole_chunk : 0.f;
     first -= CHUNK, to -= CHUNK * tiles;
   }
