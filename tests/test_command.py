@@ -137,6 +137,13 @@ def test_bench_times_every_operator(capsys):
     assert all(re.fullmatch(rf"\w+ +{number} +{floors} +{number} +{floors}", row) for row in rows)
 
 
+def test_a_line_stands_while_the_memory_is_measured(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(measuring, "COPIED", 8)
+    assert measuring.ms_of_a_byte(measuring.Cpu()) > 0
+    assert "measuring the memory ..." in capsys.readouterr().err
+
+
 def test_bench_says_what_is_not_there(capsys, monkeypatch):
     def full(*arrays):
         raise MemoryError

@@ -11,6 +11,7 @@ import numpy as np
 from .. import NotSupported
 from ..array_kinds import BFLOAT16
 from ..models.devices import check_device
+from .terminal import status
 
 CALLS = 5  # of which `median_ms` is the median
 COPIED = 1 << 28  # bytes of the copy that `ms_of_a_byte` times
@@ -123,6 +124,7 @@ def median_ms(device, call, calls=CALLS) -> float:
 
 def ms_of_a_byte(device) -> float:
     """The milliseconds to read or write a byte, at the bandwidth of a copy."""
-    source = device.xp.ones(COPIED, np.uint8)
-    target = device.xp.empty_like(source)
-    return median_ms(device, lambda: device.xp.copyto(target, source)) / (2 * COPIED)
+    with status("measuring the memory ..."):
+        source = device.xp.ones(COPIED, np.uint8)
+        target = device.xp.empty_like(source)
+        return median_ms(device, lambda: device.xp.copyto(target, source)) / (2 * COPIED)
