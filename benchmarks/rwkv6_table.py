@@ -71,8 +71,8 @@ def summary() -> str:
         for row in cpu["rows"]
     ]
     said = (
-        f"RWKV-6 of 1.6 billion parameters on an {gpu['device']} writes, in tokens/s, {', '.join(decoding)} sequences. "
-        f"Brackets: times as fast as the fastest peer. It reads a prompt of {count(prompt['tokens'])} tokens in "
+        f"RWKV-6 of 1.6 billion parameters on an {gpu['device']} writes, in tokens/s and beside the fastest peer, "
+        f"{', '.join(decoding)} sequences. It reads a prompt of {count(prompt['tokens'])} tokens in "
         f"{prompt['ms']:.1f} ms ({of_prompt}) and trains {between_bounds(trained)} times as fast as fla. On two "
         f"threads of an {cpu['device']} it writes {between_bounds(decoded)} times as fast as rwkv.cpp at equal bits. "
         f"{losses([name for row in cpu['rows'] for name in faster_on_cpu(row)])}"
@@ -83,7 +83,7 @@ def summary() -> str:
 def beside(times, ours) -> str:
     """How many times the fastest of the peers' milliseconds is."""
     best = min(times, key=times.get)
-    return f"{times[best] / ours:.1f}x {best}"
+    return f"{times[best] / ours:.1f} times {best}"
 
 
 def between_bounds(numbers) -> str:
