@@ -20,7 +20,7 @@ from . import checkpoint
 from .array_math import library_of
 from .number_checks import real, shown, whole
 from .quantised import Stored
-from .rwkv.adapters import ALPHA, A, B, adapter
+from .rwkv.adapters import LORA_A, LORA_ALPHA, LORA_B, adapter_name
 from .rwkv.model import Model
 from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME, name_in_block, number_of
 from .training_products import HostProducts
@@ -90,14 +90,14 @@ class Whole:
         return layout.named(vector)
 
 
-class OfBase:
-    """The base of classes that train parameters of their own, and do not change the model's."""
+class BesideBase:
+    """The base class of those that train parameters of their own, beside the model's, which do not change."""
 
-    name: str  # of what is trained
+    name: str  # of the trained parameters, in titles
     shapes: Callable[[], dict[str, tuple[int, ...]]]  # {name: shape} of the trained parameters
     constants: Callable[[], dict[str, np.ndarray]]  # {name: array} of further arrays in their files
-    decays: bool  # whether weight decay applies to them
-    first: Callable  # the initial value of one, as in `Parameters`
+    decays: bool  # whether weight decay applies to the trained parameters
+    initial_value: Callable  # as in `Parameters`
 
     def __init__(self, base: Base):
         self.base = base
@@ -113,7 +113,7 @@ class OfBase:
 
     def trainable(self, layers, width, head_size):
         constants = self.constants() | number_of(self.base.kind.version)
-        return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, constants)
+        return Parameters(self.base.sizes, self.shapes(), self.decays, self.initial_value, constants)
 
     def vector_for(self, products):
         """The vector of the model's parameters on the device of `products`."""
@@ -128,10 +128,10 @@ class OfBase:
         return self.layout.tree(vector, products.cast(vector[: self.layout.matrices]))
 
 
-class LowRank(OfBase):
+class LowRank(BesideBase):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): W + (alpha / rank) B A replaces each chosen matrix W.
 
-    A [rank, in] starts from random numbers and B [out, rank] from zeros. Their names are the matrix's, with `lora_A`
+    A [rank, in] starts from random numbers and B [out, rank] from zeros. Files name them as the matrix, with `lora_A`
     and `lora_B` in place of `weight`, as in RWKV-PEFT.
 
     rank : from 1 up to the model's channels
@@ -147,52 +147,53 @@ class LowRank(OfBase):
         super().__init__(base)
         self.rank = whole("LowRank", "rank", rank, 1, base.sizes["D"])
         self.alpha = real("LowRank", "alpha", rank if alpha is None else alpha, "a number above 0", lambda x: x > 0)
-        large = [name for name in self.base.kind.version.linears(base.sizes["L"]) if name.startswith("blocks.")]
-        usual = dict.fromkeys(map(in_layer, large))
+        large = [name for name in self.base.kind.version.large_matrices(base.sizes["L"]) if name.startswith("blocks.")]
+        usual = dict.fromkeys(map(name_in_layer, large))
         chosen = set(usual if matrices is None else matrices)
         if not chosen or chosen - usual.keys():
             found = shown(", ".join(sorted(map(str, chosen))))
             refuse(f"LowRank: matrices is {found}, expected some of {', '.join(usual)}")
-        self.matrices = sorted((name for name in large if in_layer(name) in chosen), key=block_of)
+        self.matrices = sorted((name for name in large if name_in_layer(name) in chosen), key=block_of)
 
     def shapes(self):
         found = {}
         for name in self.matrices:
             out, inputs = self.base.weights[name].shape
-            found |= {adapter(name, A): (self.rank, inputs), adapter(name, B): (out, self.rank)}
+            found |= {adapter_name(name, LORA_A): (self.rank, inputs), adapter_name(name, LORA_B): (out, self.rank)}
         return found
 
     def constants(self):
-        return {ALPHA: np.full(1, self.alpha, np.float32)}
+        return {LORA_ALPHA: np.full(1, self.alpha, np.float32)}
 
-    def first(self, name, shape, rng):
-        return rng.normal(0, shape[1] ** -0.5, shape) if name.endswith(A) else 0
+    def initial_value(self, name, shape, rng):
+        return rng.normal(0, shape[1] ** -0.5, shape) if name.endswith(LORA_A) else 0
 
-    def merged(self, own, products):
-        """The vector of the model's parameters with the adapter `own` added, {name: array}."""
-        vector = self.vector_for(products).astype(own[adapter(self.matrices[0], A)].dtype)
+    def merged(self, adapter, products):
+        """The vector of the model's parameters with `adapter` added, {name: array}; in the dtype of the adapter."""
+        vector = self.vector_for(products).astype(adapter[adapter_name(self.matrices[0], LORA_A)].dtype)
         views = self.layout.named(vector)
         for name in self.matrices:
-            views[name] += self.factor * products.matmul(own[adapter(name, B)], own[adapter(name, A)])
+            down, up = adapter[adapter_name(name, LORA_A)], adapter[adapter_name(name, LORA_B)]
+            views[name] += self.factor * products.matmul(up, down)
         return vector
 
-    def loss(self, weights, tokens, products, drop, **how):
+    def loss(self, adapter, tokens, products, dropout, **options):
         """As in `protocols.Trainable`. The adapter is float32 on every device."""
-        own, vector = weights, self.merged(weights, products)
-        value, pull = self.base.kind.loss(self.tree(vector, products), tokens, products, drop, **how)
+        vector = self.merged(adapter, products)
+        value, pull = self.base.kind.loss(self.tree(vector, products), tokens, products, dropout, **options)
 
-        def pull_own(gradients, done=lambda part: None):
-            whole = library_of(vector).zeros_like(vector)
-            pull(self.layout.tree(whole))
-            views = self.layout.named(whole)
+        def pull_trained(gradients, layer_done=lambda i: None):
+            model_gradient = library_of(vector).zeros_like(vector)
+            pull(self.layout.tree(model_gradient))
+            views = self.layout.named(model_gradient)
             for name in self.matrices:
-                down, up = adapter(name, A), adapter(name, B)
-                gradients[down][...] = self.factor * products.matmul(own[up].T, views[name])
-                gradients[up][...] = self.factor * products.matmul(views[name], own[down].T)
+                down, up = adapter_name(name, LORA_A), adapter_name(name, LORA_B)
+                gradients[down][...] = self.factor * products.matmul(adapter[up].T, views[name])
+                gradients[up][...] = self.factor * products.matmul(views[name], adapter[down].T)
             for i in range(self.base.sizes["L"]):
-                done(i)
+                layer_done(i)
 
-        return value, pull_own
+        return value, pull_trained
 
     @property
     def factor(self):
@@ -202,11 +203,8 @@ class LowRank(OfBase):
         return self.layout.named(self.merged(layout.tree(vector), HostProducts()))
 
 
-class States(OfBase):
-    """The state before the first token is trained, one [H, N, N] a layer, and nothing else.
-
-    Files have `blocks.N.att.time_state`, value by key.
-    """
+class States(BesideBase):
+    """The initial states of the layers: `blocks.i.att.time_state` [H, N (values), N (keys)]."""
 
     name, decays = "a state", False
 
@@ -217,25 +215,26 @@ class States(OfBase):
     def constants(self):
         return {}
 
-    def first(self, name, shape, rng):
+    def initial_value(self, name, shape, rng):
         return 0
 
-    def loss(self, weights, tokens, products, drop, **how):
+    def loss(self, states, tokens, products, dropout, **options):
+        """As in `protocols.Trainable`; the model's loss reads the states as `start` of each layer."""
         vector = self.vector_for(products)
         tree = self.tree(vector, products)
-        for layer, start in zip(tree.layers, weights.values()):
-            layer.start = start.swapaxes(1, 2)
-        value, pull = self.base.kind.loss(tree, tokens, products, drop, **how)
+        for layer, state in zip(tree.layers, states.values()):
+            layer.start = state.swapaxes(1, 2)
+        value, pull = self.base.kind.loss(tree, tokens, products, dropout, **options)
 
-        def pull_own(gradients, done=lambda part: None):
-            whole = self.layout.tree(library_of(vector).zeros_like(vector))
-            for layer, start in zip(whole.layers, gradients.values()):
-                layer.start = start.swapaxes(1, 2)
-            pull(whole)
+        def pull_trained(gradients, layer_done=lambda i: None):
+            model_gradients = self.layout.tree(library_of(vector).zeros_like(vector))
+            for layer, gradient in zip(model_gradients.layers, gradients.values()):
+                layer.start = gradient.swapaxes(1, 2)  # the pullback writes to this view
+            pull(model_gradients)
             for i in range(self.base.sizes["L"]):
-                done(i)
+                layer_done(i)
 
-        return value, pull_own
+        return value, pull_trained
 
     def model_weights(self, layout, vector) -> dict:
         return self.base.weights | layout.named(vector)
@@ -244,22 +243,22 @@ class States(OfBase):
 class Parameters:
     """A `protocols.Layout` of named parameters, which are in the vector in the order of `shapes`, layer by layer.
 
-    decays : whether weight decay applies to them
-    first : function of a name, a shape and a generator of random numbers that returns the initial value
-    constants : further arrays in their files, by name
+    decays : whether weight decay applies to the parameters
+    initial_value : a function of a name, a shape and a random generator; it returns the initial value
+    constants : {name: array} of further arrays in files of the parameters
     """
 
-    def __init__(self, sizes, shapes, decays, first, constants):
-        self.sizes, self.shapes, self.first, self.constants = sizes, shapes, first, constants
+    def __init__(self, sizes, shapes, decays, initial_value, constants):
+        self.sizes, self.shapes, self.initial_value, self.constants = sizes, shapes, initial_value, constants
         ends = np.cumsum([np.prod(shape) for shape in shapes.values()]).tolist()
         self.spans = dict(zip(shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
         self.matrices = self.size if decays else 0
         spans = [[span for name, span in self.spans.items() if block_of(name) == i] for i in range(sizes["L"])]
-        self.parts = [(its[0][0], its[-1][1]) if decays else (0, 0) for its in spans]
+        self.parts = [(layer_spans[0][0], layer_spans[-1][1]) if decays else (0, 0) for layer_spans in spans]
 
     def tree(self, vector, matrices=None) -> dict:
-        """Views of `vector` by name; `matrices`, which are rounded, are not used."""
+        """Views of `vector` by name; `matrices` is not used, as these parameters are float32 in every training."""
         return {name: vector[slice(*self.spans[name])].reshape(shape) for name, shape in self.shapes.items()}
 
     def named(self, vector) -> dict:
@@ -268,15 +267,16 @@ class Parameters:
     def initial(self, seed) -> np.ndarray:
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
         for name, array in self.tree(vector).items():
-            array[...] = self.first(name, array.shape, rng)
+            array[...] = self.initial_value(name, array.shape, rng)
         return vector
 
 
 def block_of(name: str) -> int:
+    """The index of the layer of a parameter."""
     return int(name.split(".")[1])
 
 
-def in_layer(name: str) -> str:
+def name_in_layer(name: str) -> str:
     """A matrix's name within its layer, "att.key" of "blocks.0.att.key.weight"."""
     return name_in_block(name).removesuffix(".weight")
 

@@ -12,19 +12,18 @@ from ..number_checks import real, shown
 from ..quantised import Stored
 from .version import VERSION_NAME, number_in
 
-A, B, ALPHA = "lora_A", "lora_B", "lora_alpha"
+LORA_A, LORA_B, LORA_ALPHA = "lora_A", "lora_B", "lora_alpha"
 
 
-def adapter(name: str, part: str) -> str:
-    """The name in files of `part`, A or B, of the adapter of the matrix `name`."""
+def adapter_name(name: str, part: str) -> str:
+    """The name in files of `part`, LORA_A or LORA_B, of the adapter of the matrix `name`."""
     return f"{name.removesuffix('.weight')}.{part}"
 
 
-def merged(kind, weights: Mapping, adapter_weights: Mapping, alpha: float | None = None, config=None) -> dict:
+def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float | None = None, config=None) -> dict:
     """`weights` under official names, with W + (alpha / rank) B A for every matrix W for which there is an adapter.
 
-    kind : the class of the model
-    weights, config : the model's weights under any names that its class accepts, and its config.json
+    weights, config : the model's weights under any names that `model_class` accepts, and its config.json
     adapter_weights : `blocks.N.att.key.lora_A` [rank, in], `blocks.N.att.key.lora_B` [out, rank], and so on, as
         `fine_tuning.LowRank` and RWKV-PEFT name them; names may end in `.weight` and have a trainer's prefix.
         `lora_alpha` [1] and `rwkv_version` [1] are optional
@@ -32,31 +31,32 @@ def merged(kind, weights: Mapping, adapter_weights: Mapping, alpha: float | None
 
     ContractError if the adapter does not fit the model's matrices.
     """
-    model_weights, _ = kind.parameters(weights, config)
-    places = by_place(adapter_weights)
-    kind.version.check_number(number_in(places.pop(VERSION_NAME, {})), "the adapter")
-    own_alpha = places.pop(ALPHA, {}).get(ALPHA)
-    if not places:
-        refuse(f"is empty, expected blocks.N.att.key.{A} and the like")
-    for place, parts in places.items():
-        name = f"{place}.weight"
-        if name not in model_weights or parts.keys() != {A, B}:
-            unexpected = next((part for part in parts if part not in (A, B)), next(iter(parts)))
-            refuse(f"has {shown(f'{place}.{unexpected}')}, expected {A} and {B} of matrices of the model")
-        down, up, matrix = parts[A], parts[B], model_weights[name]
+    model_weights, _ = model_class.parameters(weights, config)
+    adapters = by_matrix(adapter_weights)
+    model_class.version.check_number(number_in(adapters.pop(VERSION_NAME, {})), "the adapter")
+    own_alpha = adapters.pop(LORA_ALPHA, {}).get(LORA_ALPHA)
+    if not adapters:
+        refuse(f"is empty, expected blocks.N.att.key.{LORA_A} and the like")
+    for matrix_name, parts in adapters.items():
+        name = f"{matrix_name}.weight"
+        if name not in model_weights or parts.keys() != {LORA_A, LORA_B}:
+            unexpected = next((part for part in parts if part not in (LORA_A, LORA_B)), next(iter(parts)))
+            found = shown(f"{matrix_name}.{unexpected}")
+            refuse(f"has {found}, expected {LORA_A} and {LORA_B} of matrices of the model")
+        down, up, matrix = parts[LORA_A], parts[LORA_B], model_weights[name]
         if isinstance(matrix, Stored):
             refuse(f"cannot be merged into {name}, which is {matrix.format}: merge first, then quantise")
         rank = down.shape[0] if down.ndim == 2 else 0
         if not rank or (*up.shape, *down.shape) != (len(matrix), rank, rank, *matrix.shape[1:]):
             refuse(f"has {up.shape} times {down.shape} for {name}, expected {matrix.shape} of two matrices")
         factor = alpha if alpha is not None else rank if own_alpha is None else own_alpha
-        model_weights[name] = changed(name, matrix, down, up, factor)
+        model_weights[name] = with_adapter(name, matrix, down, up, factor)
     return model_weights
 
 
 @np.errstate(all="ignore")
-def changed(name, matrix, down, up, alpha):
-    """`matrix` + (alpha / rank) `up` `down`, in the dtype of `matrix`."""
+def with_adapter(name, matrix, down, up, alpha):
+    """`matrix` + (alpha / rank) `up` `down`, in the dtype of `matrix`; `name` is for errors. The shapes fit."""
     alpha = np.asarray(alpha).item() if np.size(alpha) == 1 else alpha
     alpha = real("the adapter", "alpha", alpha, "a number above 0", lambda x: x > 0)
     result = (matrix.astype(np.float32) + alpha / len(down) * (up @ down)).astype(matrix.dtype)
@@ -65,23 +65,24 @@ def changed(name, matrix, down, up, alpha):
     return result
 
 
-def by_place(adapter_weights: Mapping) -> dict[str, dict[str, np.ndarray]]:
-    """{matrix name without ".weight": {A or B: float32 array}}, and {name: {name: array}} of what no matrix has."""
-    parts_by_place: dict[str, dict[str, np.ndarray]] = {}
+def by_matrix(adapter_weights: Mapping) -> dict[str, dict[str, np.ndarray]]:
+    """{matrix name without ".weight": {LORA_A or LORA_B: float32 array}}. An array that belongs to no matrix, such as
+    LORA_ALPHA, is {name: {name: array}}."""
+    parts_by_matrix: dict[str, dict[str, np.ndarray]] = {}
     for name, array in adapter_weights.items():
-        place, _, part = plain(name).rpartition(".")
-        parts = parts_by_place.setdefault(part if part == VERSION_NAME else place or part, {})
+        matrix_name, _, part = without_affixes(name).rpartition(".")
+        parts = parts_by_matrix.setdefault(part if part == VERSION_NAME else matrix_name or part, {})
         if part in parts:
-            refuse(f"has {shown(plain(name))} twice")
+            refuse(f"has {shown(without_affixes(name))} twice")
         parts[part] = np.asarray(array, np.float32)
-    return parts_by_place
+    return parts_by_matrix
 
 
-def plain(name: str) -> str:
+def without_affixes(name: str) -> str:
     """An adapter's name without the prefixes and endings that PEFT and trainers add."""
     name = name.removesuffix(".weight").removesuffix(".default")
-    place = name.find("blocks.")
-    return name if place < 0 else name[place:]
+    start = name.find("blocks.")
+    return name if start < 0 else name[start:]
 
 
 def refuse(complaint: str) -> NoReturn:

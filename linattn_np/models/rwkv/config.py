@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..number_checks import real, shown
-from .names import blocks_of, unwrapped
+from .names import block_prefix, unwrapped
 from .version import LAYER_NORM_EPS, NORM_EPS_NAME, Version
 
 HUGGING_FACE_SIZES = {  # its num_attention_heads is 64 in files of 32 heads, and no model reads it
@@ -26,7 +26,7 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
     without bias, and tied matrices. ContractError for a value that is not supported, or fla's names without a config.
     """
     weights = unwrapped(weights)
-    prefix = blocks_of(weights)
+    prefix = block_prefix(weights)
     if config is None and prefix == "model.layers." and NORM_EPS_NAME not in weights:
         version.refuse("the weights have fla's names, expected its config.json beside them, which has the norms' eps")
     if config is None or prefix == "blocks.":
@@ -58,7 +58,7 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
 
 def check_sizes(version: Version, weights: Mapping, config: Mapping | None, sizes: Mapping):
     """ContractError if the config of `weights` with Hugging Face's or fla's names says other sizes than theirs."""
-    prefix = blocks_of(unwrapped(weights))
+    prefix = block_prefix(unwrapped(weights))
     if config is None or prefix == "blocks.":
         return
     axes = version.fla_sizes if prefix == "model.layers." else HUGGING_FACE_SIZES

@@ -8,14 +8,17 @@ from ..quantised import Stored
 from .numpy_layers import FLOAT32
 
 
-def cpu_layers(kind, weights, sizes, dtype, state_dtype, loaded):
-    """The layers of a model of class `kind`; `loaded` is called with each array once it has been read."""
-    kind.version.checked_dtype(state_dtype, (FLOAT32,), " for the state on the CPU")
-    dtype = format_of(kind.version, weights, dtype)
+def cpu_layers(model_class, weights, sizes, dtype, state_dtype, loaded):
+    """The layers of a `model_class`, from arguments that `Model.layers_on` describes.
+
+    ContractTypeError for a dtype that the CPU does not take; NotSupported if `dtype` needs Numba, which is missing.
+    """
+    model_class.version.checked_dtype(state_dtype, (FLOAT32,), " for the state on the CPU")
+    dtype = format_of(model_class.version, weights, dtype)
     if dtype == "float32" and not has_loops():
-        return kind.numpy_layers(weights, sizes, dtype, loaded)
-    loops()  # NotSupported without Numba
-    return kind.module("numba_layers").NumbaLayers(weights, sizes, dtype, loaded)
+        return model_class.numpy_layers(weights, sizes, dtype, loaded)
+    loops()  # raises NotSupported without Numba
+    return model_class.module("numba_layers").NumbaLayers(weights, sizes, dtype, loaded)
 
 
 def has_loops() -> bool:
@@ -27,7 +30,8 @@ def has_loops() -> bool:
 
 
 def format_of(version, weights, dtype) -> str:
-    """One of FORMATS: `dtype`, or by default the weights' own; without Numba, float32 in place of bfloat16."""
+    """One of FORMATS: `dtype`, or by default the format of the weights: float32 if that is no FORMAT, or if it is
+    bfloat16 and Numba is missing."""
     if dtype is None:
         head = weights["head.weight"]
         own_format = head.format if isinstance(head, Stored) else str(head.dtype)

@@ -15,19 +15,23 @@ MOST_STATES = 16  # the most states for which a batch size has stored graphs
 
 
 class CudaLayers(NotCopied):
-    """Layers with matrices in float32, float16, bfloat16 or int8, the state in `state_dtype`, all else in float32."""
+    """Layers with matrices in float32, float16, bfloat16 or int8, the state in `state_dtype`, all else in float32.
 
-    def __init__(self, kind: type[CudaDecoder], weights, sizes, dtype, state_dtype, loaded):
-        self.dtype = dtype_of(kind.version, weights, dtype)
+    The arguments are the version's decoder class and those that `Model.layers_on` describes. Methods take the arguments
+    of `NumpyLayers`'; `turn` lets one thread in at a time.
+    """
+
+    def __init__(self, decoder_class: type[CudaDecoder], weights, sizes, dtype, state_dtype, loaded):
+        self.dtype = dtype_of(decoder_class.version, weights, dtype)
         # A decoder of one sequence; those of other batch sizes share its weights.
-        self.decoder = kind(weights, self.dtype, loaded=loaded, state_dtype=state_dtype)
+        self.decoder = decoder_class(weights, self.dtype, loaded=loaded, state_dtype=state_dtype)
         self.state_dtype = self.decoder.state_dtype
         self.device, self.steps = self.decoder.device, {1: Steps(self.decoder)}
         self.prompts: dict[tuple, Prompts] = {}
         self.decoder.compile()  # in the background, as compiling takes long and most calls begin with a prompt
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
-        self.tuned = [self.asarray(array.astype(FLOAT32)) for array in initial_states(weights)]
+        self.initial_wkv = [self.asarray(array.astype(FLOAT32)) for array in initial_states(weights)]
         for array in initial_states(weights):
             loaded(array)
         self.turn = Turns(self.device)
@@ -35,28 +39,29 @@ class CudaLayers(NotCopied):
     def __repr__(self):
         return f"CudaLayers({self.decoder.sizes['L']} layers, {self.dtype})"
 
-    def logits(self, tokens, state, rows, last):
+    def logits(self, tokens, state, sequences, last):
         """Logits [B * T, V], or [N, V] for the last tokens only; `tokens` are host integers."""
         with self.turn():
-            if rows.single:
-                return self.steps_of(len(tokens))(tokens, state, rows.slots)
-            return self.by_prompts(tokens, state, rows, last)
+            if sequences.one_token_each:
+                return self.steps_of(len(tokens))(tokens, state, sequences.slots)
+            return self.by_prompts(tokens, state, sequences, last)
 
-    def hidden(self, tokens, state, rows, last):
-        """What the head reads, float32 [B * T, D], or [N, D] of the last tokens only."""
+    def hidden(self, tokens, state, sequences, last):
+        """The head's input, float32 [B * T, D], or [N, D] for the last tokens only."""
         with self.turn():
-            return self.by_prompts(tokens, state, rows, last, hidden=True)
+            return self.by_prompts(tokens, state, sequences, last, hidden=True)
 
-    def by_prompts(self, tokens, state, rows, last, hidden=False):
-        """`logits` or, if `hidden`, `hidden`, by the computation of all tokens in parallel."""
-        slots = rows.slots
+    def by_prompts(self, tokens, state, sequences, last, hidden=False):
+        """The result of `logits`, or of `hidden`, with all tokens in parallel."""
+        slots = sequences.slots
         if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
             slots = None  # all rows in order need no gathering
-        key = rows.bounds.tobytes(), last, hidden
-        prompts = cached(self.prompts, key, lambda: Prompts(self.decoder, rows, last, hidden), self.turn.wait)
+        key = sequences.bounds.tobytes(), last, hidden
+        prompts = cached(self.prompts, key, lambda: Prompts(self.decoder, sequences, last, hidden), self.turn.wait)
         return prompts(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
+        """The `Steps` for this number of sequences."""
         return cached(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
 
@@ -73,15 +78,15 @@ def cached(cache, key, make, before_dropping=lambda: None, most=MOST_CACHED):
 
 class Steps:
     """The decoding steps for one number of sequences. The second call with a state at the same address captures a CUDA
-    graph, which later calls launch."""
+    graph, which later calls launch. Callers are inside `CudaLayers.turn`."""
 
     def __init__(self, decoder):
-        self.decoder, self.decoders = decoder, {}  # decoders: one for each state, by address
-        self.tokens_and_slots = decoder.device.empty((2, decoder.batch), INT64)
+        self.decoder, self.decoders = decoder, {}  # {key of a state: a decoder with a graph of its own}
+        self.tokens_and_slots = decoder.device.empty((2, decoder.batch), INT64)  # one copy moves both to the device
         self.tokens, self.slots = self.tokens_and_slots
 
     def __call__(self, tokens, state, slots):
-        """Logits [B, V] in new memory; `tokens` and `slots` are on the host."""
+        """Logits [B, V] in new memory; `tokens` [B] and `slots` [B] or None are on the host."""
         device = self.decoder.device
         if slots is None:
             device.copy(device.upload(tokens), self.tokens)
@@ -93,7 +98,8 @@ class Steps:
         return logits
 
     def run(self, state, slots):
-        """Runs a step on the device's tokens: by launches the first time for a state, then by a graph."""
+        """The decoder's logits after a step on `self.tokens`: by launches the first time for a state, then by a graph.
+        The next step overwrites them."""
         key = slots is None, self.decoder.addresses_of(*state.arrays)
         decoder = cached(self.decoders, key, self.decoder.with_own_graph, most=MOST_STATES)
         if not decoder.bound_key:

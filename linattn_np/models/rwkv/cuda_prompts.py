@@ -25,61 +25,62 @@ MOST_ADDRESSES = 4  # the most addresses of allocations for which launches, or a
 
 
 class Prompts:
-    """Computes prompts of given lengths with the weights of a `CudaDecoder`.
+    """Computes prompts of given lengths with the weights of a `CudaDecoder`. Callers are inside `CudaLayers.turn`.
 
-    rows : a `state.Rows`, which has the lengths
+    sequences : a `state.CallSequences`, which has the lengths; its slots are not used
     last : whether the result has a row for the last token of each prompt only
     hidden : whether a row of the result is the head's input, D numbers, instead of V logits
     """
 
-    def __init__(self, decoder, rows, last: bool, hidden: bool):
-        self.decoder, self.device, self.bounds = decoder, decoder.device, rows.bounds
-        self.result_tokens = rows.last if last else np.arange(rows.bounds[-1])
-        parts = shapes_and_dtypes(decoder.sizes, len(rows.first), FLOAT32)
+    def __init__(self, decoder, sequences, last: bool, hidden: bool):
+        self.decoder, self.device, self.bounds = decoder, decoder.device, sequences.bounds
+        self.result_tokens = sequences.last_tokens if last else np.arange(sequences.bounds[-1])
+        parts = shapes_and_dtypes(decoder.sizes, len(sequences.first_tokens), FLOAT32)
+        # {name: shape} of a layer's state before and after the call
         self.state = {f"{name}_{when}": shape[1:] for when in ("before", "after") for name, (shape, _) in parts.items()}
-        self.x = caller_array("x", (int(rows.bounds[-1]), decoder.sizes["D"]), FLOAT32)
+        self.x = caller_array("x", (int(sequences.bounds[-1]), decoder.sizes["D"]), FLOAT32)
         self.carried = decoder.operations.carried(decoder, self.x.shape[0])
-        given = {name: caller_array(name, shape, FLOAT32) for name, shape in self.state.items()}
-        given |= {name: caller_array(name, *array) for name, array in self.carried.items()}
+        layer_arrays = {name: caller_array(name, shape, FLOAT32) for name, shape in self.state.items()}
+        layer_arrays |= {name: caller_array(name, *array) for name, array in self.carried.items()}
         tokens = caller_array("tokens", self.x.shape[:1], np.dtype(np.int64))
-        self.result = (len(self.result_tokens), decoder.sizes["D" if hidden else "V"])
-        result = caller_array("result", self.result, FLOAT32)
-        whole = vars(decoder.model_weights)
-        self.start = self.compiled(self.add_embedding, {"tokens": tokens, "x": self.x, **whole})
-        add_end = self.add_last_norm if hidden else self.add_head
-        self.end = self.compiled(add_end, {"x": self.x, "result": result, **whole})
-        self.layer = self.compiled(self.add_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
-        self.launches: dict[int, list] = {}  # address of the layers' memory -> the launches of all layers
+        self.result_shape = (len(self.result_tokens), decoder.sizes["D" if hidden else "V"])
+        result = caller_array("result", self.result_shape, FLOAT32)
+        model_weights = vars(decoder.model_weights)
+        self.embedding_plan = self.compiled(self.add_embedding, {"tokens": tokens, "x": self.x, **model_weights})
+        add_head = self.add_last_norm if hidden else self.add_head
+        self.head_plan = self.compiled(add_head, {"x": self.x, "result": result, **model_weights})
+        self.layer_plan = self.compiled(self.add_layer, {"x": self.x, **layer_arrays, **vars(decoder.layers[0])})
+        # {address of the layers' memory: the launches of all layers, or one launch of a graph of them}
+        self.launches: dict[int, list] = {}
 
     def __call__(self, tokens, state: State, slots):
-        """The result for `tokens` [T], integers on the host. `state` is updated in place, in the rows `slots` (None:
-        all)."""
+        """The result for `tokens` [T], integers on the host. The rows `slots` (None: all) of `state` are updated."""
         decoder, device, L = self.decoder, self.device, len(self.decoder.layers)
         slots = None if slots is None else device.upload(slots)
         layer_arrays = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
-        other_buffers = [*(buffer(*array) for array in self.carried.values()), *self.layer.plan.buffers]
+        other_buffers = [*(buffer(*array) for array in self.carried.values()), *self.layer_plan.plan.buffers]
         memory = in_one_allocation([*layer_arrays, *other_buffers], device)
         (x, *states), buffers = memory[: len(layer_arrays)], memory[len(layer_arrays) :]
         before, after = states[: len(STATE)], states[len(STATE) :]
-        result = device.empty(self.result, FLOAT32)
+        result = device.empty(self.result_shape, FLOAT32)
 
         for array, copy in zip(state.arrays, before):
             if array.dtype == FLOAT32:
                 device.copy(rows_of(array, slots), copy)
             else:
                 copy[...] = rows_of(array, slots)
-        self.start([device.upload(tokens), x, *vars(decoder.model_weights).values()])
+        self.embedding_plan([device.upload(tokens), x, *vars(decoder.model_weights).values()])
         self.run_layers(x, states, buffers)
-        self.end([x, result, *vars(decoder.model_weights).values()])
-        for array, changed in zip(state.arrays, after):
+        self.head_plan([x, result, *vars(decoder.model_weights).values()])
+        for array, new_rows in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
-                device.copy(changed, array)
+                device.copy(new_rows, array)
             else:
-                array[:, slice(None) if slots is None else slots] = changed
+                array[:, slice(None) if slots is None else slots] = new_rows
         return result
 
     def run_layers(self, x, states, buffers):
-        """Runs all layers on x, the states and the buffers, which are views of one allocation. The stored launches use
+        """Runs all layers on x, the states and the buffers, which are views of one allocation. Stored launches contain
         its address, but do not keep it allocated."""
         address = self.device.pointer(x)
         if address in self.launches:
@@ -88,10 +89,10 @@ class Prompts:
             self.launches[address][0](None)
             return
         all_launches, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
-        # The launches of a layer are enqueued at once, so that the device computes it while those of the next are made.
+        # A layer's launches are enqueued at once: the device computes the layer while the next one's launches are made.
         for i, layer in enumerate(self.decoder.layers):
             arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
-            layer_launches = self.layer.commands(arrays)
+            layer_launches = self.layer_plan.commands(arrays)
             for launch in layer_launches:
                 launch(None)
             all_launches += layer_launches
@@ -99,12 +100,12 @@ class Prompts:
             self.launches.clear()
         self.launches[address] = all_launches
 
-    def compiled(self, add, arrays: dict) -> CompiledPlan:
-        """A compiled plan with the steps that the method `add` adds, for `arrays` by name and any others of the same
-        shapes, strides and dtypes."""
+    def compiled(self, add_steps, arrays: dict) -> CompiledPlan:
+        """A compiled plan with the steps that the method `add_steps` adds. It is called with arrays of the shapes,
+        strides and dtypes of `arrays`, {name: array}, in their order."""
         described, given, _ = describe_parts(self.device, every=arrays)
         draft = Draft(**self.decoder.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
-        add(draft, described.every)
+        add_steps(draft, described.every)
         return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
 
     # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
@@ -165,7 +166,9 @@ class MixOperations:
     the state, the residual and sums are float32.
 
     mixes : {name of a norm: arrays for (its C mixes [C, T, D], its output xx or None, d = previous xx - xx or None)}
-    results : {name of a matrix: the array for its product}
+    results : {name of a matrix: the array [.., T, M] for its product}
+
+    A version's `__init__` sets both.
     """
 
     mixes: dict[str, tuple[Array, Array | None, Array | None]]
@@ -181,6 +184,7 @@ class MixOperations:
         lengths = np.diff(bounds)
         starts, ends = np.full((2, self.T), -1)
         starts[bounds[:-1]] = ends[bounds[1:] - 1] = np.arange(len(lengths))
+        # for each token, the number of the sequence of which it is the first, or the last, token; else -1
         self.starts, self.ends = draft.table(starts), draft.table(ends)
 
     @staticmethod
@@ -219,7 +223,7 @@ class MixOperations:
         return mixed, xx, d
 
     def matrix(self, layer, name):
-        """A matrix in `dtype`; int8 matrices are converted to it."""
+        """Matrix `name` in `dtype`. An int8 matrix is converted to it, into a buffer that the next one overwrites."""
         w = getattr(layer, name)
         if w.dtype != INT8:
             return w

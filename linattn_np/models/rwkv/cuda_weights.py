@@ -12,7 +12,7 @@ from ..matrices import quantised
 from ..quantised import Stored
 
 FLOAT32 = np.dtype(np.float32)
-SCALES = "_scales"
+SCALES = "_scales"  # ending of the field that has the scales of an int8 matrix
 # Matrices that keep the layout of files, (in, out), as kernels read their rows; others are stored as (out, in).
 AS_STORED = ("embedding", "maa_up", "decay_up", "up")
 
@@ -32,7 +32,7 @@ def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Arra
 def array_of(load, dtype, field, weight, names):
     """The array of one weight on the device: of a matrix in `dtype`, of others in float32.
 
-    load : the function `stacked` with its first arguments bound
+    load : the function `stacked` with all arguments before `dtype` bound
     field, weight, names : the weight's name in the layers, its `version.Weight`, and its parameters' official names
     """
     if not weight.matrix:
@@ -51,22 +51,24 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
         of so many rows. If matrices have different numbers of rows, all have the largest, rounded up
     loaded : called with each array once it has been copied
 
-    A parameter that a block does not have is zeros. With int8 the result is a pair: numbers, and scales of the rows.
+    A parameter that a block does not have is zeros; the last block has all. With int8 the result is a pair, numbers and
+    scales of the rows. ContractError if numbers are beyond `dtype`'s range.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shapes = [weights[prefixes[-1] + name].shape[:: -1 if transposed else 1] for name in names]
-    first, *others = max(shapes)
+    most_rows, *columns = max(shapes)
     if min(shapes) != max(shapes):
-        first = ceil_div(first, rows) * rows
+        most_rows = ceil_div(most_rows, rows) * rows
 
-    def buffer(first, *others, dtype):
-        return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
+    def buffer(*columns, dtype):
+        memory = device.zeros((len(prefixes), len(names), ceil_div(most_rows, rows) * rows, *columns), dtype)
+        return memory[:, :, :most_rows]
 
-    stacks = [buffer(first, *others, dtype=dtype)]
+    stacks = [buffer(*columns, dtype=dtype)]
     if dtype == INT8:
-        stacks.append(buffer(first, dtype=FLOAT32))
+        stacks.append(buffer(dtype=FLOAT32))
     for layer, prefix in enumerate(prefixes):
-        for slot, name in enumerate(names):
+        for index, name in enumerate(names):
             if (array := weights.get(prefix + name)) is None:
                 continue
             try:
@@ -76,15 +78,17 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
                 expected = "expected dtype 'bfloat16' or 'float32' for them"
                 version.refuse(f"{prefix + name} has numbers beyond {dtype}, {expected}")
             for stack, host in zip(stacks, arrays):
-                device.copy(
-                    device.upload(host), stack[layer, slot, : len(host)]
-                )  # a copy of bytes, which compiles no kernel
+                # a copy of bytes, which compiles no kernel
+                device.copy(device.upload(host), stack[layer, index, : len(host)])
             loaded(array)
     return tuple(stacks) if dtype == INT8 else stacks[0]
 
 
 def converted(array, dtype, transposed) -> tuple:
-    """A parameter converted on the host: (array,); for int8 (numbers, scales), the same as the CPU's layers use."""
+    """A parameter in `dtype`, in C order on the host: (array,), or for int8 the CPU layers' (numbers, scales).
+
+    Raises FloatingPointError if numbers are beyond the range, inside `np.errstate(over="raise")`.
+    """
     if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
         return array.q, array.scales
     array = np.asarray(array)

@@ -1,8 +1,9 @@
 """The loss of RWKV models and its gradients on NumPy or CuPy arrays, without a framework.
 
-Most functions return (result, pull). The pullback ``pull(dy)`` or, for functions with weights, ``pull(dy, to)`` takes
-the gradient of the result and returns that of the input; it writes those of the weights to `to`. Arrays are [B, T, D],
-or [n, B, T, D] for n mixes of one input, each of which is multiplied by its own matrix of a stack.
+Most functions return (result, pull). The pullback ``pull(dy)`` takes the gradient of the result and returns that of the
+input. The pullback of a function with weights, ``pull(dy, out)``, also writes the gradients of the weights to `out`, an
+array, or to `grads`, a namespace of arrays with the names of the weights. A pullback is called at most once. Shapes are
+not checked: activations are [B, T, D], or [n, B, T, D] for n mixes, each with its own matrix of a stack.
 """
 
 from ..array_math import affine, beside, fused, lerp, library_of, relu_squared
@@ -10,56 +11,57 @@ from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS
 
 
-def loss(kind, weights, tokens, products, drop, cut=WHOLE):
-    """``(value, pull)``: the mean cross entropy, in nats per token, of every token but the first, given those before
-    it.
+def loss(mixes_class, weights, tokens, products, dropout, cut=WHOLE):
+    """``(value, pull)``: the mean cross entropy, in nats, of tokens 1 to T, each given the tokens before it.
 
-    ``pull(gradients, done)``, to be called once, writes the gradients to `gradients`, another `Layout.tree`, and calls
-    done(i) as soon as layer i's part (`Layout.parts`) is complete.
+    ``pull(gradients, layer_done)`` writes the gradients to `gradients`, another `Layout.tree`. It calls layer_done(i)
+    as soon as the gradients of layer i's matrices (`Layout.parts`) are complete.
 
-    kind : a version's class of mixes: ``kind(products, drop, cut)`` has methods ``time_mix(layer, x)`` and
+    mixes_class : a version's `Mixes`: ``mixes_class(products, dropout, cut)`` has methods ``time_mix(layer, x)`` and
         ``channel_mix(layer, x)``, each of which returns (result, pull)
     weights : a `Layout.tree` of the model's parameters
     tokens : integers [B, T + 1], on the device of the weights
     products : the object that multiplies matrices, a `HostProducts`
-    drop : ``drop(x)`` returns (x with dropout, pull)
-    cut : how ranks share the tokens of sequences; WHOLE if they do not
+    dropout : ``dropout(x)`` returns (x with dropout, pull)
+    cut : how ranks share the tokens of sequences, an object like `single_process.WHOLE`, with which they do not
     """
-    read, wanted = tokens[:, :-1], tokens[:, 1:]
-    pulls, mixes = [], kind(products, drop, cut)
-    x, pull_embedding = embedding(weights, read, products)
-    x, pull_drop = drop(x)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    pulls, mixes = [], mixes_class(products, dropout, cut)
+    x, pull_embedding = embedding(weights, inputs, products)
+    x, pull_drop = dropout(x)
     for i, layer in enumerate(weights.layers):
         for mix in (mixes.time_mix, mixes.channel_mix):
-            x, pull = mix(layer, x)
-            pulls.append((pull, i))
+            x, pull_mix = mix(layer, x)
+            pulls.append((pull_mix, i))
     normed, pull_norm = layer_norm(x, weights.ln_out)
     logits, pull_head = linear(normed, weights.head, products)
-    value, pull_value = cross_entropy(logits, wanted)
+    value, pull_value = cross_entropy(logits, targets)
 
-    def pull(gradients, done=lambda part: None):
+    def pull(gradients, layer_done=lambda i: None):
         dx = pull_norm(pull_head(pull_value(), gradients.head), gradients.ln_out)
-        while pulls:  # a layer's stored arrays are freed after its pullback
-            pull_layer, i = pulls.pop()
-            dx = pull_layer(dx, gradients.layers[i])
+        while pulls:  # a mix's stored arrays are freed after its pullback
+            pull_mix, i = pulls.pop()
+            dx = pull_mix(dx, gradients.layers[i])
             if i and pulls[-1][1] < i:
-                done(i)
+                layer_done(i)
         pull_embedding(pull_drop(dx), gradients)
-        done(0)
+        layer_done(0)
 
     return value, pull
 
 
 # -- the operations of a mix -------------------------------------------------------------------------------------------
-class Recorded:
+class RecordingOperations:
     """The operations of mixes that all versions have in common (see `rwkv6.math.MixOperations`), with their pullbacks.
 
-    Each mix of each layer has an object of its own. An operation stores its pullback in the object, that of a product
-    in `pulls`, by the name of its matrix; a mix multiplies by each matrix once.
+    Each mix of each layer has an object of its own and calls each operation once, but `product` once for each matrix.
+    An operation stores its pullback, or the arrays that the mix's pullback needs, in the object. The pullbacks of
+    products are in `pulls`, by the name of the matrix. The arguments `shift` and `wkv` are not used: sequences start
+    from zeros, or from the layer's trained `start`.
     """
 
-    def __init__(self, products, drop, cut):
-        self.products, self.drop, self.cut, self.pulls = products, drop, cut, {}
+    def __init__(self, products, dropout, cut):
+        self.products, self.dropout, self.cut, self.pulls = products, dropout, cut, {}
 
     def shift_mix(self, layer, norm, maa, x, shift):
         """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
@@ -78,33 +80,35 @@ class Recorded:
         return o
 
     def relu_squared(self, x):
+        """relu(x)^2; stores x."""
         self.hidden = x
         return relu_squared(x)
 
     def add_product(self, layer, name, x, y):
+        """x plus the product of y and matrix `name`, with dropout; stores both pullbacks."""
         return self.add(x, self.product(layer, name, y))
 
     def add(self, x, change):
-        """x plus a change, with dropout; stores the dropout's pullback."""
-        change, self.pull_drop = self.drop(change)
+        """x plus `change`, with dropout of `change`; stores the dropout's pullback."""
+        change, self.pull_drop = self.dropout(change)
         return x + change
 
 
 def vjp_from_start(cut, layer, operator, *arrays, scale):
     """(result, pull) of `operator` on `arrays`, from the state 0 or from the layer's trained `start` [H, N, N].
 
-    ``pull(do, to)`` returns the gradients of the arrays and writes that of `start` to `to.start`.
+    ``pull(do, grads)`` returns the gradients of the arrays and writes that of `start` to `grads.start`.
     """
     options = {}
     if hasattr(layer, "start"):
         options["initial_state"] = library_of(layer.start).tile(layer.start, (len(arrays[0]), 1, 1, 1))
     o, pull_operator = cut.vjp_of(operator, *arrays, **options, scale=scale, layout="bthd")
 
-    def pull(do, to):
+    def pull(do, grads):
         gradients = pull_operator(do)
         if options:
             *gradients, dstart = gradients
-            to.start[...] = dstart.sum(axis=0)
+            grads.start[...] = dstart.sum(axis=0)
         return gradients
 
     return o, pull
@@ -112,37 +116,38 @@ def vjp_from_start(cut, layer, operator, *arrays, scale):
 
 # -- functions with weights --------------------------------------------------------------------------------------------
 def embedding(weights, tokens, products):
-    """LN(emb; ln0) of each token."""
+    """LN(embedding of each token; ln0); ``pull(dx, grads)`` writes the gradients of the embedding and of ln0."""
     V, D = weights.embedding.shape
     table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
 
-    def pull(dx, to):
+    def pull(dx, grads):
         # The gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
         one_hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(dx.dtype)
         dtable = products.matmul(products.cast(one_hot).T, products.cast(dx).reshape(-1, D))
-        to.embedding[...] = pull_norm(dtable[None], to.ln0)[0]
+        grads.embedding[...] = pull_norm(dtable[None], grads.ln0)[0]
 
     return table[0][tokens], pull
 
 
 def linear(x, w, products):
     """x w, for x [..., B, T, K] and w [..., K, M]."""
-    shape, rows = x.shape, products.cast(x).reshape(*x.shape[:-3], -1, x.shape[-1])  # stored for the pullback
+    shape, rows = x.shape, products.cast(x).reshape(*x.shape[:-3], -1, x.shape[-1])  # rows: [..., B * T, K]
 
-    def pull(dy, to):
+    def pull(dy, out):
         dy = products.cast(dy).reshape(*rows.shape[:-1], w.shape[-1])
-        products.matmul(rows.swapaxes(-1, -2), dy, out=to)
+        products.matmul(rows.swapaxes(-1, -2), dy, out=out)
         return products.matmul(dy, w.swapaxes(-1, -2)).reshape(shape)
 
     return products.matmul(rows, w).reshape(*shape[:-1], w.shape[-1]), pull
 
 
 def layer_norm(x, weight_and_bias):
+    """normalize(x) weight + bias, for `weight_and_bias` [2, D]."""
     weight, bias = weight_and_bias
     normed, pull_normalize = normalize(x, LAYER_NORM_EPS)
 
-    def pull(dy, to):
-        to[0], to[1] = total(dy * normed), total(dy)
+    def pull(dy, out):
+        out[0], out[1] = sum_over_tokens(dy * normed), sum_over_tokens(dy)
         return pull_normalize(dy * weight)
 
     return affine(normed, weight, bias), pull
@@ -161,7 +166,7 @@ def normalize(x, eps):
 
 
 def token_shift(x, cut):
-    """x_{t-1} - x_t, where x before a sequence's first token is 0."""
+    """x_{t-1} - x_t; x before a sequence's first token is 0, or the last one of the previous rank's part of it."""
     d = -x
     d[:, 1:] += x[:, :-1]
     if (before := cut.from_previous_rank(x[:, -1])) is not None:
@@ -177,22 +182,25 @@ def token_shift(x, cut):
     return d, pull
 
 
-def cross_entropy(logits, wanted):
-    """(mean cross entropy, pull); ``pull()`` returns the gradient of the logits."""
-    xp, wanted = library_of(logits), wanted[..., None]
+def cross_entropy(logits, targets):
+    """(mean cross entropy, pull) for logits [B, T, V] and targets [B, T]; ``pull()`` returns the logits' gradient."""
+    xp, targets = library_of(logits), targets[..., None]
     largest = logits.max(-1, keepdims=True)
     log_sum = xp.log(xp.exp(logits - largest).sum(-1, keepdims=True)) + largest
-    value = (log_sum - xp.take_along_axis(logits, wanted, -1)).mean()
-    vocabulary = xp.arange(logits.shape[-1])
-    return value, lambda: entropy_vjp(logits, log_sum, wanted, vocabulary, 1 / wanted.size)
+    value = (log_sum - xp.take_along_axis(logits, targets, -1)).mean()
+
+    def pull():
+        return entropy_vjp(logits, log_sum, targets, xp.arange(logits.shape[-1]), 1 / targets.size)
+
+    return value, pull
 
 
-def total(x):
+def sum_over_tokens(x):
     """The sum of x [..., B, T, D] over B and T, in two steps; a single one would use few of a GPU's cores."""
     return x.sum(-2).sum(-2)
 
 
-# -- elementwise -------------------------------------------------------------------------------------------------------
+# -- elementwise; `y` is the function's result -------------------------------------------------------------------------
 @fused
 def tanh_vjp(dy, y):
     return dy * (1 - y * y)
@@ -214,5 +222,6 @@ def relu_squared_vjp(dy, x):
 
 
 @fused
-def entropy_vjp(logits, log_sum, wanted, vocabulary, share):
-    return (library_of(logits).exp(logits - log_sum) - (wanted == vocabulary)) * share
+def entropy_vjp(logits, log_sum, targets, tokens, weight):
+    """(softmax(logits) - one-hot targets) * weight, for `tokens` = 0 .. V - 1."""
+    return (library_of(logits).exp(logits - log_sum) - (targets == tokens)) * weight

@@ -30,7 +30,7 @@ from .config import check_sizes, completed
 from .cpu_layers import cpu_layers
 from .numpy_layers import NumpyLayers
 from .parameters import Layout
-from .state import STATE, Rows, State, check_state
+from .state import STATE, CallSequences, State, check_state
 from .version import NORM_EPS_NAME, Version
 
 Device = Literal["cpu", "cuda"]
@@ -42,9 +42,8 @@ class Model:
     version : its tables of parameters
     numpy_layers : the class of its layers in NumPy
     layout : the class of its parameters' layout in a training
-    title : what is trained, as in `protocols.Trainable`
-    beside : a description of weights that are not trained, as in `protocols.Trainable`; all are trained here
     folder : the name of its package, with the modules `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
+    title, beside : as in `protocols.Trainable`; `beside` is empty, as all weights are trained
     """
 
     version: ClassVar[Version]
@@ -65,7 +64,7 @@ class Model:
     ):
         weights, self.sizes = self.parameters(weights, config)
         self.device = device
-        loaded = counted(weights, progress or (lambda *_: None))
+        loaded = byte_counter(weights, progress or (lambda *_: None))
         self.layers = self.layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
 
     @classmethod
@@ -75,7 +74,7 @@ class Model:
 
     @classmethod
     def cuda_layers(cls) -> Callable:
-        """The function that makes the layers on the GPU."""
+        """The function that makes the layers on the GPU; it takes the arguments that `layers_on` describes."""
         from .cuda_layers import CudaLayers
 
         return partial(CudaLayers, cls.module("cuda_decode").CudaDecoder)
@@ -91,17 +90,18 @@ class Model:
         return layout.named(vector)
 
     @classmethod
-    def loss(cls, weights, tokens, products, drop, **how) -> tuple[Any, Callable]:
+    def loss(cls, weights, tokens, products, dropout, **options) -> tuple[Any, Callable]:
         """The loss and its pullback, by the version's `grad.loss`, or on a device by its `cuda_grad.loss`."""
         module = cls.module("grad" if isinstance(products, HostProducts) else "cuda_grad")
-        return module.loss(weights, tokens, products, drop, **how)
+        return module.loss(weights, tokens, products, dropout, **options)
 
     @classmethod
     def layers_on(cls, device) -> Callable:
-        """The function that makes the layers on `device`; NotSupported, with the reason, if the GPU cannot be used."""
+        """The function that makes the layers on `device`, from (weights by official name, `sizes`, dtype, state_dtype,
+        `byte_counter`'s function); NotSupported, with the reason, if the GPU cannot be used."""
         if device == "cpu":
             return partial(cpu_layers, cls)
-        # Imported before the check, as another thread may still be opening the device: see `open_beside`.
+        # Imports come before the check: another thread may open the device meanwhile (`devices.open_beside`).
         layers = cls.cuda_layers() if find_spec("cupy") else None
         check_device(cls.version.owner, device)
         assert layers
@@ -109,7 +109,10 @@ class Model:
 
     @classmethod
     def parameters(cls, weights: Mapping, config: Mapping | None) -> tuple[dict, dict[str, int]]:
-        """(the weights by official name, quantised matrices joined with their scales; the model's sizes)."""
+        """(the weights by official name; the sizes {axis of `Version.parameter_axes`: size}), after all checks.
+
+        A quantised matrix and its scales are one `Stored`. ContractError if names, shapes or the config do not fit.
+        """
         weights = {
             name: array if isinstance(array, Stored) else array_on_host(name, array, cls.version.refuse)
             for name, array in collected(weights).items()
@@ -142,10 +145,10 @@ class Model:
         )
 
     @classmethod
-    def of_file(cls, path, weights, **how) -> Self:
-        """The model of `weights`, which were read from `path`."""
+    def of_file(cls, path, weights, **options) -> Self:
+        """The model of `weights`, which the caller has read from `path`; errors begin with the path."""
         try:
-            return cls(weights, **how, config=checkpoint.config(path))
+            return cls(weights, **options, config=checkpoint.config(path))
         except NotSupported:
             raise
         except ContractError as error:
@@ -172,7 +175,7 @@ class Model:
             As the model takes it.
         """
         weights, sizes = cls.parameters(weights, config)
-        large = cls.version.linears(sizes["L"])
+        large = cls.version.large_matrices(sizes["L"])
         matrices = {*large, *(name for name in weights if cls.version.is_matrix(name))}
         to_bfloat16 = matrices if dtype == "bfloat16" else matrices.difference(large)
         weights = {
@@ -185,8 +188,8 @@ class Model:
         """The state before the first token of `batch` sequences: zeros, or the trained state among the weights."""
         with self.turn():
             state = State.made(self.layers.zeros, self.sizes, batch, self.layers.state_dtype)
-            for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
-                wkv[...] = start
+            for wkv, initial_wkv in zip(state.wkv, self.layers.initial_wkv):  # an empty list if there is no trained one
+                wkv[...] = initial_wkv
         state.version = self.version.number
         return state
 
@@ -232,12 +235,12 @@ class Model:
             Tokens are outside the vocabulary, or the state, bounds or slots do not fit; the state is unchanged then.
         """
         ids = self.checked(tokens)
-        rows = self.rows(ids, cu_seqlens, slots)
+        sequences = self.sequences(ids, cu_seqlens, slots)
         if state is None and slots is not None:
             self.version.refuse("slots needs a state to be rows of")
-        state = self.initial_state(len(rows.first)) if state is None else self.updatable(state, rows)
+        state = self.initial_state(len(sequences.first_tokens)) if state is None else self.updatable(state, sequences)
         compute = self.layers.hidden if hidden else self.layers.logits
-        logits = compute(ids.ravel(), state, rows, last)
+        logits = compute(ids.ravel(), state, sequences, last)
         return (logits if last else logits.reshape(*ids.shape, -1)), state
 
     def warm_up(self, batches: Integers = (1,), prompt: int = 64) -> None:
@@ -259,12 +262,12 @@ class Model:
         for batch in batches:
             self.forward(np.zeros((batch, 1), np.int64))
 
-    def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
+    def generate(self, prompt: bytes | Integers, *, seed: Any = None, **options: Any) -> Iterator[int]:
         """Yields tokens that continue `prompt` (host integers [T]), without end.
 
         The prompt is read `prompt_reading.PIECE` tokens at a time, which bounds the memory that it takes.
 
-        `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
+        `seed` and `options` are the fields of `Sampling`: temperature, top_p, top_k, penalties.
 
         Example
         -------
@@ -274,12 +277,13 @@ class Model:
         >>> bytes(islice(model.generate(b"Captain Went", temperature=0), 5))
         b'worth'
         """
-        sampler = Sampling(seed=seed, **how).sampler()
+        sampler = Sampling(seed=seed, **options).sampler()
         prompt = list(prompt)
         self.checked([prompt])
         return self.stream(prompt, sampler)
 
     def stream(self, prompt, sampler):
+        """The generator of `generate`, which has checked the prompt before the first token is asked for."""
         rest, state = read(self, prompt)
         tokens = [rest]
         while True:
@@ -291,12 +295,13 @@ class Model:
     def turn(self):
         """A context manager for work on arrays of the model's device, which other threads or streams may use, too.
 
-        On the GPU one thread at a time can enter it, and its stream waits for what others have enqueued before.
-        `forward` and all other methods enter it by themselves.
+        On the GPU one thread at a time can be in it, and its stream first waits for the work that other threads have
+        enqueued in theirs. `forward` and all other methods enter it by themselves, so several threads may call them.
         """
         return self.layers.turn()
 
     def to_host(self, array):
+        """An array of the model's device, such as logits, as a NumPy array; waits until it is computed."""
         with self.turn():
             pass  # the current stream now waits for the one that computes `array`
         return on_host(array)
@@ -329,8 +334,8 @@ class Model:
             self.version.refuse(f"tokens runs from {ids.min()} to {ids.max()}, but the vocabulary has {V} tokens")
         return ids.astype(np.int64)
 
-    def rows(self, tokens, cu_seqlens, slots) -> Rows:
-        """The checked bounds of the call's sequences and their slots."""
+    def sequences(self, tokens, cu_seqlens, slots) -> CallSequences:
+        """The `CallSequences` of `forward`'s arguments, after checking `cu_seqlens` and that slots are different."""
         B, T = tokens.shape
         bounds = np.arange(B + 1) * T
         if cu_seqlens is not None:
@@ -343,19 +348,19 @@ class Model:
             if (np.diff(bounds) == 0).any():
                 self.version.refuse(f"cu_seqlens has an empty prompt at index {int(np.argmin(np.diff(bounds)))}")
         if slots is None:
-            return Rows(bounds, None)
+            return CallSequences(bounds, None)
         slots = array_on_host("slots", slots, self.version.refuse)
         if slots.shape != (len(bounds) - 1,) or slots.dtype.kind not in "iu":
             self.version.refuse(f"slots is {slots.shape} {slots.dtype}, expected integers [N] = ({len(bounds) - 1},)")
         if len(set(slots.tolist())) < len(slots):
             self.version.refuse("slots names a row twice; two sequences cannot update one state")
-        return Rows(bounds, slots.astype(np.int64))
+        return CallSequences(bounds, slots.astype(np.int64))
 
-    def updatable(self, state, rows):
+    def updatable(self, state, sequences):
         """`state`, after checking its sizes, its device, that it is writable and has the rows of the call."""
         check_state(
             state,
-            self.state_sizes(len(rows.first) if rows.slots is None else None),
+            self.state_sizes(len(sequences.first_tokens) if sequences.slots is None else None),
             (self.layers.Array,),
             self.layers.state_dtype,
             self.version.refuse,
@@ -365,17 +370,18 @@ class Model:
             if not getattr(getattr(state, name).flags, "writeable", True):
                 self.version.refuse(f"state.{name} is read-only, expected an array to update: `copy` gives one")
         P = state.wkv.shape[1]
-        if rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
-            self.version.refuse(f"slots runs from {rows.slots.min()} to {rows.slots.max()}, but the state has {P} rows")
+        slots = sequences.slots
+        if slots is not None and not (0 <= slots.min() and slots.max() < P):
+            self.version.refuse(f"slots runs from {slots.min()} to {slots.max()}, but the state has {P} rows")
         return state
 
     def state_sizes(self, rows):
-        """The sizes of a state's axes; that of its rows only if it is given."""
+        """{axis: size} of the model's states; without the axis of rows, "B", if `rows` is None."""
         return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
 
 
-def counted(weights, progress):
-    """A function to call with each array that is loaded; it calls progress(bytes loaded so far, bytes in all)."""
+def byte_counter(weights, progress):
+    """A function that must be called with each array once it is loaded; it calls progress(bytes so far, all bytes)."""
     done, total = 0, sum(array.nbytes for name, array in weights.items() if name != NORM_EPS_NAME)
 
     def loaded(array):

@@ -7,13 +7,13 @@ from ...array_kinds import FLOATS
 from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown
+from .adapters import LORA_A, LORA_B
 from .version import NORM_EPS_NAME, VERSION_NAME, Version, number_in
 
-BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # prefixes of a block: Hugging Face's, fla's, the official one
-TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # prefixes: DeepSpeed, DDP, Lightning, torch.compile
-ADAPTERS = ("lora_A", "lora_B")  # parts of names in adapters of PEFT and RWKV-PEFT
-# {official name, or a part of one: flash-linear-attention's, or Hugging Face's}
-FLA = {
+BLOCK_PREFIXES = ("rwkv.blocks.", "model.layers.", "blocks.")  # Hugging Face's, flash-linear-attention's, the official
+TRAINER_PREFIXES = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
+# {official name, or a part of one: that of flash-linear-attention (fla), or of Hugging Face}
+FLA_NAMES = {
     "emb.weight": "model.embeddings.weight",
     "ln_out.weight": "model.norm.weight",
     "ln_out.bias": "model.norm.bias",
@@ -24,11 +24,12 @@ HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn":
 
 
 # -- conversions of a file's array to the official one ----------------------------------------------------------------
-def same(x):
+def identity(x):
     return x
 
 
-def row(x):
+def as_row(x):
+    """A vector as [1, 1, D]."""
     return x.reshape(1, 1, -1)
 
 
@@ -37,38 +38,38 @@ def transposed(x):
 
 
 # -- namings: functions from an official name to (the name in the file, the conversion of its array) ------------------
-def unchanged(name):
-    return name, same
+def official_naming(name):
+    return name, identity
 
 
-def hugging_face(name):
+def hugging_face_naming(name):
     prefix = "" if name == "head.weight" else "rwkv."
-    return prefix + ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")), same
+    return prefix + ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")), identity
 
 
-def fla(in_block: Callable) -> Callable:
-    """flash-linear-attention's naming. ``in_block(parameter)`` is a version's naming of the parameters of a block that
-    belong to no norm."""
+def fla_naming(in_block: Callable) -> Callable:
+    """fla's naming. ``in_block(parameter)`` is the version's naming of a block's parameters, other than norms', without
+    the prefix of the block."""
 
-    def origin(name):
-        if name in FLA:
-            return FLA[name], same
+    def naming(name):
+        if name in FLA_NAMES:
+            return FLA_NAMES[name], identity
         _, i, parameter = name.split(".", 2)
         norm, _, ending = parameter.rpartition(".")
-        file_name, convert = (f"{FLA_NORMS[norm]}.{ending}", same) if norm in FLA_NORMS else in_block(parameter)
+        file_name, convert = (f"{FLA_NORMS[norm]}.{ending}", identity) if norm in FLA_NORMS else in_block(parameter)
         return f"model.layers.{i}.{file_name}", convert
 
-    return origin
+    return naming
 
 
-def official_first(weights: Mapping, origin: Callable) -> Callable:
-    """The naming `origin`, except for official names that are in `weights` as they are."""
-    return lambda name: (name, same) if name in weights else origin(name)
+def official_names_first(weights: Mapping, naming: Callable) -> Callable:
+    """The naming `naming`, except for official names that are in `weights` as they are."""
+    return lambda name: (name, identity) if name in weights else naming(name)
 
 
-def blocks_of(weights: Mapping) -> str:
-    """The first prefix of BLOCKS with which a name in `weights` begins; by default the official one."""
-    return next((prefix for prefix in BLOCKS if any(name.startswith(prefix) for name in weights)), "blocks.")
+def block_prefix(weights: Mapping) -> str:
+    """The first prefix of BLOCK_PREFIXES with which a name in `weights` begins; by default the official one."""
+    return next((prefix for prefix in BLOCK_PREFIXES if any(name.startswith(prefix) for name in weights)), "blocks.")
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -76,8 +77,8 @@ def official(version: Version, weights: Mapping) -> dict:
     """`weights` under the official names and in the official shapes, in the official order.
 
     weights : mapping from names to host arrays
-        The names are those that `version.naming` accepts; all may have prefixes of TRAINERS. A trained initial state,
-        `blocks.i.att.time_state`, always has its official name.
+        The names are those that `version.naming` accepts; all may begin with one of TRAINER_PREFIXES. A trained initial
+        state, `blocks.i.att.time_state`, always has its official name.
 
     Arrays are views, unless a naming's conversion copies them. Shapes are not checked.
 
@@ -95,42 +96,45 @@ def official(version: Version, weights: Mapping) -> dict:
     (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
     """
     weights = unwrapped(weights)
-    refuse_adapters(weights)
+    refuse_unmerged_adapters(weights)
     refuse_other_versions(version, weights)
     version.check_number(number_in(weights), "what is merged into the model")
-    blocks, origin = version.naming(weights)
-    layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
+    prefix, naming = version.naming(weights)
+    layers = len({name.removeprefix(prefix).split(".")[0] for name in weights if name.startswith(prefix)})
     has_initial_state = any(name.endswith(".time_state") for name in weights)
-    origins = {name: origin(name) for name in version.parameter_axes(layers, has_initial_state)}
-    origins |= {NORM_EPS_NAME: (NORM_EPS_NAME, same)} if NORM_EPS_NAME in weights else {}
-    conversions = dict(origins.values())
-    unread = {VERSION_NAME, *(origin(f"blocks.0.{name}")[0] for name in version.first_layer_lacks)}
+    sources = {name: naming(name) for name in version.parameter_axes(layers, has_initial_state)}
+    sources |= {NORM_EPS_NAME: (NORM_EPS_NAME, identity)} if NORM_EPS_NAME in weights else {}
+    conversions = dict(sources.values())
+    unread = {VERSION_NAME, *(naming(f"blocks.0.{name}")[0] for name in version.first_layer_lacks)}
     missing = [name for name in conversions if name not in weights]
-    left_over = [name for name in weights if name not in conversions and name not in unread]
-    if missing or left_over:
+    unknown = [name for name in weights if name not in conversions and name not in unread]
+    if missing or unknown:
         refuse_file(
             " and ".join(
                 f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
-                for what, names in (("lacks", missing), ("has an unknown", left_over))
+                for what, names in (("lacks", missing), ("has an unknown", unknown))
                 if names
             ),
             f"the parameters of {version.title} with {layers} blocks",
         )
-    return {name: converted(weights, file_name, convert, name) for name, (file_name, convert) in origins.items()}
+    return {name: converted(weights, file_name, convert, name) for name, (file_name, convert) in sources.items()}
 
 
 def unwrapped(weights: Mapping) -> Mapping:
-    """`weights` without the prefixes that trainers put before all names."""
-    while weights and not any(name.startswith(BLOCKS) for name in weights):
-        prefix = next((word for word in TRAINERS if all(name.startswith(word) for name in weights)), None)
-        if prefix is None:
+    """`weights` without the prefixes, of TRAINER_PREFIXES, that all names have."""
+    while weights and not any(name.startswith(BLOCK_PREFIXES) for name in weights):
+        common = [prefix for prefix in TRAINER_PREFIXES if all(name.startswith(prefix) for name in weights)]
+        if not common:
             break
-        weights = {name.removeprefix(prefix): array for name, array in weights.items()}
+        weights = {name.removeprefix(common[0]): array for name, array in weights.items()}
     return weights
 
 
 def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]]:
-    """(the weights by official name, {axis: size}), after checking that all shapes fit each other."""
+    """(the weights by official name, {axis: size}), after checking that all shapes fit each other.
+
+    The first array with an axis gives the axis its size. CheckpointError as in `official`, ContractError for the rest.
+    """
     weights = official(version, weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     sizes = {"1": 1, "5": 5, "L": layers}
@@ -164,9 +168,10 @@ def converted(weights, file_name, convert, name):
         refuse_file(f"{shown(file_name)} is {weights[file_name].shape}", f"what {name} can be made of")
 
 
-def refuse_adapters(weights):
+def refuse_unmerged_adapters(weights):
+    """CheckpointError if a name is that of an adapter's matrix."""
     for name in weights:
-        if any(part in ADAPTERS for part in name.split(".")):
+        if any(part in (LORA_A, LORA_B) for part in name.split(".")):
             refuse_file(
                 f"{shown(name)} belongs to a LoRA adapter that is not merged",
                 "merged weights: linattn-np merge writes them, and generate --adapter reads it beside its model",
@@ -174,11 +179,12 @@ def refuse_adapters(weights):
 
 
 def refuse_other_versions(version, weights):
-    others = version.others(weights)
+    """CheckpointError if a name is that of another version's parameter."""
+    foreign_parts = version.foreign_parts(weights)
     for name in weights:
         for part in name.split("."):
-            if part in others:
-                found = others[part]
+            if part in foreign_parts:
+                found = foreign_parts[part]
                 if found == "RWKV-5" and not any("ln_x" in other for other in weights):
-                    found = "RWKV-4"  # it has the same names, but no group norm
+                    found = "RWKV-4"  # RWKV-4 has RWKV-5's names, but no group norm
                 refuse_file(f"{shown(name)} belongs to {found}", f"the parameters of {version.title}")

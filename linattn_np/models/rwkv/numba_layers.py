@@ -16,8 +16,8 @@ from . import numba_loops as loops
 from .numpy_layers import FLOAT32, MixOperations, NumpyLayers, token_shift
 from .version import stacked
 
-# The format of low-rank matrices, where it is another: with int4 they have 8 bits, as they are small and affect decays.
-FINER = {"int4": "int8"}
+# {format of the large matrices: another format, of the low-rank ones}; these are small, and decays depend on them.
+LOW_RANK_FORMAT = {"int4": "int8"}
 
 
 class NumbaLayers(NumpyLayers):
@@ -31,7 +31,7 @@ class NumbaLayers(NumpyLayers):
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
         super().load(weights, sizes, loaded, partial(packed, dtype))
-        self.gather()
+        self.make_step_arguments()
         everything = [*vars(self.model_weights).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
         self.step_bytes = self.nbytes - self.model_weights.embedding.nbytes
@@ -39,61 +39,64 @@ class NumbaLayers(NumpyLayers):
     def __repr__(self):
         return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype}, {self.nbytes:,} bytes)"
 
-    def logits(self, tokens, state, rows, last):
+    def logits(self, tokens, state, sequences, last):
         """Logits [T, V], or [N, V] for each sequence's last token."""
-        if not rows.single or self.dtype == "float32" and len(tokens) > FEW:
-            return super().logits(tokens, state, rows, last)
-        board = Board()
+        if not sequences.one_token_each or self.dtype == "float32" and len(tokens) > FEW:
+            return super().logits(tokens, state, sequences, last)
+        board = Board()  # one for each call, so that several threads may decode
         x = self.model_weights.embedding[tokens].astype(FLOAT32, copy=False)
-        slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
+        slots = np.arange(len(tokens)) if sequences.slots is None else sequences.slots
         state_arrays = [*map(np.ascontiguousarray, state.arrays)]  # for strided ones Numba would compile the loop again
         with board.helped(self.step_bytes):
             eps = self.layer_eps, self.group_eps
-            logits = self.loops.step(multiply.address, board.array, *self.gathered, eps, x, *state_arrays, slots)
-        for array, new in zip(state.arrays, state_arrays):
-            if array is not new:
-                array[...] = new
+            logits = self.loops.step(multiply.address, board.array, *self.step_arguments, eps, x, *state_arrays, slots)
+        for array, updated in zip(state.arrays, state_arrays):
+            if array is not updated:
+                array[...] = updated
         return logits
 
-    def operations_for(self, rows):
-        return self.operations(self, rows, Board())
+    def operations_for(self, sequences):
+        """The operations of one call, for prompts."""
+        return self.operations(self, sequences, Board())
 
     def __getstate__(self):
         """The attributes for copies and pickles: all but the addresses of matrices."""
-        return {name: value for name, value in vars(self).items() if name != "gathered"}
+        return {name: value for name, value in vars(self).items() if name != "step_arguments"}
 
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.gather()
+    def __setstate__(self, attributes):
+        vars(self).update(attributes)
+        self.make_step_arguments()
 
-    def gather(self):
-        """Makes the arguments of `step`: a table of all matrices' addresses, and all layers' vectors in one array.
+    def make_step_arguments(self):
+        """Sets `step_arguments`, for `step`: the descriptions of all matrices, and all vectors in one array.
 
-        The layers' own vectors become views of this array. Entries that a layer does not have are 0.
+        The layers' own vectors become views of this array. Matrices and vectors that a layer lacks are 0. Called
+        again for a copy, as its matrices have other addresses.
         """
         head, norms = self.model_weights.head, np.concatenate([self.model_weights.ln0, self.model_weights.ln_out])
-        matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(described(head))), np.int64)
+        matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(matrix_description(head))), np.int64)
         vectors = np.zeros((len(self.layers), sum(self.loops.VECTORS.values()), norms.shape[-1]), FLOAT32)
         starts = np.cumsum([0, *self.loops.VECTORS.values()])
         for i, layer in enumerate(self.layers):
             for index, name in enumerate(self.loops.MATRICES):
                 if name in vars(layer):
-                    matrices[i, index] = described(getattr(layer, name))
+                    matrices[i, index] = matrix_description(getattr(layer, name))
             for (name, count), start in zip(self.loops.VECTORS.items(), starts):
                 if name in vars(layer):
                     part = vectors[i, start : start + count].reshape(getattr(layer, name).shape)
                     part[:] = getattr(layer, name)
                     setattr(layer, name, part)
-        self.gathered = matrices, np.array(described(head)), vectors, norms
+        self.step_arguments = matrices, np.array(matrix_description(head)), vectors, norms
 
 
-def described(matrix):
-    """The description of a matrix for loops: its format's code, the addresses of bits and scales, its rows."""
+def matrix_description(matrix):
+    """The description of a packed matrix or stack: (code of its format, addresses of bits and of scales, rows)."""
     return matrix.code, *matrix.where, matrix.shape[-2]
 
 
 def packed(format, field, weight, arrays):
-    """A weight in the form that products or mixes read: a packed matrix, a `Stored` one of this format, or an array."""
+    """A weight as the layers read it: a packed matrix in `format`, bfloat16 or float32 for the embedding, or a float32
+    array. `field`, `weight` and `arrays` are as in `NumpyLayers.load`."""
     if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
         return Stored.matrix(arrays)
     array = stacked(arrays)
@@ -102,7 +105,7 @@ def packed(format, field, weight, arrays):
     if field == "embedding":
         return array.astype(BFLOAT16)
     if weight.inputs_first:
-        return pack(array.swapaxes(-1, -2), FINER.get(format, format))
+        return pack(array.swapaxes(-1, -2), LOW_RANK_FORMAT.get(format, format))
     return pack(array, format)
 
 
@@ -110,14 +113,14 @@ def packed(format, field, weight, arrays):
 class PromptOperations(MixOperations):
     """The operations of mixes for prompts, with packed matrices; loops replace NumPy where they are faster."""
 
-    board: Board
+    board: Board  # by which threads share products
 
     def multiply(self, matrix, x):
         return matrix(x, self.board)
 
     def shift_mix(self, layer, norm, maa, x, shift):
         xx = loops.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
-        d = token_shift(xx, shift, self.rows)
+        d = token_shift(xx, shift, self.sequences)
         return loops.mixed(xx, d, np.atleast_2d(getattr(layer, maa))), xx, d
 
     def relu_squared(self, x):

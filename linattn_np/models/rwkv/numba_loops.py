@@ -2,6 +2,9 @@
 
 A version adds loops for its two mixes and `step`, which computes one token of a few sequences in a single call. With
 several calls per token, the overhead of Python and NumPy would be as long as reading the matrices in a 4-bit format.
+
+Arrays are float32 and in C order, which callers guarantee: Numba compiles a loop again for other dtypes and layouts.
+B sequences or tokens, D channels, n mixes.
 """
 
 import numpy as np
@@ -9,16 +12,16 @@ import numpy as np
 from ...numba_cache import njit
 from ..matrix_loops import multiply_at
 
-LOOP = {
+LOOP_OPTIONS = {
     "nogil": True,
     "error_model": "numpy",  # checks of divisors for 0 would prevent vectorisation
     "fastmath": {"contract", "nsz", "arcp", "reassoc"},
 }
-MOST = np.float32(7.90531110763549805)  # tanh of larger numbers rounds to 1
+TANH_LIMIT = np.float32(7.90531110763549805)  # tanh of larger numbers rounds to 1
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
-@njit(forceinline=True, **LOOP)
+@njit(forceinline=True, **LOOP_OPTIONS)
 def tanh(x):
     """tanh by Eigen's rational function, within 6 units in the last place; it vectorises, which libm's does not."""
     s = x * x
@@ -32,34 +35,35 @@ def tanh(x):
     q = np.float32(2.26843463243900e-03) + q * s
     q = np.float32(4.89352518554385e-03) + q * s
     one = np.float32(1)
-    return one if x > MOST else -one if x < -MOST else x * p / q
+    return one if x > TANH_LIMIT else -one if x < -TANH_LIMIT else x * p / q
 
 
-@njit(forceinline=True, **LOOP)
+@njit(forceinline=True, **LOOP_OPTIONS)
 def sigmoid(x):
+    """1 / (1 + exp(-x)), as (1 + tanh(x / 2)) / 2."""
     return np.float32(0.5) * tanh(np.float32(0.5) * x) + np.float32(0.5)
 
 
-@njit(**LOOP)
-def tanh_of(x):
+@njit(**LOOP_OPTIONS)
+def tanh_in_place(x):
     """tanh of x [B, K], in place."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] = tanh(x[b, c])
 
 
-@njit(**LOOP)
-def tanh_parts(x, count):
-    """tanh of x [B, count * R] as [count, B, R]."""
-    to = np.empty((count, x.shape[0], x.shape[1] // count), np.float32)
+@njit(**LOOP_OPTIONS)
+def tanh_of_parts(x, count):
+    """tanh of x [B, count * R], as a new array [count, B, R]."""
+    out = np.empty((count, x.shape[0], x.shape[1] // count), np.float32)
     for n in range(count):
-        for b in range(to.shape[1]):
-            for c in range(to.shape[2]):
-                to[n, b, c] = tanh(x[b, n * to.shape[2] + c])
-    return to
+        for b in range(out.shape[1]):
+            for c in range(out.shape[2]):
+                out[n, b, c] = tanh(x[b, n * out.shape[2] + c])
+    return out
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def add(x, y):
     """x [B, D] += y. Numba's own array addition takes seconds to compile, because of its check of shapes."""
     for b in range(x.shape[0]):
@@ -67,8 +71,9 @@ def add(x, y):
             x[b, c] += y[b, c]
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def relu_squared(x):
+    """x [B, D] becomes relu(x)^2; a NaN stays."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             positive = x[b, c] if x[b, c] > 0 or np.isnan(x[b, c]) else np.float32(0)
@@ -76,9 +81,9 @@ def relu_squared(x):
 
 
 # -- norms and mixes --------------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def normalize(x, weight, bias, eps, to):
-    """Writes the layer norm of x [D] to `to`."""
+@njit(**LOOP_OPTIONS)
+def normalize(x, weight, bias, eps, out):
+    """Writes the layer norm of x [D] to `out`."""
     D, total, squares = x.shape[0], np.float32(0), np.float32(0)
     for c in range(D):
         total += x[c]
@@ -87,29 +92,30 @@ def normalize(x, weight, bias, eps, to):
         squares += (x[c] - mean) ** 2
     scale = np.float32(1) / np.sqrt(squares / np.float32(D) + np.float32(eps))
     for c in range(D):
-        to[c] = (x[c] - mean) * scale * weight[c] + bias[c]
+        out[c] = (x[c] - mean) * scale * weight[c] + bias[c]
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def layer_norm(x, norm, eps):
-    to = np.empty_like(x)
+    """The layer norm of x [B, D]; `norm` [2, D] is its weight and its bias."""
+    out = np.empty_like(x)
     for b in range(x.shape[0]):
-        normalize(x[b], norm[0], norm[1], eps, to[b])
-    return to
+        normalize(x[b], norm[0], norm[1], eps, out[b])
+    return out
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def mixed(xx, d, maa):
     """The mixes xx + d maa [n, B, D] for xx and d [B, D], maa [n, D]."""
-    to = np.empty((maa.shape[0], *xx.shape), np.float32)
-    for n in range(to.shape[0]):
-        for b in range(to.shape[1]):
-            for c in range(to.shape[2]):
-                to[n, b, c] = xx[b, c] + d[b, c] * maa[n, c]
-    return to
+    out = np.empty((maa.shape[0], *xx.shape), np.float32)
+    for n in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            for c in range(out.shape[2]):
+                out[n, b, c] = xx[b, c] + d[b, c] * maa[n, c]
+    return out
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def shift_mix(x, norm, eps, maa, shift, slots):
     """(mixes xx + d maa [n, B, D], xx, d) for x [B, D]: xx is the normed x, d = shift[slots] - xx.
 
@@ -117,21 +123,21 @@ def shift_mix(x, norm, eps, maa, shift, slots):
     """
     xx, d = layer_norm(x, norm, eps), np.empty_like(x)
     for b in range(x.shape[0]):
-        last = shift[slots[b]]
+        previous = shift[slots[b]]
         for c in range(x.shape[1]):
-            d[b, c] = last[c] - xx[b, c]
-            last[c] = xx[b, c]
+            d[b, c] = previous[c] - xx[b, c]
+            previous[c] = xx[b, c]
     return mixed(xx, d, maa), xx, d
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def product(multiply, board, matrix, x):
-    """x W^T for x [S, B, K].
+    """x W^T [S, B, M], for x [S, B, K] and a stack W of S matrices [M, K].
 
-    multiply : the address of the compiled loop that multiplies
-    board : the table by which threads share the work
-    matrix : the description of W, by `numba_layers.described`
+    multiply : the address of the compiled loop `matrix_loops.multiply`
+    board : the array of the `Board` by which threads share the work
+    matrix : the description of W, by `numba_layers.matrix_description`
     """
     format, bits, scales, rows = matrix
     y = np.empty((x.shape[0], x.shape[1], rows), np.float32)

@@ -12,21 +12,22 @@ import numpy as np
 
 from .. import array_math
 from ..devices import on_host
-from .state import Rows
+from .state import CallSequences
 from .version import Version, initial_states, name_in_block, stacked
 
 FLOAT32 = np.dtype(np.float32)
 
 
 class NumpyLayers:
-    """The weights of all layers, and the computation of logits.
+    """The weights of all layers, and the computation of logits. Several threads may call it, with different states.
 
     A version's subclass sets `version`; `mixes`, a module with the functions `time_mix` and `channel_mix`; and
-    `operations`, the class with the operations that these functions call.
+    `operations`, the class with the operations that these functions call. The arguments `tokens`, `state`, `sequences`
+    and `last` of methods are those of `Model.forward`, which has checked them; `tokens` is [T], of all sequences.
     """
 
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
-    state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # calls need no lock: each has arrays of its own
+    state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # `Model.turn` needs no lock: calls share no buffers
     version: ClassVar[Version]
     mixes: ClassVar[ModuleType]
     operations: ClassVar[type[MixOperations]]
@@ -36,45 +37,45 @@ class NumpyLayers:
         self.load(weights, sizes, loaded, in_float32)
 
     def load(self, weights, sizes, loaded, convert):
-        """Loads all weights. ``convert(field, weight, arrays)`` makes the array of each from its parameters; `loaded`
-        is called with each parameter."""
+        """Loads all weights. ``convert(field, weight, arrays)`` makes the array of a `Weight` from the parameters
+        `arrays`; `field` is its name in the layers. ``loaded(parameter)`` counts the bytes that are loaded."""
         version = self.version
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         array_of = partial(loaded_array, version, weights, loaded, convert)
         self.model_weights = version.model_arrays(array_of)
         self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
-        self.tuned = [array.astype(FLOAT32) for array in initial_states(weights)]
+        self.initial_wkv = [array.astype(FLOAT32) for array in initial_states(weights)]
         for array in initial_states(weights):
             loaded(array)
 
     def __repr__(self):
         return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype})"
 
-    def logits(self, tokens, state, rows, last):
+    def logits(self, tokens, state, sequences, last):
         """Logits [T, V], or [N, V] for each sequence's last token."""
-        ops = self.operations_for(rows)
-        return ops.multiply(self.model_weights.head, self.run(ops, tokens, state, rows, last))
+        ops = self.operations_for(sequences)
+        return ops.multiply(self.model_weights.head, self.run(ops, tokens, state, sequences, last))
 
-    def hidden(self, tokens, state, rows, last):
+    def hidden(self, tokens, state, sequences, last):
         """The head's input [T, D], or [N, D] for each sequence's last token."""
-        return self.run(self.operations_for(rows), tokens, state, rows, last)
+        return self.run(self.operations_for(sequences), tokens, state, sequences, last)
 
-    def operations_for(self, rows):
-        return self.operations(self, rows)
+    def operations_for(self, sequences):
+        return self.operations(self, sequences)
 
-    def run(self, ops, tokens, state, rows, last):
-        """Runs all layers with the operations `ops`; returns the head's input."""
+    def run(self, ops, tokens, state, sequences, last):
+        """Runs all layers with the operations `ops`, which update `state`; returns the head's input."""
         weights = self.model_weights
         x = array_math.layer_norm(weights.embedding[tokens].astype(FLOAT32, copy=False), weights.ln0, self.layer_eps)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = self.mixes.time_mix(ops, layer, x, att_shift, wkv)
             x = self.mixes.channel_mix(ops, layer, x, ffn_shift)
-        return array_math.layer_norm(x[rows.last] if last else x, weights.ln_out, self.layer_eps)
+        return array_math.layer_norm(x[sequences.last_tokens] if last else x, weights.ln_out, self.layer_eps)
 
 
 def loaded_array(version, weights, loaded, convert, field, weight, names):
     """The array of one weight, as `NumpyLayers.load` describes it; `names`: the full names of its parameters."""
-    ones = version.block.get(name_in_block(names[0]), "").split().count("1")  # axes of size 1 that files have first
+    ones = version.block.get(name_in_block(names[0]), "").split().count("1")  # leading axes of size 1, to be removed
     array = convert(field, weight, [weights[name].reshape(weights[name].shape[ones:]) for name in names])
     for name in names:
         loaded(weights[name])
@@ -92,15 +93,16 @@ class MixOperations:
     """The operations of mixes that all versions have in common, on NumPy arrays; `rwkv6.math.MixOperations` specifies
     them.
 
-    The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place.
+    The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place. Each call of the layers
+    makes an object of its own.
     """
 
-    layers: Any  # the `NumpyLayers`
-    rows: Rows
+    layers: Any  # a `NumpyLayers`, for its eps
+    sequences: CallSequences
 
     def shift_mix(self, layer, norm, maa, x, shift):
         xx = array_math.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
-        d = token_shift(xx, shift, self.rows)
+        d = token_shift(xx, shift, self.sequences)
         return xx + d * array_math.beside(getattr(layer, maa), x), xx, d
 
     def product(self, layer, name, x):
@@ -109,18 +111,21 @@ class MixOperations:
     def multiply(self, matrix, x):
         return x @ matrix
 
-    def recurrence_of(self, operator, step, arrays, rest, wkv):
-        """`operator` of `arrays` [T, H, N] and `rest` on all sequences, or its `step` if each has one token."""
-        rows = self.rows
-        if rows.single:
-            return step(*arrays, *rest, wkv, scale=1.0, slots=rows.slots)
-        o, wkv[rows.states] = operator(
+    def recurrence_of(self, operator, step, arrays, vectors, wkv):
+        """The result [T, H, N] of `operator`, or of its `step` if each sequence has one token; updates `wkv`.
+
+        arrays, vectors : the operator's arguments in their order: those with tokens, [T, H, N], then those without
+        """
+        sequences = self.sequences
+        if sequences.one_token_each:
+            return step(*arrays, *vectors, wkv, scale=1.0, slots=sequences.slots)
+        o, wkv[sequences.state_rows] = operator(
             *(array[None] for array in arrays),
-            *rest,
+            *vectors,
             scale=1.0,
             layout="bthd",
-            cu_seqlens=rows.bounds,
-            initial_state=wkv[rows.states],
+            cu_seqlens=sequences.bounds,
+            initial_state=wkv[sequences.state_rows],
             output_final_state=True,
         )
         return o[0]
@@ -133,16 +138,19 @@ class MixOperations:
         return x
 
 
-def token_shift(x, shift, rows):
-    """x_{t-1} - x_t in every sequence of x [T, D]. `shift` [P, D] has x of the token before each sequence's first one;
-    it gets x of the sequence's last one."""
-    if rows.single:
-        d = shift[rows.states] - x
-        shift[rows.states] = x
+def token_shift(x, shift, sequences):
+    """x_{t-1} - x_t for x [T, D], in every sequence.
+
+    shift : [P, D]. The row of each sequence holds x of the token before the sequence's first one, and is replaced by x
+        of its last one
+    """
+    if sequences.one_token_each:
+        d = shift[sequences.state_rows] - x
+        shift[sequences.state_rows] = x
         return d
     d = np.empty_like(x)
     d[1:] = x[:-1]
-    d[rows.first] = shift[rows.states]
-    shift[rows.states] = x[rows.last]
+    d[sequences.first_tokens] = shift[sequences.state_rows]
+    shift[sequences.state_rows] = x[sequences.last_tokens]
     d -= x
     return d

@@ -30,31 +30,26 @@ class Layout:
         if width % head_size:
             refuse(f"width {width} is no multiple of the head size {head_size}")
         sizes = {"1": 1, "5": 5, "L": layers, "D": width, "H": width // head_size, "N": head_size, "V": vocabulary}
-        return sizes | cls.more_sizes(width)
+        return sizes | cls.version_sizes(width)
 
     @staticmethod
-    def more_sizes(width: int) -> dict[str, int]:
+    def version_sizes(width: int) -> dict[str, int]:
         """{axis: size} of the axes that a version adds."""
         raise NotImplementedError
 
     def __init__(self, sizes, weights=None):
         """`weights`, by official name, are the initial weights of a training; None for random ones."""
-        version, self.weights = self.version, weights
-        self.sizes, self.axes = sizes, version.parameter_axes(sizes["L"])
-        is_matrix, place = version.is_matrix, self.place
-        self.shapes = {
-            name: tuple(sizes[axis] for axis in self.axes[name].split()) for name in sorted(self.axes, key=place)
-        }
+        self.initial_weights, self.sizes, self.axes = weights, sizes, self.version.parameter_axes(sizes["L"])
+        names = sorted(self.axes, key=self.sort_key)
+        self.shapes = {name: tuple(sizes[axis] for axis in self.axes[name].split()) for name in names}
         ends = np.cumsum([prod(shape) for shape in self.shapes.values()]).tolist()
         self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
-        # The vector's elements before this one are matrices.
-        self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))
-        layer_ends = (
-            [end for name, (_, end) in self.spans.items() if is_matrix(name) and name.startswith(f"blocks.{i}.")]
-            for i in range(sizes["L"])
-        )
-        ends = [max(found) for found in layer_ends]
+        matrix_ends = {name: end for name, (_, end) in self.spans.items() if self.version.is_matrix(name)}
+        self.matrices = max(matrix_ends.values())  # the number of the vector's first elements that are matrices'
+        ends = [
+            max(end for name, end in matrix_ends.items() if name.startswith(f"blocks.{i}.")) for i in range(sizes["L"])
+        ]
         # (start, end) of each layer's matrices; the first part includes the matrices outside the layers
         self.parts = list(zip([0, *ends], ends))
 
@@ -84,11 +79,11 @@ class Layout:
 
     def initial(self, seed) -> np.ndarray:
         """The float32 vector of the initial weights."""
-        if self.weights is not None:
-            return self.vector(self.weights)
+        if self.initial_weights is not None:
+            return self.vector(self.initial_weights)
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
         for name, array in self.named(vector).items():
-            array[...] = self.first(name, array.shape, rng)
+            array[...] = self.initial_value(name, array.shape, rng)
         return vector
 
     def vector(self, weights) -> np.ndarray:
@@ -98,11 +93,11 @@ class Layout:
             array[...] = weights[name]
         return vector
 
-    def first(self, name, shape, rng):
+    def initial_value(self, name, shape, rng):
         """The initial value of a parameter, or an array that broadcasts to it."""
         raise NotImplementedError
 
-    def place(self, name):
+    def sort_key(self, name):
         """The sort key of a parameter: matrices before others, by layer, then in the order of `Version.matrices`."""
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         matrix = self.version.is_matrix(name)

@@ -1,4 +1,4 @@
-"""The state that sequences carry from token to token, and the rows of tokens that belong to each sequence of a call."""
+"""The state that sequences carry from token to token, and the bounds and state rows of the sequences of a call."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from .version import INITIAL_STATE_PARAMETER, VERSION_NAME, number_in
 class State:
     """The state of B sequences, or a pool of P rows, each a sequence's; a model's `forward` updates it in place.
 
+    The arrays are not checked here: `forward`, `on_device` and `save` check them.
+
     Example
     -------
     >>> import tempfile
@@ -38,7 +40,7 @@ class State:
     att_shift: np.ndarray  # [L, B, D], the last token's input of each time mix
     wkv: np.ndarray  # [L, B, H, N (keys), N (values)], the recurrent state, in the model's `state_dtype`
     ffn_shift: np.ndarray  # [L, B, D], the last token's input of each channel mix
-    version: int | None = field(default=None, kw_only=True)  # of RWKV; None where nobody has said it
+    version: int | None = field(default=None, kw_only=True)  # of RWKV; None if the caller or the file did not say it
 
     @property
     def arrays(self):
@@ -53,6 +55,7 @@ class State:
         )
 
     def copy(self) -> State:
+        """A state with the same numbers in memory of its own."""
         return State(*(array.copy() for array in self.arrays), version=self.version)
 
     __copy__ = copy  # deep, as `forward` updates a state in place
@@ -62,9 +65,9 @@ class State:
         return State(*(array[:, slot : slot + 1] for array in self.arrays), version=self.version)
 
     def put(self, slots: int | Sequence[int], state: State):
-        """Writes the state of one sequence to one row, or to each of several `slots`."""
-        for array, new in zip(self.arrays, state.arrays):
-            array[:, slots] = new if np.ndim(slots) else new[:, 0]
+        """Writes `state`, of one sequence, to the row `slots`, or to each row of a list of them."""
+        for array, row in zip(self.arrays, state.arrays):
+            array[:, slots] = row if np.ndim(slots) else row[:, 0]
 
     def save(self, path):
         """Writes a `.npz` file in float32, whose numbers `load` returns unchanged. If it fails, no file is changed."""
@@ -85,15 +88,17 @@ class State:
         try:
             data = mapped(path, "what State.save has written")
             if data.find(b".time_state", 0, MAX_INDEX) >= 0:
-                return cls.tuned(checkpoint.read(path))
+                return cls.of_initial_states(checkpoint.read(path))
             if data[:4] != b"PK\3\4":
                 refuse(f"starts with {data[:8]!r}, expected what State.save has written")
-            places = stored_zip.directory(data)
-            if places.keys() - {f"{VERSION_NAME}.npy"} != {f"{name}.npy" for name in STATE}:
-                found = ", ".join(sorted(name.removesuffix(".npy") for name in places))
+            entries = stored_zip.directory(data)  # {file name: (first byte, size)}
+            if entries.keys() - {f"{VERSION_NAME}.npy"} != {f"{name}.npy" for name in STATE}:
+                found = ", ".join(sorted(file_name.removesuffix(".npy") for file_name in entries))
                 refuse(f"holds {shown(found)[1:-1] or 'nothing'}, expected {', '.join(sorted(STATE))}")
-            names = {name.removesuffix(".npy"): place for name, place in places.items()}
-            arrays = {name: stored_zip.floats(data, place, name) for name, place in names.items()}
+            arrays = {}
+            for file_name, entry in entries.items():
+                name = file_name.removesuffix(".npy")
+                arrays[name] = stored_zip.floats(data, entry, name)
             state = cls(*(arrays[name] for name in STATE), version=number_in(arrays))
             check_state(state, {})
             return state
@@ -102,8 +107,8 @@ class State:
             raise ContractError(f"State: {path} is no saved state, or a damaged one: {why}") from None
 
     @classmethod
-    def tuned(cls, weights) -> State:
-        """The state of one sequence from `weights`, trained initial states [H, N (values), N (keys)] by name."""
+    def of_initial_states(cls, weights) -> State:
+        """The state of one sequence from `weights`: trained initial states [H, N (values), N (keys)], by full name."""
         number = number_in(weights)
         weights = {name: array for name, array in weights.items() if name != VERSION_NAME}
         names = [f"blocks.{i}.{name}" for name in INITIAL_STATE_PARAMETER for i in range(len(weights) or 1)]
@@ -140,8 +145,8 @@ def shapes_and_dtypes(sizes: dict[str, int], rows: int, wkv) -> dict[str, tuple]
     return {name: (shape, wkv if name == "wkv" else FLOAT32) for name, shape in shapes.items()}
 
 
-def check_state(state, sizes, kinds=None, wkv=FLOAT32, refuse=refuse):
-    """Checks that a state's arrays fit each other and `sizes` and have one of the types `kinds` (None: any).
+def check_state(state, sizes, array_types=None, wkv=FLOAT32, refuse=refuse):
+    """Checks that a state's arrays fit each other and `sizes` and have one of the `array_types` (None: any).
 
     wkv : the dtype of the recurrent state (None: any of DTYPES); the other parts are float32
     sizes : {axis: size}; an axis that it lacks gets the size that the first array has
@@ -158,7 +163,7 @@ def check_state(state, sizes, kinds=None, wkv=FLOAT32, refuse=refuse):
                 f"state.{name} is a {type(array).__module__}.{type(array).__qualname__}, expected a plain array",
                 ContractTypeError,
             )
-        if kinds is not None and type(array) not in kinds:
+        if array_types is not None and type(array) not in array_types:
             refuse(
                 f"state.{name} is a {type(array).__module__}.{type(array).__qualname__}, expected one of the "
                 "model's device: `on_device` moves it",
@@ -178,11 +183,15 @@ def check_state(state, sizes, kinds=None, wkv=FLOAT32, refuse=refuse):
         refuse(f"state.wkv has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
 
 
-class Rows:
-    """The bounds of a call's sequences among its tokens, and the rows of the state that belong to them."""
+class CallSequences:
+    """The N sequences of a call, among its packed tokens and in the state. `Model.sequences` checks the arguments.
+
+    bounds : host integers [N + 1]; sequence n is the tokens bounds[n] to bounds[n + 1] - 1, at least one
+    slots : host integers [N], all different: the row of each sequence in the state; None if they are 0 to N - 1
+    """
 
     def __init__(self, bounds, slots):
-        self.bounds, self.slots = bounds, slots  # host: [N + 1]; [N] or None
-        self.first, self.last = bounds[:-1], bounds[1:] - 1
-        self.single = len(self.first) == bounds[-1]  # whether each sequence has one token: a step
-        self.states = slice(None) if slots is None else slots  # the index of the sequences' rows in a state
+        self.bounds, self.slots = bounds, slots
+        self.first_tokens, self.last_tokens = bounds[:-1], bounds[1:] - 1
+        self.one_token_each = len(self.first_tokens) == bounds[-1]
+        self.state_rows = slice(None) if slots is None else slots  # an index of a state's arrays

@@ -20,7 +20,7 @@ from ...errors import ContractError, ContractTypeError
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
 NORM_EPS_NAME = "norm_eps"  # entry [2] of a model's weights: eps of layer norms and of the group norm, if not these two
-VERSION_NAME = "rwkv_version"  # array [1] in files of what goes with a model: states and adapters; older ones lack it
+VERSION_NAME = "rwkv_version"  # array [1] in files of states and of adapters; older files lack it
 # The trained initial state, in every block or in none; of its last two axes the first is that of values.
 INITIAL_STATE_PARAMETER = {"att.time_state": "H N N"}
 
@@ -59,7 +59,7 @@ def low_rank(name) -> Weight:
     return Weight((name,), matrix=True, inputs_first=True)
 
 
-# Alike in every version: {parameter: axes} before the layers and after them, {field: Weight} of the arrays from these.
+# The same in every version: {parameter: axes} before the layers and after them, and their arrays {field: Weight}.
 EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 MODEL = {
@@ -78,15 +78,15 @@ class Version:
     """A version of RWKV.
 
     number : 6 or 7
-    owner : the class of its models, with which errors begin
-    title : what errors call the version
+    owner : the name of the class of its models, with which errors begin
+    title : the version's name in errors
     block : {parameter of a block: axes}. The first parameter with an axis, in the order EMBEDDING, blocks, HEAD, gives
         the axis its size
     layer : {field: Weight}, the arrays of a layer
     first_layer_lacks : parameters of a block that the first block does not have; files may contain them, unread
     naming : a function of the weights in a file. It returns (the prefix of block names in the file, a function of an
         official name, which returns (the name in the file, the function that converts the file's array))
-    others : a function of the weights in a file. It returns {part of a name: the other version that has such names}
+    foreign_parts : a function of the weights in a file. It returns {part of a name: the version that has such names}
     fla_fields : {field of flash-linear-attention's config: the only value that is supported}
     fla_sizes : {field of flash-linear-attention's config: the axis whose size it is}
     fla_eps : flash-linear-attention's eps of norms if its config has none
@@ -100,7 +100,7 @@ class Version:
     block: dict[str, str]
     layer: dict[str, Weight]
     naming: Callable[[Mapping], tuple[str, Callable]]
-    others: Callable[[Mapping], Mapping[str, str]]
+    foreign_parts: Callable[[Mapping], Mapping[str, str]]
     fla_fields: dict[str, object]
     fla_sizes: dict[str, str]
     fla_eps: float
@@ -112,11 +112,10 @@ class Version:
         raise error(f"{self.owner}: {complaint}")
 
     def check_number(self, number: int | None, what: str):
-        """ContractError if `what` belongs to another version, by its `number_in`."""
+        """ContractError if `number`, the `number_in` of the file of `what`, is another version's. None is accepted."""
         if number not in (None, self.number):
-            self.refuse(
-                f"{what} is of RWKV-{number}, expected RWKV-{self.number}: it goes with the model that it was made with"
-            )
+            wanted = f"expected RWKV-{self.number}: it goes with the model that it was made with"
+            self.refuse(f"{what} is of RWKV-{number}, {wanted}")
 
     def checked_dtype(self, dtype, accepted, purpose=""):
         """`dtype` as a NumPy dtype; ContractTypeError if it is none of `accepted`. `purpose` ends the error's text."""
@@ -131,7 +130,7 @@ class Version:
 
     # -- parameters --------------------------------------------------------------------------------------------------
     def parameter_axes(self, layers, has_initial_state=False) -> dict[str, str]:
-        """{official name: axes} of all parameters of a model with so many layers."""
+        """{official name: axes} of all parameters of a model with this number of layers."""
         block = self.block | INITIAL_STATE_PARAMETER if has_initial_state else self.block
         blocks = {
             f"blocks.{i}.{name}": axes
@@ -150,17 +149,18 @@ class Version:
     def is_matrix(self, name) -> bool:
         return name_in_block(name) in self.matrices
 
-    def linears(self, layers: int) -> list[str]:
-        """The full names of the matrices that files store as (out, in), without the embedding: none of low rank."""
+    def large_matrices(self, layers: int) -> list[str]:
+        """The full names of all matrices except for the embedding and those of low rank."""
         names = ["head.weight"]
         for weight in self.layer.values():
-            if weight.matrix and not weight.inputs_first:  # the first block lacks none of them
+            if weight.matrix and not weight.inputs_first:  # the first block has all of these
                 names += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
         return names
 
     # -- arrays ------------------------------------------------------------------------------------------------------
     def layer_arrays(self, prefix: str, array_of: Callable) -> SimpleNamespace:
-        """The arrays of a layer whose names begin with `prefix`: ``array_of(field, weight, full names)`` makes each."""
+        """{field: array} of the layer whose parameters' names begin with `prefix`, as a namespace. ``array_of(field,
+        weight, full names)`` makes each array."""
         lacking = self.first_layer_lacks if prefix == "blocks.0." else frozenset()
         return SimpleNamespace(
             **{
@@ -193,7 +193,7 @@ def number_in(arrays: Mapping) -> int | None:
 
 
 def number_of(version: Version) -> dict[str, np.ndarray]:
-    """What a file has for `number_in`."""
+    """{name: array} to be written to a file, which `number_in` reads."""
     return {VERSION_NAME: np.full(1, version.number, np.float32)}
 
 
@@ -208,8 +208,7 @@ def stacked(arrays):
 
 
 def initial_states(weights) -> list:
-    """The trained initial state [H, N, N] of each layer, or an empty list. Here the axis of keys is before that of
-    values; in files it is behind it."""
+    """The trained initial state [H, N (keys), N (values)] of each layer, or []; in files it is [H, values, keys]."""
     return [array.swapaxes(1, 2) for name, array in weights.items() if name.endswith("time_state")]
 
 
@@ -223,6 +222,6 @@ def output_scale(dtype) -> float:
 
 
 def unit_of_squares(dtype) -> int:
-    """The number by which kernels divide the channel mix's squares in `dtype`: float16 cannot hold those of numbers
-    from 256 on."""
+    """The number by which kernels divide the channel mix's squares in `dtype`: those of numbers from 256 up are beyond
+    float16's range."""
     return 2048 if dtype == np.float16 else 1

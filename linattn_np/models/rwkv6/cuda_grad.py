@@ -18,12 +18,12 @@ class TimeMix(Mix):
         if (N := layer.bonus.shape[1]) not in HEADS:
             VERSION.refuse(f"head size is {N}, expected one of {', '.join(map(str, HEADS))} for training on cuda")
 
-    def forward(self, xx, before, site):
+    def forward(self, xx, previous_xx, site):
         ops, layer = self.ops, self.layer
-        self.xx, self.before, self.mixed_x = xx, before, ops.mix(xx, before, layer.maa_x)
+        self.xx, self.previous_xx, self.mixed_x = xx, previous_xx, ops.mix(xx, previous_xx, layer.maa_x)
         self.low = ops.activated("Tanh", ops.product(self.mixed_x, layer.maa_down))
         self.m = ops.product(five(self.low), layer.maa_up)
-        self.mixed = ops.mix(xx, before, layer.maa, self.m)
+        self.mixed = ops.mix(xx, previous_xx, layer.maa, self.m)
         self.decay_low = ops.activated("Tanh", ops.product(self.mixed[0], layer.decay_down))
         self.w = ops.log_decay(ops.product(self.decay_low, layer.decay_up), layer.decay)
         k, v, r, self.gate = ops.product(self.mixed[1:], layer.kvrg)
@@ -34,60 +34,60 @@ class TimeMix(Mix):
         self.y = ops.gated_norm(self.o, self.gate, layer.ln_x, layer.bonus.shape[1])
         return Change("Added", ops.product(self.y, layer.output), site=site)
 
-    def pull(self, dchange, to):
+    def pull(self, dchange, grads):
         ops, layer = self.ops, self.layer
         (dchange,) = dchange
-        ops.gradient(self.y, dchange, to.output)
+        ops.gradient(self.y, dchange, grads.output)
         dy = ops.product(dchange, transposed(layer.output))
-        dout, dgate = ops.gated_norm_backward(dy, self.o, self.gate, layer.ln_x, layer.bonus.shape[1], to.ln_x)
-        dr, dk, dv, dw, du = self.pull_recurrence(dout.reshape(-1, ops.context, *layer.bonus.shape), to)
-        to.bonus[...] = du
+        dout, dgate = ops.gated_norm_backward(dy, self.o, self.gate, layer.ln_x, layer.bonus.shape[1], grads.ln_x)
+        dr, dk, dv, dw, du = self.pull_recurrence(dout.reshape(-1, ops.context, *layer.bonus.shape), grads)
+        grads.bonus[...] = du
         dr, dk, dv, dw = (array.reshape(ops.tokens, -1) for array in (dr, dk, dv, dw))
 
         dmixed = ops.empty(5, ops.tokens, ops.D)
-        dlow = ops.log_decay_backward(dw, self.w, to.decay)
-        ops.gradient(self.decay_low, dlow, to.decay_up)
+        dlow = ops.log_decay_backward(dw, self.w, grads.decay)
+        ops.gradient(self.decay_low, dlow, grads.decay_up)
         dlow = ops.activation_backward("Tanh", ops.product(dlow, transposed(layer.decay_up)), self.decay_low)
-        ops.gradient(self.mixed[0], dlow, to.decay_down)
+        ops.gradient(self.mixed[0], dlow, grads.decay_down)
         ops.product(dlow, transposed(layer.decay_down), dmixed[0])
         for n, d in enumerate((dk, dv, dr, dgate)):
-            ops.gradient(self.mixed[1 + n], d, to.kvrg[n])
+            ops.gradient(self.mixed[1 + n], d, grads.kvrg[n])
             ops.product(d, transposed(layer.kvrg[n]), dmixed[1 + n])
 
-        dm, dxx, dd = ops.mix_backward(dmixed, self.m, layer.maa, self.xx, self.before, to.maa)
-        ops.gradient(five(self.low), dm, to.maa_up)
+        dm, dxx, dd = ops.mix_backward(dmixed, self.m, layer.maa, self.xx, self.previous_xx, grads.maa)
+        ops.gradient(five(self.low), dm, grads.maa_up)
         dlow = ops.empty(*self.low.shape)
         ops.product(dm, transposed(layer.maa_up), five(dlow))
         ops.activation_backward("Tanh", dlow, self.low)
-        ops.gradient(self.mixed_x, dlow, to.maa_down)
+        ops.gradient(self.mixed_x, dlow, grads.maa_down)
         return InputGradients(
-            dxx, dd, ops.product(dlow, transposed(layer.maa_down)), layer.maa_x, to.maa_x, self.before
+            dxx, dd, ops.product(dlow, transposed(layer.maa_down)), layer.maa_x, grads.maa_x, self.previous_xx
         )
 
 
 class ChannelMix(Mix):
     NORM = "ln2"
 
-    def forward(self, xx, before, site):
+    def forward(self, xx, previous_xx, site):
         ops, layer = self.ops, self.layer
-        self.mixed = ops.mix(xx, before, layer.ffn_maa)
-        self.before = before
+        self.mixed = ops.mix(xx, previous_xx, layer.ffn_maa)
+        self.previous_xx = previous_xx
         self.hidden = ops.activated("ReluSquared", ops.product(self.mixed[0], layer.ffn_key))
         gate = ops.product(self.mixed[1], layer.ffn_receptance)
         return Change("Gated", gate, ops.product(self.hidden, layer.ffn_value), site)
 
-    def pull(self, dchange, to):
+    def pull(self, dchange, grads):
         ops, layer = self.ops, self.layer
         dgate, dvalue = dchange
-        ops.gradient(self.hidden, dvalue, to.ffn_value)
+        ops.gradient(self.hidden, dvalue, grads.ffn_value)
         dhidden = ops.product(dvalue, transposed(layer.ffn_value))
         ops.activation_backward("ReluSquared", dhidden, self.hidden)
-        ops.gradient(self.mixed[0], dhidden, to.ffn_key)
-        ops.gradient(self.mixed[1], dgate, to.ffn_receptance)
+        ops.gradient(self.mixed[0], dhidden, grads.ffn_key)
+        ops.gradient(self.mixed[1], dgate, grads.ffn_receptance)
         dmixed = ops.empty(2, ops.tokens, ops.D)
         ops.product(dhidden, transposed(layer.ffn_key), dmixed[0])
         ops.product(dgate, transposed(layer.ffn_receptance), dmixed[1])
-        return InputGradients(dmixed=dmixed, maa=layer.ffn_maa, to=to.ffn_maa, before=self.before)
+        return InputGradients(dmixed=dmixed, maa=layer.ffn_maa, maa_out=grads.ffn_maa, previous_xx=self.previous_xx)
 
 
 def five(low):

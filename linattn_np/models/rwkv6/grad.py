@@ -7,7 +7,7 @@ import numpy as np
 from ...ops.functions import rwkv6
 from ..array_math import beside, fused, gated, lerp, library_of, log_decay, sigmoid, sigmoid_gate, tanh
 from ..rwkv import grad
-from ..rwkv.grad import normalize, relu_squared_vjp, tanh_vjp, total
+from ..rwkv.grad import normalize, relu_squared_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
 from . import math
 
@@ -15,23 +15,23 @@ from . import math
 class Mixes:
     """The two mixes and their pullbacks, as `rwkv.grad.loss` takes them."""
 
-    def __init__(self, *how):
-        self.how = how
+    def __init__(self, *arguments):
+        self.arguments = arguments
 
     def time_mix(self, layer, x):
-        ops = Recorded(*self.how)
+        ops = RecordingOperations(*self.arguments)
         return math.time_mix(ops, layer, x, None, None), partial(time_mix_vjp, ops, layer)
 
     def channel_mix(self, layer, x):
-        ops = Recorded(*self.how)
+        ops = RecordingOperations(*self.arguments)
         return math.channel_mix(ops, layer, x, None), partial(channel_mix_vjp, ops, layer)
 
 
 loss = partial(grad.loss, Mixes)
 
 
-class Recorded(grad.Recorded):
-    """`math.MixOperations` that keep their pullbacks."""
+class RecordingOperations(grad.RecordingOperations):
+    """`math.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need."""
 
     def data_mix(self, layer, low, xx, d):
         self.low = tanh(low).reshape(*low.shape[:2], 5, -1)
@@ -47,8 +47,7 @@ class Recorded(grad.Recorded):
     def recurrence(self, layer, kvr, w, wkv):
         heads, cast = (*w.shape[:2], *layer.bonus.shape), self.products.cast
         k, v, r = cast(kvr).reshape(3, *heads)
-        arrays = r, k, v, w.reshape(heads), cast(layer.bonus)
-        return self.recurrence_of(layer, rwkv6, *arrays)
+        return self.recurrence_of(layer, rwkv6, r, k, v, w.reshape(heads), cast(layer.bonus))
 
     def gated_norm(self, layer, o, gate):
         self.o, self.gate = o, gate
@@ -61,58 +60,63 @@ class Recorded(grad.Recorded):
         return self.add(x, sigmoid_gate(gate, value))
 
 
-def time_mix_vjp(ops, layer, dy, to):
-    """The gradient of x; those of the layer's weights go to `to`."""
+def time_mix_vjp(ops, layer, dy, grads):
+    """The gradient of x from `dy`, that of the residual after the mix; those of the layer's weights go to `grads`.
+
+    ops : the `RecordingOperations` with which `math.time_mix` was computed
+    """
     pulls, normed, gate, d = ops.pulls, ops.normed, ops.gate, ops.d
-    daffine, dgate = gated_vjp(pulls["output"](ops.pull_drop(dy), to.output), normed, *layer.ln_x, gate)
-    to.ln_x[0], to.ln_x[1] = total(daffine * normed), total(daffine)
+    daffine, dgate = gated_vjp(pulls["output"](ops.pull_drop(dy), grads.output), normed, *layer.ln_x, gate)
+    grads.ln_x[0], grads.ln_x[1] = sum_over_tokens(daffine * normed), sum_over_tokens(daffine)
     doutput = ops.pull_group((daffine * layer.ln_x[0]).reshape(ops.o.shape))
-    dr, dk, dv, dw, du = ops.pull_recurrence(doutput.astype(ops.o.dtype, copy=False), to)
-    to.bonus[...] = du
+    dr, dk, dv, dw, du = ops.pull_recurrence(doutput.astype(ops.o.dtype, copy=False), grads)
+    grads.bonus[...] = du
     dlow = dw.reshape(dy.shape) * ops.w  # w is its own derivative
-    to.decay[...] = total(dlow)
-    dlow = tanh_vjp(pulls["decay_up"](dlow, to.decay_up), ops.decay_low)
-    dmixed_w = pulls["decay_down"](dlow, to.decay_down)
+    grads.decay[...] = sum_over_tokens(dlow)
+    dlow = tanh_vjp(pulls["decay_up"](dlow, grads.decay_up), ops.decay_low)
+    dmixed_w = pulls["decay_down"](dlow, grads.decay_down)
     dkvrg = library_of(dy).empty((4, *dy.shape), dr.dtype)
-    for place, gradient in zip(dkvrg, (dk, dv, dr, dgate)):
-        place[...] = gradient.reshape(dy.shape)
-    dmixed = pulls["kvrg"](dkvrg, to.kvrg)
+    for out, gradient in zip(dkvrg, (dk, dv, dr, dgate)):
+        out[...] = gradient.reshape(dy.shape)
+    dmixed = pulls["kvrg"](dkvrg, grads.kvrg)
     dm = library_of(ops.m).empty(ops.m.shape, ops.m.dtype)
     np.multiply(dmixed_w, d, out=dm[0])
     np.multiply(dmixed, d, out=dm[1:])
-    to.maa[...] = total(dm)
-    dlow = pulls["maa_up"](dm, to.maa_up).transpose(1, 2, 0, 3)
+    grads.maa[...] = sum_over_tokens(dm)
+    dlow = pulls["maa_up"](dm, grads.maa_up).transpose(1, 2, 0, 3)
     dlow = tanh_vjp(dlow, ops.low)
-    dmixed_x = pulls["maa_down"](dlow.reshape(*dlow.shape[:2], -1), to.maa_down)
-    to.maa_x[...] = total(dmixed_x * d)
+    dmixed_x = pulls["maa_down"](dlow.reshape(*dlow.shape[:2], -1), grads.maa_down)
+    grads.maa_x[...] = sum_over_tokens(dmixed_x * d)
     dx, dd = mixes_vjp(dmixed_x, dmixed_w, *dmixed, layer.maa_x, *ops.m)
-    return dy + ops.pull_norm(dx + ops.pull_shift(dd), to.ln1)
+    return dy + ops.pull_norm(dx + ops.pull_shift(dd), grads.ln1)
 
 
-def channel_mix_vjp(ops, layer, dy, to):
+def channel_mix_vjp(ops, layer, dy, grads):
+    """As `time_mix_vjp`, for `math.channel_mix`."""
     pulls, d = ops.pulls, ops.d
     dgate, dvalue = sigmoid_gate_vjp(ops.pull_drop(dy), ops.gate, ops.value)
-    dhidden = relu_squared_vjp(pulls["ffn_value"](dvalue, to.ffn_value), ops.hidden)
-    dk, dr = pulls["ffn_key"](dhidden, to.ffn_key), pulls["ffn_receptance"](dgate, to.ffn_receptance)
-    to.ffn_maa[0], to.ffn_maa[1] = total(dk * d), total(dr * d)
+    dhidden = relu_squared_vjp(pulls["ffn_value"](dvalue, grads.ffn_value), ops.hidden)
+    dk, dr = pulls["ffn_key"](dhidden, grads.ffn_key), pulls["ffn_receptance"](dgate, grads.ffn_receptance)
+    grads.ffn_maa[0], grads.ffn_maa[1] = sum_over_tokens(dk * d), sum_over_tokens(dr * d)
     dx, dd = two_mixes_vjp(dk, dr, *layer.ffn_maa)
-    return dy + ops.pull_norm(dx + ops.pull_shift(dd), to.ln2)
+    return dy + ops.pull_norm(dx + ops.pull_shift(dd), grads.ln2)
 
 
 @fused
 def mixes_vjp(dx, dw, dk, dv, dr, dg, mx, mw, mk, mv, mr, mg):
-    """``(dx, dd)`` of the six x + d m."""
+    """``(dx, dd)``: the gradients of x and d, from those of the six mixes x + d m; `dx` is also the first mix's."""
     return dx + dw + dk + dv + dr + dg, dx * mx + dw * mw + dk * mk + dv * mv + dr * mr + dg * mg
 
 
 @fused
 def two_mixes_vjp(dk, dr, mk, mr):
+    """As `mixes_vjp`, for the channel mix's two."""
     return dk + dr, dk * mk + dr * mr
 
 
 @fused
 def gated_vjp(dy, x, weight, bias, gate):
-    """The gradients of x weight + bias, and of the gate."""
+    """The gradients of x weight + bias and of the gate, for y = (x weight + bias) silu(gate)."""
     opening = sigmoid(gate)
     silu = gate * opening
     return dy * silu, dy * (x * weight + bias) * (opening + silu * (1 - opening))
@@ -120,5 +124,6 @@ def gated_vjp(dy, x, weight, bias, gate):
 
 @fused
 def sigmoid_gate_vjp(dy, gate, value):
+    """The gradients of gate and value, for y = sigmoid(gate) value."""
     opening = sigmoid(gate)
     return dy * value * opening * (1 - opening), dy * opening

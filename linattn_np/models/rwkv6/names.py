@@ -4,12 +4,21 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..rwkv import names
-from ..rwkv.names import blocks_of, fla, hugging_face, official_first, row, same, transposed, unchanged
+from ..rwkv.names import (
+    as_row,
+    block_prefix,
+    fla_naming,
+    hugging_face_naming,
+    identity,
+    official_names_first,
+    official_naming,
+    transposed,
+)
 from ..rwkv.version import FLA_SIZES, Version
 from .weights import LAYER
 
-# Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
-# size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights are (out, in).
+# Every parameter of a block and its axes: the letters of `rwkv.version`; A and W, the ranks of the low-rank matrices of
+# mixes and of decays; F, the width of the channel mix. Linear weights are (out, in).
 BLOCK = {
     "ln1.weight": "D",
     "ln1.bias": "D",
@@ -50,16 +59,18 @@ OTHER_VERSIONS = {
 }
 
 
-# fla orders the five mixes r w k v g, and keeps the LoRA's weights as those of Linear layers, (out, in).
+# flash-linear-attention (fla) orders the five mixes r w k v g, and stores low-rank matrices as (out, in).
 FLA_ORDER, LINEAR = "rwkvg", ("receptance", "key", "value", "gate")
 OFFICIAL_ORDER = [FLA_ORDER.index(mix) for mix in "wkvrg"]
 
 
-def mix_of(mix):
-    return lambda x: row(x.reshape(5, -1)[FLA_ORDER.index(mix)])  # [5, D] -> [1, 1, D]
+def one_mix(mix):
+    """The conversion of fla's array of all mixes to that of `mix`."""
+    return lambda x: as_row(x.reshape(5, -1)[FLA_ORDER.index(mix)])  # [5, D] -> [1, 1, D]
 
 
 def mix_down(x):
+    """fla's array in the official order and layout; so does `mix_up`."""
     return x.reshape(5, -1, x.shape[-1])[OFFICIAL_ORDER].reshape(x.shape).T  # [5A, D] -> [D, 5A]
 
 
@@ -67,52 +78,58 @@ def mix_up(x):
     return x.reshape(len(x), 5, -1)[:, OFFICIAL_ORDER].transpose(1, 2, 0)  # [D, 5A] -> [5, A, D]
 
 
-# Official name in a block -> fla's, and what makes the one's array of the other's.
-FLA = {
-    "att.time_maa_x": ("attn.x_proj.0.mu", row),
-    **{f"att.time_maa_{mix}": ("attn.x_bias", mix_of(mix)) for mix in FLA_ORDER},
+# {official name in a block: (fla's name, the conversion of fla's array to the official one)}
+FLA_NAMES = {
+    "att.time_maa_x": ("attn.x_proj.0.mu", as_row),
+    **{f"att.time_maa_{mix}": ("attn.x_bias", one_mix(mix)) for mix in FLA_ORDER},
     "att.time_maa_w1": ("attn.x_proj.0.linear.weight", mix_down),
     "att.time_maa_w2": ("attn.x_proj.2.weight", mix_up),
-    "att.time_decay": ("attn.w_proj.linear.lora.2.bias", row),
+    "att.time_decay": ("attn.w_proj.linear.lora.2.bias", as_row),
     "att.time_decay_w1": ("attn.w_proj.linear.lora.0.weight", transposed),
     "att.time_decay_w2": ("attn.w_proj.linear.lora.2.weight", transposed),
-    "att.time_faaaa": ("attn.bonus", same),
-    **{f"att.{name}.weight": (f"attn.{name[0]}_proj.linear.weight", same) for name in LINEAR},
-    "att.output.weight": ("attn.o_proj.weight", same),
-    "ffn.time_maa_k": ("ffn.key.mu", row),
-    "ffn.time_maa_r": ("ffn.receptance.mu", row),
-    "ffn.key.weight": ("ffn.key.linear.weight", same),
-    "ffn.receptance.weight": ("ffn.receptance.linear.weight", same),
-    "ffn.value.weight": ("ffn.value.weight", same),
+    "att.time_faaaa": ("attn.bonus", identity),
+    **{f"att.{name}.weight": (f"attn.{name[0]}_proj.linear.weight", identity) for name in LINEAR},
+    "att.output.weight": ("attn.o_proj.weight", identity),
+    "ffn.time_maa_k": ("ffn.key.mu", as_row),
+    "ffn.time_maa_r": ("ffn.receptance.mu", as_row),
+    "ffn.key.weight": ("ffn.key.linear.weight", identity),
+    "ffn.receptance.weight": ("ffn.receptance.linear.weight", identity),
+    "ffn.value.weight": ("ffn.value.weight", identity),
 }
 
 
-def web_rwkv(name):
+def web_rwkv_naming(name):
+    """web-rwkv's naming: its low-rank matrices are (out, in), and its vectors [D]."""
     part = name.split(".")[-1]
-    make = transposed if part.endswith(("_w1", "_w2")) or part == "time_state" else row if "maa" in part else same
-    make = row if part == "time_decay" else make
-    return name.replace("time_maa", "time_mix").replace("time_faaaa", "time_first"), make
+    convert = identity
+    if part.endswith(("_w1", "_w2")) or part == "time_state":
+        convert = transposed
+    elif "maa" in part or part == "time_decay":
+        convert = as_row
+    return name.replace("time_maa", "time_mix").replace("time_faaaa", "time_first"), convert
 
 
-def of_web_rwkv(weights) -> bool:
+def is_web_rwkv(weights) -> bool:
     return any(name.endswith(".time_mix_w1") for name in weights)
 
 
-in_fla = fla(lambda name: FLA.get(name, (name, same)))
+NAMINGS = {
+    "rwkv.blocks.": hugging_face_naming,
+    "model.layers.": fla_naming(lambda name: FLA_NAMES.get(name, (name, identity))),
+    "blocks.": official_naming,
+}
 
 
 def naming(weights: Mapping):
-    """The prefix of blocks, and where each parameter comes from.
+    """`Version.naming`: (the prefix of blocks in a file, the naming of its parameters).
 
-    Files have the official names, those of Hugging Face (`rwkv.blocks.0.attention.*`, which rename only), of fla
-    (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs) or of web-rwkv
-    (`blocks.0.att.time_mix_w1`, which transposes them). A name that is official already stays.
+    Files have the official names, those of Hugging Face (`rwkv.blocks.0.attention.*`), of fla (`model.layers.0.attn.*`)
+    or of web-rwkv (`blocks.0.att.time_mix_w1`). In the first three, any parameter may have its official name.
     """
-    if of_web_rwkv(weights):
-        return "blocks.", web_rwkv
-    blocks = blocks_of(weights)
-    origin = {"rwkv.blocks.": hugging_face, "model.layers.": in_fla, "blocks.": unchanged}[blocks]
-    return blocks, official_first(weights, origin)
+    if is_web_rwkv(weights):
+        return "blocks.", web_rwkv_naming
+    prefix = block_prefix(weights)
+    return prefix, official_names_first(weights, NAMINGS[prefix])
 
 
 VERSION = Version(
@@ -122,7 +139,7 @@ VERSION = Version(
     block=BLOCK,
     layer=LAYER,
     naming=naming,
-    others=lambda weights: {} if of_web_rwkv(weights) else OTHER_VERSIONS,
+    foreign_parts=lambda weights: {} if is_web_rwkv(weights) else OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
     fla_sizes=FLA_SIZES | {"num_heads": "H", "proj_low_rank_dim": "A", "gate_low_rank_dim": "W"},
     fla_eps=1e-6,

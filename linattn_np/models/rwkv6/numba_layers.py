@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rwkv import numba_layers
-from ..rwkv.numba_loops import tanh_of
+from ..rwkv.numba_loops import tanh_in_place
 from . import math, numba_loops, numpy_layers
 from .names import VERSION
 
@@ -14,7 +14,7 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
     """`math.MixOperations` on matrices in few bits."""
 
     def data_mix(self, layer, low, xx, d):
-        tanh_of(low)
+        tanh_in_place(low)
         low = low.reshape(len(low), 5, -1).swapaxes(0, 1)
         m = self.product(layer, "maa_up", low)
         numba_loops.data_mix(m, layer.maa, xx, d)

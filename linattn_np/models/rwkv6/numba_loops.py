@@ -1,10 +1,14 @@
-"""Numba's loops for RWKV-6: a step of a few sequences in one call, and what stands between a prompt's products."""
+"""Numba's loops for RWKV-6: a step of a few sequences in one call, and the operations between a prompt's products.
+
+B sequences of a step or tokens of a prompt, D channels, H heads of N. `rwkv.numba_loops` says what callers guarantee.
+`w` holds log decays.
+"""
 
 import numpy as np
 
 from ...numba_cache import njit
 from ..rwkv.numba_loops import (
-    LOOP,
+    LOOP_OPTIONS,
     add,
     layer_norm,
     normalize,
@@ -12,26 +16,27 @@ from ..rwkv.numba_loops import (
     relu_squared,
     shift_mix,
     sigmoid,
-    tanh_of,
-    tanh_parts,
+    tanh_in_place,
+    tanh_of_parts,
 )
 
-# What a step takes of a layer, in this order: vectors of D numbers, and how many of them there are; and matrices.
+# The weights of a layer that `step` takes: {name: number of vectors of D numbers}, in the order of the rows of its
+# `vectors`; the next line has the first row of each. Then the names of matrices, and the index of each in `matrices`.
 VECTORS = {"ln1": 2, "ln2": 2, "ln_x": 2, "maa_x": 1, "maa": 5, "decay": 1, "bonus": 1, "ffn_maa": 2}
 LN1, LN2, LN_X, MAA_X, MAA, DECAY, BONUS, FFN_MAA = (sum([*VECTORS.values()][:n]) for n in range(len(VECTORS)))
 MATRICES = tuple("maa_down maa_up kvrg decay_down decay_up output ffn_key ffn_receptance ffn_value".split())
 MAA_DOWN, MAA_UP, KVRG, DECAY_DOWN, DECAY_UP, OUTPUT, FFN_KEY, FFN_RECEPTANCE, FFN_VALUE = range(len(MATRICES))
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def add_gated(x, gate, value):
-    """x + sigmoid(gate) value."""
+    """x [B, D] += sigmoid(gate) value."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] += sigmoid(gate[b, c]) * value[b, c]
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def data_mix(m, maa, xx, d):
     """m [5, B, D] becomes xx + d (maa + m)."""
     for n in range(m.shape[0]):
@@ -40,33 +45,37 @@ def data_mix(m, maa, xx, d):
                 m[n, b, c] = xx[b, c] + d[b, c] * (maa[n, c] + m[n, b, c])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def log_decay(w, base):
+    """w [B, D] becomes -exp(base + w)."""
     for b in range(w.shape[0]):
         for c in range(w.shape[1]):
             w[b, c] = -np.exp(base[c] + w[b, c])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def recurrence(kvr, w, bonus, wkv, slots):
-    """o = r^T (S + diag(u) k v^T), S <- diag(exp w) S + k v^T of every head; kvr [3, B, D], wkv [P, H, N, N]."""
+    """o = r^T (S + diag(bonus) k v^T), S <- diag(exp w) S + k v^T of every head; kvr [3, B, D].
+
+    S is the row slots[b] of wkv [P, H, N (keys), N (values)], and is updated in place.
+    """
     o = np.zeros_like(w)
     H, N = wkv.shape[1:3]
     for b in range(w.shape[0]):
         for h in range(H):
             start, state = h * N, wkv[slots[b], h]
             k, v, r = (kvr[0, b, start : start + N], kvr[1, b, start : start + N], kvr[2, b, start : start + N])
-            to = o[b, start : start + N]
+            out = o[b, start : start + N]
             for i in range(N):
                 key, query, decay = k[i], r[i], np.exp(w[b, start + i])
                 new = key * bonus[start + i]
                 for j in range(N):
-                    to[j] += query * (state[i, j] + new * v[j])
+                    out[j] += query * (state[i, j] + new * v[j])
                     state[i, j] = decay * state[i, j] + key * v[j]
     return o
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def gated_norm(o, gate, norm, heads, eps):
     """o [B, D] becomes GroupNorm(o) silu(gate)."""
     B, D = o.shape
@@ -79,15 +88,16 @@ def gated_norm(o, gate, norm, heads, eps):
             o[b, c] *= gate[b, c] * sigmoid(gate[b, c])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
+    """Adds the time mix of one layer to x, as `math.time_mix` does, and updates the state. Arguments: see `step`."""
     x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
     low = product(multiply, board, matrices[MAA_DOWN], x_x)
-    x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_parts(low[0], 5))
+    x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_of_parts(low[0], 5))
     data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
     kvrg = product(multiply, board, matrices[KVRG], x_wkvrg[1:])
     low = product(multiply, board, matrices[DECAY_DOWN], x_wkvrg[:1])
-    tanh_of(low[0])
+    tanh_in_place(low[0])
     w = product(multiply, board, matrices[DECAY_UP], low)[0]
     log_decay(w, vectors[DECAY])
     o = recurrence(kvrg[:3], w, vectors[BONUS], wkv, slots)
@@ -95,8 +105,9 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
+    """Adds the channel mix of one layer to x; updates `shift`."""
     x_kr, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
     k = product(multiply, board, matrices[FFN_KEY], x_kr[:1])
     relu_squared(k[0])
@@ -104,18 +115,20 @@ def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
     add_gated(x, gate[0], product(multiply, board, matrices[FFN_VALUE], k)[0])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def step(multiply, board, matrices, head, vectors, norms, eps, x, att_shift, wkv, ffn_shift, slots):
-    """The logits [B, V] of x [B, D], a token's embedding for each of B sequences; `slots` has their rows of the state.
+    """The logits [B, V] of x [B, D], a token's embedding for each of B sequences. The state's arrays are updated.
 
-    matrices : int64 [L, MATRICES, 4], and head [4]
-    vectors : [L, sum of VECTORS, D], and norms [4, D], the first and the last
+    multiply, board : as in `product`
+    matrices, head : int64 [L, MATRICES, 4] and [4], descriptions of matrices by `numba_layers.matrix_description`
+    vectors, norms : [L, sum of VECTORS, D] and [4, D], ln0's and ln_out's weight and bias
     eps : of the layer norms, and of the group norm
+    slots : [B], each sequence's row of the state
     """
     x = layer_norm(x, norms[:2], eps[0])
     for layer in range(matrices.shape[0]):
-        its, vector = matrices[layer], vectors[layer]
-        time_mix(multiply, board, its, vector, eps, x, att_shift[layer], wkv[layer], slots)
-        channel_mix(multiply, board, its, vector, eps, x, ffn_shift[layer], slots)
+        layer_matrices, layer_vectors = matrices[layer], vectors[layer]
+        time_mix(multiply, board, layer_matrices, layer_vectors, eps, x, att_shift[layer], wkv[layer], slots)
+        channel_mix(multiply, board, layer_matrices, layer_vectors, eps, x, ffn_shift[layer], slots)
     x = layer_norm(x, norms[2:], eps[0])
     return product(multiply, board, head, x.reshape(1, *x.shape))[0]

@@ -33,11 +33,11 @@ class Layout(parameters.Layout):
     version = VERSION
 
     @staticmethod
-    def more_sizes(width) -> dict[str, int]:
+    def version_sizes(width) -> dict[str, int]:
         A, W = max(8, width // 8), max(8, width // 4)
         return {"F": width * 7 // 2, "A": A, "5A": 5 * A, "W": W}
 
-    def first(self, name, shape, rng):
+    def initial_value(self, name, shape, rng):
         """The first value of a parameter, or what broadcasts to it (Peng et al., "Eagle and Finch", 2024, appendix)."""
         D, L, part = self.sizes["D"], self.sizes["L"], name_in_block(name)
         depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0

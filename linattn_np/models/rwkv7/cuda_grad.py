@@ -1,7 +1,7 @@
 """RWKV-7's two mixes and their gradients on the GPU.
 
-Between the mixed inputs and the output's matrix `grad` computes, in float32 but for what products and the operator
-take; the rest is kernels.
+Most of the time mix (`math.gated`: from its mixes to the input of the output matrix) is computed by array operations
+of `grad`, in float32, except for the arguments of products and of the operator. All else are kernels.
 """
 
 from functools import partial
@@ -19,47 +19,47 @@ from .names import VERSION
 class TimeMix(Mix):
     NORM = "ln1"
 
-    def forward(self, xx, before, site):
+    def forward(self, xx, previous_xx, site):
         ops, layer = self.ops, self.layer
-        ops.shared = ops.shared or grad.Mixes(ops.products, keep, ops.cut)
-        self.xx, self.before, self.recorded = xx, before, ops.shared.recorded()
-        mixed = ops.mix(xx, before, layer.mix).reshape(6, -1, ops.context, ops.D)
-        gated = math.gated(self.recorded, layer, mixed, None)
+        ops.shared = ops.shared or grad.Mixes(ops.products, keep, ops.cut)  # `keep`: kernels apply the dropout
+        self.xx, self.previous_xx, self.operations = xx, previous_xx, ops.shared.operations()
+        mixed = ops.mix(xx, previous_xx, layer.mix).reshape(6, -1, ops.context, ops.D)
+        gated = math.gated(self.operations, layer, mixed, None)
         self.gated = ops.products.cast(gated).reshape(ops.tokens, ops.D)
         return Change("Added", ops.product(self.gated, layer.output), site=site)
 
-    def pull(self, dchange, to):
+    def pull(self, dchange, grads):
         ops, layer, (dchange,) = self.ops, self.layer, dchange
-        ops.gradient(self.gated, dchange, to.output)
+        ops.gradient(self.gated, dchange, grads.output)
         dgated = ops.empty(*dchange.shape, dtype=np.float32)
         ops.product(dchange, transposed(layer.output), dgated)
         dmixed = ops.empty(6, ops.tokens, ops.D)
-        gradients = grad.gated_vjp(self.recorded, layer, dgated.reshape(-1, ops.context, ops.D), to)
-        for place, gradient in zip(dmixed, gradients):
-            place[...] = gradient.reshape(place.shape)
-        return InputGradients(dmixed=dmixed, maa=layer.mix, to=to.mix, before=self.before)
+        gradients = grad.gated_vjp(self.operations, layer, dgated.reshape(-1, ops.context, ops.D), grads)
+        for out, gradient in zip(dmixed, gradients):
+            out[...] = gradient.reshape(out.shape)
+        return InputGradients(dmixed=dmixed, maa=layer.mix, maa_out=grads.mix, previous_xx=self.previous_xx)
 
 
 class ChannelMix(Mix):
     NORM = "ln2"
 
-    def forward(self, xx, before, site):
+    def forward(self, xx, previous_xx, site):
         ops, layer = self.ops, self.layer
-        self.before, self.mixed = before, ops.mix(xx, before, layer.ffn_mix)
+        self.previous_xx, self.mixed = previous_xx, ops.mix(xx, previous_xx, layer.ffn_mix)
         self.hidden = ops.activated("ReluSquared", ops.product(self.mixed, layer.ffn_key))
         return Change("Added", self.times_unit(ops.product(self.hidden, layer.ffn_value)), site=site)
 
-    def pull(self, dchange, to):
+    def pull(self, dchange, grads):
         ops, layer, dvalue = self.ops, self.layer, self.times_unit(dchange[0])
-        ops.gradient(self.hidden, dvalue, to.ffn_value)
+        ops.gradient(self.hidden, dvalue, grads.ffn_value)
         dhidden = ops.product(dvalue, transposed(layer.ffn_value))
         ops.activation_backward("ReluSquared", dhidden, self.hidden)
-        ops.gradient(self.mixed, dhidden, to.ffn_key)
+        ops.gradient(self.mixed, dhidden, grads.ffn_key)
         dmixed = ops.product(dhidden, transposed(layer.ffn_key))
-        return InputGradients(dmixed=dmixed, maa=layer.ffn_mix, to=to.ffn_mix, before=self.before)
+        return InputGradients(dmixed=dmixed, maa=layer.ffn_mix, maa_out=grads.ffn_mix, previous_xx=self.previous_xx)
 
     def times_unit(self, x):
-        """`x`, in place, of a hidden layer in units that its dtype holds."""
+        """Multiplies `x` in place by `unit_of_squares`, by which kernels have divided the hidden layer."""
         if (unit := unit_of_squares(x.dtype)) != 1:
             x *= x.dtype.type(unit)
         return x

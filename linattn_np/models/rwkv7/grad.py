@@ -1,6 +1,7 @@
 """RWKV-7's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV7`'s.
 
-What lies between the mixed inputs and the output's matrix takes CuPy arrays too, for `cuda_grad`.
+`gated_vjp`, and `RecordingOperations` with which `math.gated` is computed, take CuPy arrays too, for `cuda_grad`. "icl"
+is the in-context learning rate. `grads` is as in `rwkv.grad`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from ...ops.functions import rwkv7
 from ..array_math import affine, fused, lerp, library_of, sigmoid, tanh
 from ..rwkv import grad
-from ..rwkv.grad import normalize, relu_squared_vjp, tanh_vjp, total
+from ..rwkv.grad import normalize, relu_squared_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
 from . import math
 
@@ -20,61 +21,63 @@ from . import math
 class Mixes:
     """The two mixes and their pullbacks, as `rwkv.grad.loss` takes them.
 
-    first : the first layer's values, once it has computed them
-    dfirst : of the layers that have been pulled back, the sum of the gradients of `first`
+    first_v : the first layer's values, once it has computed them
+    dfirst_v : the sum of the gradients of `first_v`, over the layers whose pullback has been called. The first layer's
+        pullback, which is called last, reads it
     """
 
-    def __init__(self, *how):
-        self.how, self.first, self.dfirst = how, None, 0
+    def __init__(self, *arguments):
+        self.arguments, self.first_v, self.dfirst_v = arguments, None, 0
 
-    def recorded(self) -> Recorded:
-        return Recorded(self, *self.how)
+    def operations(self) -> RecordingOperations:
+        """The operations of one mix of one layer."""
+        return RecordingOperations(self, *self.arguments)
 
     def time_mix(self, layer, x):
-        ops = self.recorded()
+        ops = self.operations()
         return math.time_mix(ops, layer, x, None, None), partial(time_mix_vjp, ops, layer)
 
     def channel_mix(self, layer, x):
-        ops = self.recorded()
+        ops = self.operations()
         return math.channel_mix(ops, layer, x, None), partial(channel_mix_vjp, ops, layer)
 
 
 loss = partial(grad.loss, Mixes)
 
 
-class Recorded(grad.Recorded):
-    """`math.MixOperations` that keep their pullbacks."""
+class RecordingOperations(grad.RecordingOperations):
+    """`math.MixOperations` that store what the pullbacks below need."""
 
-    def __init__(self, mixes, *how):
-        super().__init__(*how)
+    def __init__(self, mixes, *arguments):
+        super().__init__(*arguments)
         self.mixes = mixes
 
     def log_decay(self, layer, low):
         self.decay_low = tanh(low)
-        self.decay_opening = opened(self.product(layer, "decay_up", self.decay_low), layer.decay)
+        self.decay_opening = biased_sigmoid(self.product(layer, "decay_up", self.decay_low), layer.decay)
         return -math.DECAY * self.decay_opening
 
     def learning_rate(self, layer, low):
-        self.icl = opened(self.product(layer, "icl_up", low), layer.icl)
+        self.icl = biased_sigmoid(self.product(layer, "icl_up", low), layer.icl)
         return self.icl
 
     def output_gate(self, layer, low):
-        self.gate_opening = opened(low, 0.0)
+        self.gate_opening = biased_sigmoid(low, 0.0)
         return self.product(layer, "gate_up", self.gate_opening)
 
     def first_value(self, v):
-        self.mixes.first = v
+        self.mixes.first_v = v
         return v
 
     def residual_value(self, layer, v, low):
-        self.change = self.mixes.first - v
-        self.value_opening = opened(self.product(layer, "value_up", low), layer.value)
+        self.change = self.mixes.first_v - v
+        self.value_opening = biased_sigmoid(self.product(layer, "value_up", low), layer.value)
         return lerp(v, self.change, self.value_opening)
 
     def keys(self, layer, k, icl):
         self.k = k
-        self.kappa, self.pull_kappa = unit_heads((k * layer.removal).reshape(*k.shape[:-1], *layer.bonus.shape))
-        return self.kappa.reshape(k.shape), written(k, icl, layer.replacement)
+        self.kappa, self.pull_kappa = normalized_heads((k * layer.removal).reshape(*k.shape[:-1], *layer.bonus.shape))
+        return self.kappa.reshape(k.shape), replacement_key(k, icl, layer.replacement)
 
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
         heads = *w.shape[:-1], *layer.bonus.shape
@@ -90,102 +93,112 @@ class Recorded(grad.Recorded):
         return self.ungated * gate
 
 
-def time_mix_vjp(ops, layer, dy, to):
-    """The gradient of x; those of the layer's weights go to `to`."""
-    dmixed = gated_vjp(ops, layer, ops.pulls["output"](ops.pull_drop(dy), to.output), to)
-    return dy + mix_vjp(ops, stack_of(*dmixed), layer.mix, to.mix, to.ln1)
+def time_mix_vjp(ops, layer, dy, grads):
+    """The gradient of x from `dy`, that of the residual after the mix; those of the layer's weights go to `grads`.
+
+    ops : the `RecordingOperations` with which `math.time_mix` was computed
+    """
+    dmixed = gated_vjp(ops, layer, ops.pulls["output"](ops.pull_drop(dy), grads.output), grads)
+    return dy + mix_vjp(ops, stacked_copy(*dmixed), layer.mix, grads.mix, grads.ln1)
 
 
-def gated_vjp(ops, layer, dgated, to):
-    """The gradients of the six mixed inputs of `math.gated`, each [B, T, D]."""
+def gated_vjp(ops, layer, dgated, grads):
+    """The gradients of the six mixes w a g k v r that `math.gated` takes, each [B, T, D]."""
     pulls = ops.pulls
     dungated = dgated * ops.gate
-    dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(ops, layer, dungated, to)
-    dk, dicl = keys_vjp(ops, layer, dkey, dkappa, dicl, to)
+    dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(ops, layer, dungated, grads)
+    dk, dicl = keys_vjp(ops, layer, dkey, dkappa, dicl, grads)
     if hasattr(layer, "value"):
         dopening = sigmoid_vjp(dv * ops.change, ops.value_opening)
-        to.value[...] = total(dopening)
-        dmixed_v = pulls["value_down"](pulls["value_up"](dopening, to.value_up), to.value_down)
-        ops.mixes.dfirst += dv * ops.value_opening
+        grads.value[...] = sum_over_tokens(dopening)
+        dmixed_v = pulls["value_down"](pulls["value_up"](dopening, grads.value_up), grads.value_down)
+        ops.mixes.dfirst_v += dv * ops.value_opening
         dv = dv * (1 - ops.value_opening)
     else:
-        dmixed_v, dv = 0, dv + ops.mixes.dfirst
+        dmixed_v, dv = 0, dv + ops.mixes.dfirst_v
     dopening = -math.DECAY * sigmoid_vjp(dw, ops.decay_opening)
-    to.decay[...] = total(dopening)
-    dlow = tanh_vjp(pulls["decay_up"](dopening, to.decay_up), ops.decay_low)
-    dmixed_w = pulls["decay_down"](dlow, to.decay_down)
+    grads.decay[...] = sum_over_tokens(dopening)
+    dlow = tanh_vjp(pulls["decay_up"](dopening, grads.decay_up), ops.decay_low)
+    dmixed_w = pulls["decay_down"](dlow, grads.decay_down)
     dopening = sigmoid_vjp(dicl, ops.icl)
-    to.icl[...] = total(dopening)
-    dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, to.icl_up), to.icl_down)
-    dlow = sigmoid_vjp(pulls["gate_up"](dgated * ops.ungated, to.gate_up), ops.gate_opening)
-    dmixed_g = pulls["gate_down"](dlow, to.gate_down)
-    dmixed_k, dmixed_v2, dmixed_r = pulls["kvr"](stack_of(dk, dv, dr), to.kvr)
-    return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v2, dmixed_r
+    grads.icl[...] = sum_over_tokens(dopening)
+    dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, grads.icl_up), grads.icl_down)
+    dlow = sigmoid_vjp(pulls["gate_up"](dgated * ops.ungated, grads.gate_up), ops.gate_opening)
+    dmixed_g = pulls["gate_down"](dlow, grads.gate_down)
+    dmixed_k, dmixed_v_of_matrix, dmixed_r = pulls["kvr"](stacked_copy(dk, dv, dr), grads.kvr)
+    return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v_of_matrix, dmixed_r
 
 
-def recurrence_vjp(ops, layer, dungated, to):
-    """Those of r, w, the key, v, kappa and the learning rate, [B, T, D]."""
-    to.ln_x[0], to.ln_x[1] = total(dungated * ops.normed), total(dungated)
+def recurrence_vjp(ops, layer, dungated, grads):
+    """The gradients of r, w, the replacement key, v, kappa and icl [B, T, D], through recurrence, norm and bonus.
+
+    dungated : the gradient of the time mix's output before the output gate
+    """
+    grads.ln_x[0], grads.ln_x[1] = sum_over_tokens(dungated * ops.normed), sum_over_tokens(dungated)
     dbonus = dungated.reshape(ops.r.shape)
     dshare = (dbonus * ops.v).sum(axis=-1, keepdims=True)
-    to.bonus[...] = (dshare * ops.r * ops.key).sum(axis=1).sum(axis=0)
+    grads.bonus[...] = (dshare * ops.r * ops.key).sum(axis=1).sum(axis=0)
     doutput = ops.pull_group((dungated * layer.ln_x[0]).reshape(ops.r.shape))
     doutput = ops.products.cast(doutput)
-    dr, dw, dkey, dv, da, db = (x.astype(ops.r.dtype, copy=False) for x in ops.pull_recurrence(doutput, to))
+    dr, dw, dkey, dv, da, db = (x.astype(ops.r.dtype, copy=False) for x in ops.pull_recurrence(doutput, grads))
     dr, dkey, dv = dr + dshare * ops.key * layer.bonus, dkey + dshare * ops.r * layer.bonus, dv + dbonus * ops.share
     icl = ops.icl.reshape(da.shape)
     return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, ops.kappa * db))
 
 
-def keys_vjp(ops, layer, dkey, dkappa, dicl, to):
-    """Those of k and of the learning rate."""
-    to.replacement[...] = total(dkey * ops.k * (ops.icl - 1))
+def keys_vjp(ops, layer, dkey, dkappa, dicl, grads):
+    """The gradients of k and of icl; `dicl` has those through the recurrence."""
+    grads.replacement[...] = sum_over_tokens(dkey * ops.k * (ops.icl - 1))
     dremoved = ops.pull_kappa(dkappa.reshape(ops.kappa.shape)).reshape(ops.k.shape)
-    to.removal[...] = total(dremoved * ops.k)
-    dk = lerp(written(dkey, ops.icl, layer.replacement), dremoved, layer.removal)
+    grads.removal[...] = sum_over_tokens(dremoved * ops.k)
+    dk = lerp(replacement_key(dkey, ops.icl, layer.replacement), dremoved, layer.removal)
     return dk, dicl + dkey * ops.k * layer.replacement
 
 
-def channel_mix_vjp(ops, layer, dy, to):
-    dhidden = relu_squared_vjp(ops.pulls["ffn_value"](ops.pull_drop(dy), to.ffn_value), ops.hidden)
-    dmixed = ops.pulls["ffn_key"](dhidden, to.ffn_key)[None]
-    return dy + mix_vjp(ops, dmixed, layer.ffn_mix[None], to.ffn_mix[None], to.ln2)
+def channel_mix_vjp(ops, layer, dy, grads):
+    """As `time_mix_vjp`, for `math.channel_mix`."""
+    dhidden = relu_squared_vjp(ops.pulls["ffn_value"](ops.pull_drop(dy), grads.ffn_value), ops.hidden)
+    dmixed = ops.pulls["ffn_key"](dhidden, grads.ffn_key)[None]
+    return dy + mix_vjp(ops, dmixed, layer.ffn_mix[None], grads.ffn_mix[None], grads.ln2)
 
 
-def mix_vjp(ops, dmixed, mix, to_mix, to_norm):
-    """The gradient of x, of the gradients [n, B, T, D] of xx + d mix with mix [n, D]."""
-    to_mix[...] = total(dmixed * ops.d)
+def mix_vjp(ops, dmixed, mix, mix_out, norm_out):
+    """The gradient of x through its norm, from the gradients `dmixed` [n, B, T, D] of xx + d mix with `mix` [n, D].
+
+    mix_out, norm_out : the arrays for the gradients of `mix` and of the norm's weight and bias
+    """
+    mix_out[...] = sum_over_tokens(dmixed * ops.d)
     dd = (dmixed * mix[:, None, None]).sum(axis=0)
-    return ops.pull_norm(dmixed.sum(axis=0) + ops.pull_shift(dd), to_norm)
+    return ops.pull_norm(dmixed.sum(axis=0) + ops.pull_shift(dd), norm_out)
 
 
-def unit_heads(x):
-    """x over its norm along the last axis, which counts for `math.LEAST_NORM` at least, and the pullback."""
+def normalized_heads(x):
+    """(x / max(|x|, `math.LEAST_NORM`), pull) with the norm |x| along the last axis."""
     norm = np.sqrt((x * x).sum(axis=-1, keepdims=True))
-    scale, long = 1 / np.maximum(norm, math.LEAST_NORM), norm > math.LEAST_NORM
+    scale, above_least = 1 / np.maximum(norm, math.LEAST_NORM), norm > math.LEAST_NORM
     y = x * scale
 
     def pull(dy):
-        return scale * (dy - y * ((y * dy).sum(axis=-1, keepdims=True) * long))
+        return scale * (dy - y * ((y * dy).sum(axis=-1, keepdims=True) * above_least))
 
     return y, pull
 
 
-def stack_of(*arrays):
-    """In an array of its own, without the pointers that CuPy's `stack` would copy to the device."""
+def stacked_copy(*arrays):
+    """Arrays of equal shapes in a new array, along its first axis; CuPy's `stack` would copy pointers to the device."""
     stack = library_of(arrays[0]).empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
-    for place, array in zip(stack, arrays):
-        place[...] = array
+    for out, array in zip(stack, arrays):
+        out[...] = array
     return stack
 
 
 @fused
-def opened(low, base):
+def biased_sigmoid(low, base):
     return sigmoid(base + low)
 
 
 @fused
-def written(k, icl, replacement):
+def replacement_key(k, icl, replacement):
     return k * (1 + (icl - 1) * replacement)
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from functools import partial
 
-from ..rwkv.names import blocks_of, fla, official_first, row, same, transposed
+from ..rwkv.names import as_row, block_prefix, fla_naming, identity, official_names_first, transposed
 from ..rwkv.version import FLA_SIZES, Version, name_in_block
 from .weights import LAYER
 
-# Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
-# size, F the channel mix's width; W, A, Q and G the ranks of the decay, the learning rate, the value and the gate.
-# Linear weights are (out, in).
+# Every parameter of a block and its axes: the letters of `rwkv.version`; W, A, Q and G, the ranks of the low-rank
+# matrices of decays, learning rates, values and gates; F, the width of the channel mix. Linear weights are (out, in).
 BLOCK = {
     "ln1.weight": "D",
     "ln1.bias": "D",
@@ -54,54 +53,53 @@ OTHER_VERSIONS = {
 LOW_RANK = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")
 
 FLA_MODULES = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-FLA_LOW_RANK = {"0": ("2.bias", row), "1": ("0.weight", transposed), "2": ("2.weight", transposed)}
-PACKED = "rwkvag"  # the order of the six mixes in fla's older files, which have them as one array
+FLA_LOW_RANK = {"0": ("2.bias", as_row), "1": ("0.weight", transposed), "2": ("2.weight", transposed)}
+FLA_MIXES = "rwkvag"  # the order of the six mixes in fla's older files, which have one array of all
 
 
-def shape_of(name):
-    """What makes an official array of one that may lack axes of 1."""
-    return row if BLOCK.get(name_in_block(name)) == "1 1 D" else same
+def shape_conversion(name):
+    """The conversion of an array that may lack axes of size 1 to the shape of the official one."""
+    return as_row if BLOCK.get(name_in_block(name)) == "1 1 D" else identity
 
 
-def official(name):
-    return name, shape_of(name)
+def official_naming(name):
+    return name, shape_conversion(name)
 
 
-def web_rwkv(name):
+def web_rwkv_naming(name):
     """web-rwkv's files have the official names, and matrices of low rank as (out, in)."""
-    return name, transposed if name.split(".")[-1] in LOW_RANK else shape_of(name)
+    return name, transposed if name.split(".")[-1] in LOW_RANK else shape_conversion(name)
 
 
-def in_fla(weights, name):
-    """fla's name of a parameter in a block, and what makes the official array of the one there."""
+def fla_block_naming(weights, name):
+    """(flash-linear-attention's name of a block's parameter, the conversion of its array to the official one)."""
     part, leaf, *rest = name.split(".")
     if part == "ffn":
-        return name, shape_of(name)
+        return name, shape_conversion(name)
     if leaf[1:] in FLA_LOW_RANK:
-        ending, make = FLA_LOW_RANK[leaf[1:]]
-        return f"attn.{leaf[0]}_lora.lora.{ending}", make
+        ending, convert = FLA_LOW_RANK[leaf[1:]]
+        return f"attn.{leaf[0]}_lora.lora.{ending}", convert
     if leaf.startswith("x_") and any(other.endswith(".attn.x_x") for other in weights):
-        return "attn.x_x", lambda x: row(x.reshape(len(PACKED), -1)[PACKED.index(leaf[-1])])
-    return ".".join(["attn", FLA_MODULES.get(leaf, leaf), *rest]), shape_of(name)
+        return "attn.x_x", lambda x: as_row(x.reshape(len(FLA_MIXES), -1)[FLA_MIXES.index(leaf[-1])])
+    return ".".join(["attn", FLA_MODULES.get(leaf, leaf), *rest]), shape_conversion(name)
 
 
 def naming(weights: Mapping):
-    """The prefix of blocks, and where each parameter comes from.
+    """`Version.naming`: (the prefix of blocks in a file, the naming of its parameters).
 
-    Files have the official names, or fla's (`model.layers.0.attn.*`, which transposes the matrices of low rank); files
-    for web-rwkv have the official names and these matrices transposed.
+    Files have the official names, fla's (`model.layers.0.attn.*`), or web-rwkv's, which differ in layout alone.
     """
-    blocks = blocks_of(weights)
-    if blocks == "model.layers.":
-        return blocks, official_first(weights, fla(partial(in_fla, weights)))
+    prefix = block_prefix(weights)
+    if prefix == "model.layers.":
+        return prefix, official_names_first(weights, fla_naming(partial(fla_block_naming, weights)))
     down, up = (weights.get(f"blocks.0.att.{name}") for name in ("w1", "w2"))
     width = weights["emb.weight"].shape[-1] if "emb.weight" in weights else None
-    turned = down is not None and up is not None and down.shape[0] != width == down.shape[-1]
-    return blocks, web_rwkv if turned else official
+    is_web_rwkv = down is not None and up is not None and down.shape[0] != width == down.shape[-1]
+    return prefix, web_rwkv_naming if is_web_rwkv else official_naming
 
 
 def head_size(weights) -> int:
-    """Of weights with fla's names, whose group norm has the layer norms' eps times this."""
+    """The head size of weights with fla's names, for `Version.fla_group_eps_factor`."""
     return next((array.shape[-1] for name, array in weights.items() if name.endswith(".r_k")), 64)
 
 
@@ -112,7 +110,7 @@ VERSION = Version(
     block=BLOCK,
     layer=LAYER,
     naming=naming,
-    others=lambda weights: OTHER_VERSIONS,
+    foreign_parts=lambda weights: OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "norm_first": True, "attn": None},
     fla_sizes=FLA_SIZES
     | {"head_dim": "N", "num_heads": "H", "value_dim": "D"}

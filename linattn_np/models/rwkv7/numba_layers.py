@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rwkv import numba_layers
-from ..rwkv.numba_loops import tanh_of
+from ..rwkv.numba_loops import tanh_in_place
 from . import math, numba_loops, numpy_layers
 from .names import VERSION
 
@@ -14,7 +14,7 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
     """`math.MixOperations` on matrices in few bits."""
 
     def log_decay(self, layer, low):
-        tanh_of(low)
+        tanh_in_place(low)
         return self.opened(layer, "decay", low, -math.DECAY)
 
     def learning_rate(self, layer, low):
@@ -26,11 +26,11 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
         return y
 
     def output_gate(self, layer, low):
-        numba_loops.sigmoid_of(low)
+        numba_loops.sigmoid_in_place(low)
         return self.product(layer, "gate_up", low)
 
     def residual_value(self, layer, v, low):
-        numba_loops.residual_value(v, self.first, self.product(layer, "value_up", low), layer.value)
+        numba_loops.residual_value(v, self.first_v, self.product(layer, "value_up", low), layer.value)
         return v
 
     def keys(self, layer, k, icl):

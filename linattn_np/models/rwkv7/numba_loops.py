@@ -1,12 +1,27 @@
-"""Numba's loops for RWKV-7: a step of a few sequences in one call, and what stands between a prompt's products."""
+"""Numba's loops for RWKV-7: a step of a few sequences in one call, and the operations between a prompt's products.
+
+B sequences of a step or tokens of a prompt, D channels, H heads of N. `rwkv.numba_loops` says what callers guarantee.
+`w` holds log decays, `icl` in-context learning rates; kappa are the normed removal keys.
+"""
 
 import numpy as np
 
 from ...numba_cache import njit
-from ..rwkv.numba_loops import LOOP, add, layer_norm, normalize, product, relu_squared, shift_mix, sigmoid, tanh_of
+from ..rwkv.numba_loops import (
+    LOOP_OPTIONS,
+    add,
+    layer_norm,
+    normalize,
+    product,
+    relu_squared,
+    shift_mix,
+    sigmoid,
+    tanh_in_place,
+)
 from .math import DECAY, LEAST_NORM
 
-# What a step takes of a layer, in this order: vectors of D numbers, and how many of them there are; and matrices.
+# The weights of a layer that `step` takes: {name: number of vectors of D numbers}, in the order of the rows of its
+# `vectors`; the next lines have the first row of each. Then the names of matrices, and the index of each in `matrices`.
 VECTORS = {
     **dict(ln1=2, ln2=2, ln_x=2, mix=6, decay=1, icl=1),
     **dict(value=1, removal=1, replacement=1, bonus=1, ffn_mix=1),
@@ -23,33 +38,35 @@ KVR, OUTPUT, FFN_KEY, FFN_VALUE, DECAY_DOWN, DECAY_UP, ICL_DOWN, ICL_UP, GATE_DO
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def sigmoid_of(x):
+@njit(**LOOP_OPTIONS)
+def sigmoid_in_place(x):
+    """x [B, D] becomes sigmoid(x)."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] = sigmoid(x[b, c])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def biased_sigmoid(x, base, factor):
-    """x becomes factor sigmoid(base + x); small values have all digits, as a state meets them at every token."""
+    """x becomes factor sigmoid(base + x). By exp, as `sigmoid` loses the digits of small values; their errors would
+    accumulate in the state, token by token."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] = np.float32(factor) / (np.float32(1) + np.exp(-base[c] - x[b, c]))
 
 
 # -- the mixes' operations --------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def residual_value(v, first, opening, base):
-    """v becomes v + (first - v) sigmoid(base + opening)."""
+@njit(**LOOP_OPTIONS)
+def residual_value(v, first_v, opening, base):
+    """v becomes v + (first_v - v) sigmoid(base + opening)."""
     for b in range(v.shape[0]):
         for c in range(v.shape[1]):
-            v[b, c] += (first[b, c] - v[b, c]) * sigmoid(base[c] + opening[b, c])
+            v[b, c] += (first_v[b, c] - v[b, c]) * sigmoid(base[c] + opening[b, c])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def keys(k, icl, removal, replacement, heads):
-    """kappa; k becomes k (1 + (icl - 1) replacement)."""
+    """Returns kappa = k removal / max(|k removal|, LEAST_NORM) by heads; k becomes k (1 + (icl - 1) replacement)."""
     kappa = np.empty_like(k)
     N = k.shape[1] // heads
     for b in range(k.shape[0]):
@@ -65,32 +82,34 @@ def keys(k, icl, removal, replacement, heads):
     return kappa
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def recurrence(r, w, k, v, kappa, icl, wkv, slots):
-    """S <- diag(exp w) S - (kappa icl) (S^T kappa)^T + k v^T, o = r^T S of every head; wkv [P, H, N, N]."""
+    """S <- diag(exp w) S - (kappa icl) (S^T kappa)^T + k v^T, o = r^T S of every head.
+
+    S is the row slots[b] of wkv [P, H, N (keys), N (values)], and is updated in place.
+    """
     o = np.zeros_like(v)
     H, N = wkv.shape[1:3]
     removed = np.empty(N, np.float32)
     for b in range(w.shape[0]):
         for h in range(H):
             start, state = h * N, wkv[slots[b], h]
-            value, to = v[b, start : start + N], o[b, start : start + N]
+            value, out = v[b, start : start + N], o[b, start : start + N]
             for j in range(N):
                 removed[j] = 0
             for i in range(N):
-                key = kappa[b, start + i]
                 for j in range(N):
-                    removed[j] += key * state[i, j]
+                    removed[j] += kappa[b, start + i] * state[i, j]
             for i in range(N):
                 decay, query = np.exp(w[b, start + i]), r[b, start + i]
-                new, old = k[b, start + i], kappa[b, start + i] * icl[b, start + i]
+                key, removal = k[b, start + i], kappa[b, start + i] * icl[b, start + i]
                 for j in range(N):
-                    state[i, j] = decay * state[i, j] - old * removed[j] + new * value[j]
-                    to[j] += query * state[i, j]
+                    state[i, j] = decay * state[i, j] - removal * removed[j] + key * value[j]
+                    out[j] += query * state[i, j]
     return o
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def bonus_norm(o, r, k, v, gate, norm, bonus, heads, eps):
     """o [B, D] becomes (GroupNorm(o) + (sum r k bonus) v) gate."""
     N = o.shape[1] // heads
@@ -106,56 +125,57 @@ def bonus_norm(o, r, k, v, gate, norm, bonus, heads, eps):
 
 
 # -- a step -----------------------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def time_mix(multiply, board, matrices, vectors, eps, layer, first, x, shift, wkv, slots):
-    """x in place; returns the first layer's values, which are `first` in all the others."""
+@njit(**LOOP_OPTIONS)
+def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, wkv, slots):
+    """Adds the time mix of layer number `layer` to x, as `math.time_mix` does; updates `shift` and `wkv`.
+
+    Returns the first layer's values, which the other layers get as `first_v`. Other arguments: see `step`.
+    """
     mixed, _, _ = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MIX : MIX + 6], shift, slots)
     kvr = product(multiply, board, matrices[KVR], mixed[3:])
     k, v, r = kvr[0], kvr[1], kvr[2]
     low = product(multiply, board, matrices[DECAY_DOWN], mixed[:1])
-    tanh_of(low[0])
+    tanh_in_place(low[0])
     w = product(multiply, board, matrices[DECAY_UP], low)[0]
     biased_sigmoid(w, vectors[DECAY_BASE], -DECAY)
     low = product(multiply, board, matrices[ICL_DOWN], mixed[1:2])
     icl = product(multiply, board, matrices[ICL_UP], low)[0]
     biased_sigmoid(icl, vectors[ICL], 1.0)
     low = product(multiply, board, matrices[GATE_DOWN], mixed[2:3])
-    sigmoid_of(low[0])
+    sigmoid_in_place(low[0])
     gate = product(multiply, board, matrices[GATE_UP], low)[0]
     if layer:
         low = product(multiply, board, matrices[VALUE_DOWN], mixed[4:5])
         opening = product(multiply, board, matrices[VALUE_UP], low)[0]
-        residual_value(v, first, opening, vectors[VALUE])
+        residual_value(v, first_v, opening, vectors[VALUE])
     else:
-        first = v
+        first_v = v
     kappa = keys(k, icl, vectors[REMOVAL], vectors[REPLACEMENT], wkv.shape[1])
     o = recurrence(r, w, k, v, kappa, icl, wkv, slots)
     bonus_norm(o, r, k, v, gate, vectors[LN_X : LN_X + 2], vectors[BONUS], wkv.shape[1], eps[1])
     add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
-    return first
+    return first_v
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
+    """Adds the channel mix of one layer to x; updates `shift`."""
     mixed, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MIX : FFN_MIX + 1], shift, slots)
     k = product(multiply, board, matrices[FFN_KEY], mixed)
     relu_squared(k[0])
     add(x, product(multiply, board, matrices[FFN_VALUE], k)[0])
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def step(multiply, board, matrices, head, vectors, norms, eps, x, att_shift, wkv, ffn_shift, slots):
-    """The logits [B, V] of x [B, D], a token's embedding for each of B sequences; `slots` has their rows of the state.
-
-    matrices : int64 [L, MATRICES, 4], and head [4]
-    vectors : [L, sum of VECTORS, D], and norms [4, D], the first and the last
-    eps : of the layer norms, and of the group norm
-    """
+    """The logits [B, V] of x [B, D]; arguments as in `rwkv6.numba_loops.step`."""
     x = layer_norm(x, norms[:2], eps[0])
-    first = x
+    first_v = x  # any array of its type, which Numba must know; the first layer does not read it
     for layer in range(matrices.shape[0]):
-        its, vector = matrices[layer], vectors[layer]
-        first = time_mix(multiply, board, its, vector, eps, layer, first, x, att_shift[layer], wkv[layer], slots)
-        channel_mix(multiply, board, its, vector, eps, x, ffn_shift[layer], slots)
+        layer_matrices, layer_vectors = matrices[layer], vectors[layer]
+        first_v = time_mix(
+            multiply, board, layer_matrices, layer_vectors, eps, layer, first_v, x, att_shift[layer], wkv[layer], slots
+        )
+        channel_mix(multiply, board, layer_matrices, layer_vectors, eps, x, ffn_shift[layer], slots)
     x = layer_norm(x, norms[2:], eps[0])
     return product(multiply, board, head, x.reshape(1, *x.shape))[0]

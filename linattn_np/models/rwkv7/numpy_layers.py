@@ -25,11 +25,11 @@ class MixOperations(numpy_layers.MixOperations):
         return self.product(layer, "gate_up", array_math.sigmoid(low))
 
     def first_value(self, v):
-        self.first = v
+        self.first_v = v
         return v
 
     def residual_value(self, layer, v, low):
-        return v + (self.first - v) * array_math.sigmoid(layer.value + self.product(layer, "value_up", low))
+        return v + (self.first_v - v) * array_math.sigmoid(layer.value + self.product(layer, "value_up", low))
 
     def keys(self, layer, k, icl):
         kappa = (k * layer.removal).reshape(len(k), *layer.bonus.shape)

@@ -26,11 +26,11 @@ class Layout(parameters.Layout):
     version = VERSION
 
     @staticmethod
-    def more_sizes(width) -> dict[str, int]:
+    def version_sizes(width) -> dict[str, int]:
         ranks = {axis: max(8, 8 * round(factor * width**0.5 / 8)) for axis, factor in RANKS.items()}
         return {"F": 4 * width, **ranks}
 
-    def first(self, name, shape, rng):
+    def initial_value(self, name, shape, rng):
         """The first value of a parameter, or what broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
         D, L, N, part = self.sizes["D"], self.sizes["L"], self.sizes["N"], name_in_block(name)
         depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
