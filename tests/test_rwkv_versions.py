@@ -25,7 +25,7 @@ from linattn_np.models import (
     matrices,
 )
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.dropout import dropout, keep
+from linattn_np.models.dropout import apply_dropout, keep
 from linattn_np.models.rwkv import cpu_layers, names
 from linattn_np.models.rwkv.version import name_in_block
 from linattn_np.models.rwkv7 import math
@@ -423,7 +423,7 @@ def test_gradients_through_dropout(kind, rng):
 
     def loss(vector):
         drawn = np.random.default_rng(1)
-        return kind.loss(layout.tree(vector), tokens, HostProducts(), lambda x: dropout(drawn, 0.3, x))
+        return kind.loss(layout.tree(vector), tokens, HostProducts(), lambda x: apply_dropout(drawn, 0.3, x))
 
     loss(vector)[1](layout.tree(gradient))
     ends = [loss(vector + h * direction)[0] for h in (1e-6, -1e-6)]

@@ -85,7 +85,7 @@ def test_a_layers_part_is_whole_when_it_leaves():
 def test_dropout_differs_by_rank():
     def dropped(comm):
         training = Training(TEXT, SMALL, ranks=DataParallel(comm))
-        return training.steps.drop(0)(np.ones((4, 50), SINGLE))[0]
+        return training.steps.dropout(0)(np.ones((4, 50), SINGLE))[0]
 
     first, second = run_threads(dropped, 2, limit_s=60)
     assert not same_bits(first, second)

@@ -18,7 +18,7 @@ from .sampling import Sampler, Sampling, complaints, draw_each
 
 
 class Logits:
-    """Logits [N, V] of a call. A device may still compute them; reading `rows` waits for it."""
+    """Logits [N, V] of a call of `model`. A device may still compute them; reading `rows` waits for it."""
 
     def __init__(self, model: Model, logits):
         self.model, self.logits = model, logits
@@ -80,7 +80,7 @@ class Batch:
 
     @property
     def free(self) -> int:
-        """How many slots no sequence uses."""
+        """The number of slots that no sequence uses."""
         return self.slots - len(self.sequences)
 
     def __copy__(self):
@@ -101,34 +101,33 @@ class Batch:
         ContractError if an argument does not fit; then no sequence has joined.
         """
         prompts = [tokens_of(prompt) for prompt in prompts]
-        how = how if isinstance(how, list) else [how] * len(prompts)
+        samplings = how if isinstance(how, list) else [how] * len(prompts)
         if not prompts or not all(map(len, prompts)):
             refuse(
                 "prompts holds an empty one, expected at least a token in each"
                 if prompts
                 else "prompts is empty, expected at least one"
             )
-        if others := [one for one in how if not isinstance(one, Sampling)]:
+        if others := [sampling for sampling in samplings if not isinstance(sampling, Sampling)]:
             refuse(f"how holds a {type(others[0]).__name__}, expected Sampling", ContractTypeError)
-        if len(how) != len(prompts) or (states is not None and len(states) != len(prompts)):
+        if len(samplings) != len(prompts) or (states is not None and len(states) != len(prompts)):
             refuse(
-                f"{len(prompts)} prompts come with {len(how)} ways of sampling"
+                f"{len(prompts)} prompts come with {len(samplings)} ways of sampling"
                 + (f" and {len(states)} states" if states is not None else "")
             )
         if len(prompts) > self.free:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         self.model.checked(np.concatenate(prompts)[None])
-        samplers = [one.sampler() for one in how]
-        given = [
-            None if state is None else self.model.on_device(state, rows=1) for state in states or [None] * len(how)
-        ]
-        rests, before = zip(*map(partial(read, self.model), prompts, given))
+        samplers = [sampling.sampler() for sampling in samplings]
+        states = states or [None] * len(prompts)
+        states = [None if state is None else self.model.on_device(state, rows=1) for state in states]
+        rests, states = zip(*map(partial(read, self.model), prompts, states))
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
         with self.model.turn():
-            if used := [slot for slot, state in zip(slots, before) if state is None and slot not in self.untouched]:
-                self.pool.put(used, self.model.initial_state())
+            if reset := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
+                self.pool.put(reset, self.model.initial_state())
             self.untouched.difference_update(slots)
-            for slot, state in zip(slots, before):
+            for slot, state in zip(slots, states):
                 if state is not None:
                     self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, rests)])
@@ -152,22 +151,22 @@ class Batch:
     def complaints(self) -> dict[int, str]:
         """{slot: `complaint` of its sequence}, for the sequences that have one."""
         slots = list(self.sequences)
-        return {slots[number]: complaint for number, complaint in complaints(*self.samplers_and_logits()).items()}
+        return {slots[index]: complaint for index, complaint in complaints(*self.samplers_and_logits()).items()}
 
     def samplers_and_logits(self):
-        """(the samplers, the rows of their logits), in the order of the sequences."""
+        """(the samplers, their logits), in the order of the sequences; logits are [N, V] if one call has computed them
+        in this order, else a list of rows [V]."""
         sequences = list(self.sequences.values())
         source = sequences[0].source if sequences else None
-        together = all(sequence.source is source and sequence.row == row for row, sequence in enumerate(sequences))
-        rows = source.rows[: len(sequences)] if together and source else [sequence.logits for sequence in sequences]
+        of_one_call = all(sequence.source is source and sequence.row == row for row, sequence in enumerate(sequences))
+        rows = source.rows[: len(sequences)] if of_one_call and source else [sequence.logits for sequence in sequences]
         return [sequence.sampler for sequence in sequences], rows
 
     @one_at_a_time
     def step(self) -> dict[int, int]:
         """{slot: the next token} of every sequence. A device computes the following logits after the return.
 
-        ContractError if a sequence has a `complaint`, before any token is drawn. Once it has left, the others can go
-        on.
+        ContractError if a sequence has a `complaint`, before any token is drawn; the others can go on once it has left.
         """
         for slot, complaint in self.complaints().items():
             refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
@@ -175,7 +174,7 @@ class Batch:
 
     @one_at_a_time
     def advance(self) -> dict[int, int]:
-        """`step`, if no sequence has a complaint."""
+        """`step`, for a caller that has made sure that no sequence has a complaint."""
         if not self.sequences:
             return {}
         drawn = dict(zip(self.sequences, draw_each(*self.samplers_and_logits())))

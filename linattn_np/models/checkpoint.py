@@ -1,8 +1,9 @@
 """Reads weights from files without torch: `.pth` in both of its forms, `.safetensors`, `.gguf`, and shards.
 
-A pickle is a program. Therefore this module interprets the pickles of `.pth` files by itself. Its values are tuples,
-dicts, lists, strings, numbers and `Tensor` records. It knows only the opcodes of a plain state dict: none of them looks
-up an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
+A pickle is a program. Therefore this module interprets the pickles of `.pth` files by itself. Values are tuples, dicts,
+lists, strings, numbers and `Tensor` records. The interpreter knows only the opcodes of a plain state dict: none of them
+looks up an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file. A
+*span* is (first byte, size) of a part of the file.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ MAX_NAME = 1024
 
 # The files of a Hugging Face folder that hold weights; the first one that exists is read.
 IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-SHARDS = (".safetensors", ".bin")
+SHARD_ENDINGS = (".safetensors", ".bin")
 
-LFS = b"version https://git-lfs.github.com/spec/v1"  # the first bytes of a Git LFS pointer file
-WRAPPERS = ("state_dict", "module", "model")  # keys under which trainers save the weights
+LFS_START = b"version https://git-lfs.github.com/spec/v1"  # the first bytes of a Git LFS pointer file
+WRAPPER_KEYS = ("state_dict", "module", "model")  # keys under which trainers save the weights
 PROTOCOLS = range(2, 6)  # pickle protocols that are read
-PICKLES = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes of pickles
+PICKLE_STARTS = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes of pickles
 
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the values of the first two of its five pickles
+TORCH_MAGIC, TORCH_PROTOCOL = (
+    0x1950A86A20F9469CFC6C,
+    1001,
+)  # torch's older form: the values of the first two of its five pickles
 
 DTYPES = {  # {dtype: (its name in torch's pickles, its name in safetensors files)}
     np.float64: ("Double", "F64"),
@@ -113,7 +117,7 @@ def read(path) -> dict[str, np.ndarray]:
         data = mapped(path, "a checkpoint")
         if path.suffix == ".json":
             return shards(data, path.parent)
-        if path.suffix == ".safetensors" and data[: len(LFS)] != LFS:
+        if path.suffix == ".safetensors" and data[: len(LFS_START)] != LFS_START:
             return safetensors(data, path)
         if data[:4] == b"PK\3\4":
             return zipped(data)
@@ -121,9 +125,9 @@ def read(path) -> dict[str, np.ndarray]:
             return safetensors(data, path)
         if data[:4] == gguf_files.MAGIC:
             return gguf_files.read(data, path)
-        if data[:2] in PICKLES:
+        if data[:2] in PICKLE_STARTS:
             return five_pickles(data)
-        if data[: len(LFS)] == LFS:
+        if data[: len(LFS_START)] == LFS_START:
             refuse("is a pointer of Git LFS, which stands for a file that was not fetched", "it: git lfs pull")
         refuse(
             f"starts with {data[:8]!r}", "a .pth that torch wrote, a .safetensors, a .gguf, or the ending .index.json"
@@ -154,16 +158,16 @@ def refuse(found, wanted) -> NoReturn:
 
 
 # -- the arrays ----------------------------------------------------------------------------------------------
-def arrays(data, tensors, places) -> dict[str, np.ndarray]:
-    """{name: view of `data`}; `places` maps a storage's key to its first byte and its size, both within `data`."""
+def arrays(data, tensors, spans) -> dict[str, np.ndarray]:
+    """{name: view of `data`} of `tensors`, {name: `Tensor`}; `spans` is {key of a storage: its span within `data`}."""
     views, claimed_bytes = {}, 0
     for name, tensor in tensors.items():
-        if tensor.storage.key not in places:
+        if tensor.storage.key not in spans:
             refuse(f"{shown(name)} has no storage {shown(tensor.storage.key)} in the file", "its bytes")
-        start, size = places[tensor.storage.key]
-        array = view(data, start, size, tensor, name)
+        start, size = spans[tensor.storage.key]
+        array = checked_view(data, start, size, tensor, name)
         claimed_bytes += array.nbytes
-        if claimed_bytes > 2 * len(data):  # twice, because tied tensors share a storage
+        if claimed_bytes > 2 * len(data):  # twice the file, because tied tensors share a storage
             refuse(
                 f"the tensors up to {shown(name)} claim {claimed_bytes} bytes of a file of {len(data)}",
                 "weights that the file holds",
@@ -172,7 +176,7 @@ def arrays(data, tensors, places) -> dict[str, np.ndarray]:
     return views
 
 
-def view(data, start, size, tensor, name):
+def checked_view(data, start, size, tensor, name):
     """The array of a tensor whose storage has `size` bytes from byte `start` of `data` on, after all checks."""
     storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
     itemsize = storage.dtype.itemsize
@@ -209,22 +213,21 @@ def zipped(data):
     if len(pickles) != 1:
         refuse(f"the zip has {len(pickles)} entries named <stem>/data.pkl", "one, as torch writes it")
     stem = pickles[0].removesuffix("data.pkl")
-    order = content(data, entries.get(f"{stem}byteorder", (0, 0)))
+    order = small_entry(data, entries.get(f"{stem}byteorder", (0, 0)))
     if order not in (b"", b"little"):  # older versions of torch write no byteorder; they were little-endian
         refuse(f"the byte order is {order[:20]!r}", "little")
-    stream = io.BytesIO(content(data, entries[pickles[0]]))
+    stream = io.BytesIO(small_entry(data, entries[pickles[0]]))
     tensors = state_dict(unpickle(stream))
     if rest := stream.read():
         refuse(f"{len(rest)} bytes follow the pickle in data.pkl", "none")
-    places = {
-        name.removeprefix(f"{stem}data/"): place for name, place in entries.items() if name.startswith(f"{stem}data/")
-    }
-    return arrays(data, tensors, places)
+    prefix = f"{stem}data/"
+    spans = {name.removeprefix(prefix): span for name, span in entries.items() if name.startswith(prefix)}
+    return arrays(data, tensors, spans)
 
 
-def content(data, place) -> bytes:
-    """The bytes of a small entry at place (first byte, size)."""
-    start, size = place
+def small_entry(data, span) -> bytes:
+    """The bytes of an entry of at most MAX_INDEX bytes."""
+    start, size = span
     if size > MAX_INDEX:
         refuse(f"an entry beside the weights has {size} bytes", f"at most {MAX_INDEX}")
     return data[start : start + size]
@@ -235,31 +238,36 @@ def five_pickles(data):
     """The arrays of a file in the older form."""
     stream = io.BytesIO(data[:MAX_INDEX])
     magic, protocol, system = (unpickle(stream) for _ in range(3))
-    if magic != MAGIC or protocol != PROTOCOL:
-        refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}", f"torch's {MAGIC:#x} and {PROTOCOL}")
+    if magic != TORCH_MAGIC or protocol != TORCH_PROTOCOL:
+        refuse(
+            f"the pickle starts with {shown(magic)} and {shown(protocol)}",
+            f"torch's {TORCH_MAGIC:#x} and {TORCH_PROTOCOL}",
+        )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         refuse("the byte order is not little", "little")
     storages: dict[str, Storage] = {}
     tensors, keys = state_dict(unpickle(stream, storages)), unpickle(stream)
     if not isinstance(keys, list):
         refuse(f"the fifth pickle holds {shown(keys)}", "a list of the storages")
-    places, here = {}, stream.tell()
+    spans, position = {}, stream.tell()
     for key in keys:
-        if not isinstance(key, str) or key not in storages or key in places:
+        if not isinstance(key, str) or key not in storages or key in spans:
             refuse(f"storage {shown(key)} is listed twice or belongs to no tensor", "each tensor's storage once")
-        (count,) = struct.unpack("<q", data[here : here + 8].ljust(8, b"\xff"))
+        (count,) = struct.unpack("<q", data[position : position + 8].ljust(8, b"\xff"))  # -1 at the end of the file
         size = count * storages[key].dtype.itemsize
-        here += 8
-        if not 0 <= size <= len(data) - here:
-            refuse(f"storage {shown(key)} has {count} elements from byte {here}", f"its end before byte {len(data)}")
-        places[key] = here, size
-        here += size
-    if here != len(data):
-        refuse(f"{len(data) - here} bytes follow the last storage", "none")
-    return arrays(data, tensors, places)
+        position += 8
+        if not 0 <= size <= len(data) - position:
+            refuse(
+                f"storage {shown(key)} has {count} elements from byte {position}", f"its end before byte {len(data)}"
+            )
+        spans[key] = position, size
+        position += size
+    if position != len(data):
+        refuse(f"{len(data) - position} bytes follow the last storage", "none")
+    return arrays(data, tensors, spans)
 
 
-# -- the interpreter of pickles ------------------------------------------------------------------------------
+# -- the interpreter of pickles; the next four functions stand for those of Python and torch that pickles call -------
 def ordered_dict():
     return {}
 
@@ -295,7 +303,7 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()
 def unpickle(stream, storages=None):
     """The value of the pickle at the stream's position, which moves to its end; adds {key: storage} to `storages`."""
     try:
-        return run(pickletools.genops(stream), {} if storages is None else storages)
+        return interpret(pickletools.genops(stream), {} if storages is None else storages)
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError) as error:  # a truncated pickle, an empty stack, an unset memo
@@ -303,19 +311,19 @@ def unpickle(stream, storages=None):
 
 
 def state_dict(value) -> dict[str, Tensor]:
-    """The {name: tensor} that a pickle's value is, or holds under one of WRAPPERS."""
+    """The {name: tensor} that a pickle's value is, or holds under one of WRAPPER_KEYS."""
     if not isinstance(value, dict):
         refuse(f"the pickle holds {shown(value)}", "a state dict")
-    value = next((value[name] for name in WRAPPERS if isinstance(value.get(name), dict) and value[name]), value)
+    value = next((value[name] for name in WRAPPER_KEYS if isinstance(value.get(name), dict) and value[name]), value)
     for name, tensor in value.items():
         if type(name) is not str or not isinstance(tensor, Tensor):
             refuse(f"{shown(name)} is {shown(tensor)}", "tensors alone, a plain state dict")
     return value
 
 
-def run(program, storages):
-    """Interprets the opcodes of a pickle; returns its value."""
-    frames, memo = [[]], {}  # MARK opens a frame, a list of items; a later opcode takes all of them
+def interpret(program, storages):
+    """The value of a pickle, from its opcodes `program`; adds {key: storage} to `storages`."""
+    frames, memo = [[]], {}  # MARK opens a frame, a list of items; a later opcode removes the frame and uses its items
     for step, (opcode, argument, _) in enumerate(program):
         if step == MAX_OPCODES:
             refuse(f"the pickle has more than {MAX_OPCODES} opcodes", "a state dict")
@@ -340,27 +348,27 @@ def run(program, storages):
             case "TUPLE":
                 frames[-2].append(tuple(frames.pop()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                top.append(tuple(taken(top, int(opcode.name[-1]))))
+                top.append(tuple(popped(top, int(opcode.name[-1]))))
             case "SETITEM":
-                items = taken(top, 2)
-                fill(top[-1], items)
+                items = popped(top, 2)
+                set_items(top[-1], items)
             case "SETITEMS":
-                fill(frames[-2][-1], frames.pop())
+                set_items(frames[-2][-1], frames.pop())
             case "APPEND":
-                items = taken(top, 1)
-                extend(top[-1], items)
+                items = popped(top, 1)
+                append_items(top[-1], items)
             case "APPENDS":
-                extend(frames[-2][-1], frames.pop())
+                append_items(frames[-2][-1], frames.pop())
             case "GLOBAL":
                 top.append(global_of(argument))
             case "STACK_GLOBAL":
-                top.append(global_of(" ".join(map(text, taken(top, 2)))))
+                top.append(global_of(" ".join(map(checked_text, popped(top, 2)))))
             case "BINPERSID":
                 top.append(storage_of(top.pop(), storages))
             case "REDUCE":
-                top.append(called(*taken(top, 2)))
+                top.append(call_global(*popped(top, 2)))
             case "BUILD":  # sets the attribute `_metadata` of a state dict, which is ignored
-                if [type(item) for item in (*taken(top, 1), top[-1])] != [dict, dict]:
+                if [type(item) for item in (*popped(top, 1), top[-1])] != [dict, dict]:
                     refuse("the pickle sets attributes", "at most those of a state dict")
             case "PROTO" if argument in PROTOCOLS:
                 pass
@@ -373,20 +381,20 @@ def run(program, storages):
 
 
 def global_of(name):
-    """The value of GLOBALS that a pickle names."""
+    """The value in GLOBALS of the name in a pickle."""
     if name not in GLOBALS:
         refuse(f"the pickle asks for {shown(name)}", "only " + ", ".join(GLOBALS))
     return GLOBALS[name]
 
 
-def text(value):
+def checked_text(value):
     """`value`, after checking that it is a string."""
     if type(value) is not str:
         refuse(f"the pickle asks for {shown(value)}", "a module and a name")
     return value
 
 
-def taken(stack, count):
+def popped(stack, count):
     """Removes the last `count` items from the stack and returns them."""
     if len(stack) < count:
         raise IndexError("the stack is too short")
@@ -395,7 +403,7 @@ def taken(stack, count):
     return items
 
 
-def fill(target, items):
+def set_items(target, items):
     """Adds keys and values, alternating in `items`, to a dict."""
     if type(target) is not dict or len(items) % 2:
         refuse(f"the pickle sets {len(items)} keys and values of {shown(target)}", "pairs, of a dict")
@@ -407,15 +415,15 @@ def fill(target, items):
         target[name] = value
 
 
-def extend(target, items):
+def append_items(target, items):
     """Appends items to a list."""
     if type(target) is not list:
         refuse(f"the pickle appends to {shown(target)}", "a list")
     target.extend(items)
 
 
-def called(function, arguments):
-    """The result of a function of GLOBALS."""
+def call_global(function, arguments):
+    """The result of `function`, after checking that it is one of GLOBALS and gets as many arguments as it takes."""
     if type(function) is not FunctionType or type(arguments) is not tuple:
         refuse(f"the pickle calls {shown(function)}", "a function of " + ", ".join(GLOBALS))
     if len(arguments) != function.__code__.co_argcount:
@@ -424,7 +432,8 @@ def called(function, arguments):
 
 
 def storage_of(reference, storages):
-    """The storage for a pickle's persistent id ('storage', type, key, device, count); the older form appends None."""
+    """The storage for a pickle's persistent id ('storage', type, key, device, count); in the older form None follows.
+    Adds the storage to `storages`."""
     if type(reference) is not tuple or len(reference) not in (5, 6) or any(item is not None for item in reference[5:]):
         refuse(f"a persistent id is {shown(reference)}", "('storage', type, key, device, count)")
     tag, dtype, key, _, count = reference[:5]
@@ -459,7 +468,7 @@ def safetensors(data, path):
     except SafetensorError as error:
         refuse(f"is damaged ({str(error)[:200]})", "a sound safetensors file")
     header.pop("__metadata__", None)
-    tensors, places = {}, {}
+    tensors, spans = {}, {}
     for name, entry in header.items():
         if not isinstance(entry, dict):  # the package also accepts a list of the values
             refuse(f"{shown(name)} is {shown(entry)} in the header", "a dict")
@@ -471,8 +480,8 @@ def safetensors(data, path):
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         storage = Storage(name, SAFETENSORS[dtype], math.prod(shape))
         tensors[name] = Tensor(storage, 0, tuple(shape), strides)
-        places[name] = 8 + size + first, end - first
-    return arrays(data, tensors, places)
+        spans[name] = 8 + size + first, end - first
+    return arrays(data, tensors, spans)
 
 
 def shards(data, folder):
@@ -485,7 +494,7 @@ def shards(data, folder):
         refuse(f"weight_map is {shown(shard_of_name)}", "a dict from names to shards")
     names = {}
     for name, shard in shard_of_name.items():
-        if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(SHARDS):
+        if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(SHARD_ENDINGS):
             refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file, or a .bin one, in the same folder")
         if not os.path.isfile(folder / shard):  # also False for a name that is not valid
             refuse(f"the shard {shown(shard)} is not there", "it in the same folder")

@@ -13,14 +13,14 @@ def keep(x):
     return x, lambda dy: dy
 
 
-def dropout(rng, rate, x):
+def apply_dropout(rng, rate, x):
     """(x with a share `rate` of its elements set to 0 and the others scaled up, the pullback)."""
-    kept, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
-    return masked(x, kept, scale), lambda dy: masked(dy, kept, scale)
+    mask, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
+    return masked(x, mask, scale), lambda dy: masked(dy, mask, scale)
 
 
-def masked(x, kept, scale):
-    return x * kept * scale
+def masked(x, mask, scale):
+    return x * mask * scale
 
 
 @dataclass(frozen=True)

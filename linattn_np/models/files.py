@@ -100,14 +100,14 @@ def replaced(path) -> Iterator[BinaryIO]:
     if old is not None and not stat.S_ISREG(old.st_mode):
         content = io.BytesIO()  # unlike a FIFO it can seek, as writers do
         yield content
-        with errors_name(path), open(path, "wb") as file:
+        with errors_naming(path), open(path, "wb") as file:
             file.write(content.getbuffer())
         return
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     remove_abandoned(folder)
     mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)  # the system removes the umask from the mode
-    with errors_name(path), new_part(folder, mode) as (file, part):
+    with errors_naming(path), new_part(folder, mode) as (file, part):
         if old is not None:
             os.fchmod(file.fileno(), mode)
         yield file
@@ -123,14 +123,14 @@ def replaced(path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def errors_name(path):
-    """A context in which OSErrors get the name `path` if they name no file, or one of ours that is being written."""
+def errors_naming(path):
+    """A context in which OSErrors get the name `path` if they name no file, or a `new_part`."""
     try:
         yield
     except OSError as error:
         if error.errno is None or error.filename not in (None, path) and not PART.search(str(error.filename)):
             raise
-        raise problem(error.errno, path) from None
+        raise os_error(error.errno, path) from None
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def new_part(folder, mode) -> Iterator[tuple[BinaryIO, str]]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # `remove_abandoned` has removed it before it was locked: make another one
+        os.close(descriptor)  # `remove_abandoned` removed the file before it was locked: make another one
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file, part
@@ -158,20 +158,19 @@ def new_part(folder, mode) -> Iterator[tuple[BinaryIO, str]]:
 
 
 def lock(descriptor: int, path):
-    """Locks an open file or folder until it is closed, or the process ends, however it does; OSError where another
-    process has locked it. Some file systems have no locks; there nobody is refused."""
+    """Locks an open file or folder until it is closed or the process ends, even by a crash. OSError if another process
+    has locked it; on a file system without locks this does nothing."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise problem(errno.EBUSY, path) from None
+        raise os_error(errno.EBUSY, path) from None
     except OSError:
         pass
 
 
 @cache
 def remove_abandoned(folder):
-    """Removes the unfinished files of killed writers from `folder`. A process does so once for a folder, since all
-    names in it are read."""
+    """Removes the unfinished files of killed writers from `folder`; once in a process, as it reads all names there."""
     with suppress(OSError):
         for name in filter(PART.fullmatch, os.listdir(folder)):
             path = os.path.join(folder, name)
@@ -191,26 +190,26 @@ def write_arrays(path, arrays):
 
 def check_writable(path) -> os.stat_result | None:
     """The status of the file at `path`, or None if there is none. OSError if `replaced` could not write there: callers
-    ask before long work."""
+    call this before long work."""
     try:
         old = os.stat(path)
     except FileNotFoundError:
         old = None
     if old is not None and stat.S_ISDIR(old.st_mode):
-        raise problem(errno.EISDIR, path)
-    places = [] if old is None else [path]
+        raise os_error(errno.EISDIR, path)
+    to_write = [] if old is None else [path]
     if old is None or stat.S_ISREG(old.st_mode):
-        places.append(os.path.dirname(os.path.realpath(path)))
-    for place in places:
-        if not os.path.exists(place):
-            raise problem(errno.ENOENT, path)
-        if not os.access(place, os.W_OK):
-            raise problem(errno.EACCES, path)
+        to_write.append(os.path.dirname(os.path.realpath(path)))
+    for file_or_folder in to_write:
+        if not os.path.exists(file_or_folder):
+            raise os_error(errno.ENOENT, path)
+        if not os.access(file_or_folder, os.W_OK):
+            raise os_error(errno.EACCES, path)
     return old
 
 
-def problem(number, path) -> OSError:
-    """The OSError with an error's number of the system."""
+def os_error(number, path) -> OSError:
+    """The OSError with this number of the system's errors, such as `errno.ENOENT`, and the file name `path`."""
     return OSError(number, os.strerror(number), os.fspath(path))
 
 

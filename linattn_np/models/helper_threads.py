@@ -43,7 +43,7 @@ class Helpers:
             self.boards.put(board)
 
     def run(self):
-        """What a helper thread does."""
+        """The endless loop of a helper thread: it helps with one board after the other."""
         from . import matrix_loops
 
         while True:
@@ -56,9 +56,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Board:
-    """The board on which a call publishes its products; every call has its own.
+    """The board on which a call publishes its products; every call has its own, used by the call's thread alone.
 
     array : the board for `matrix_loops`
+    busy : whether the thread is inside `helped`
     most : the most helpers
     """
 
@@ -71,8 +72,8 @@ class Board:
 
     @contextmanager
     def helped(self, size: int):
-        """A context in which helpers compute parts of products, if the products' matrices have enough bytes (`size`).
-        Every product must be computed in this context."""
+        """A context in which helpers compute parts of products: one for each SHARE of `size`, the matrices' bytes. All
+        products must be computed in it; a context inside another one does nothing."""
         if self.busy:
             yield
             return
@@ -89,4 +90,4 @@ class Board:
             yield
         finally:
             self.busy = False
-            self.array[self.loops.STOPPED] = 1  # helpers that start only now return, too
+            self.array[self.loops.STOPPED] = 1  # a helper that reads the board later returns at once

@@ -30,12 +30,12 @@ class Lock:
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that holds `self.lock`."""
+    """The method, holding `self.lock` while it runs; the class sets `lock`, a `Lock`, in `__init__`."""
 
     @wraps(method)
-    def locked(self: S, /, *arguments: P.args, **how: P.kwargs) -> R:
+    def locked(self: S, /, *arguments: P.args, **options: P.kwargs) -> R:
         with self.lock:  # type: ignore[attr-defined]
-            return method(self, *arguments, **how)
+            return method(self, *arguments, **options)
 
     return locked
 

@@ -23,8 +23,8 @@ FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows of a tile (see `Matrix`); numbers of a row that share a scale in int4
 FEW = 8  # the most tokens for which the loops multiply float32 faster than BLAS
 PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
-CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # for int4's scales, in times of that which fits the largest w
-CACHED = 1 << 16  # numbers that are rounded at a time, so that they stay in the cache
+CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # int4's scales that are tried, times the one of the largest w
+CACHED = 1 << 16  # numbers that are rounded at a time; they fit in the cache
 NO_SCALES = np.zeros(1, np.float32)
 
 
@@ -43,7 +43,7 @@ class Matrix:
         self.code, self.nbytes = loops().CODES[format], self.bits.nbytes + self.scales.nbytes
 
     @property
-    def where(self) -> tuple[int, int]:
+    def addresses(self) -> tuple[int, int]:
         """The addresses of `bits` and `scales`."""
         return self.bits.ctypes.data, self.scales.ctypes.data
 
@@ -59,7 +59,7 @@ class Matrix:
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
         products = y[..., 0].size * self.shape[-2] * self.shape[-1]
         with board.helped(max(self.nbytes, products // PRODUCTS_PER_BYTE)):
-            loops().multiply_at(loops().multiply.address, board.array, self.code, *self.where, stack, y)
+            loops().multiply_at(loops().multiply.address, board.array, self.code, *self.addresses, stack, y)
         return y if x.ndim == 3 else y[0]
 
     def widened(self) -> np.ndarray:
@@ -87,17 +87,17 @@ def pack(w, format: str) -> Matrix:
 
 
 def of_rows(format, q, scales, shape) -> Matrix:
-    """The matrix of (q, scales), which `quantised` has returned."""
+    """The matrix of `shape` [M, K] or [S, M, K], from (q, scales) as `quantised` returns them."""
     if format == "float32":
         return Matrix(format, shape, np.ascontiguousarray(q), None)
     if format == "bfloat16":
         return Matrix(format, shape, tiled(q), None)
     if format == "int8":
         return Matrix(format, shape, tiled(q), np.ascontiguousarray(tiled(scales[..., None])[:, :, 0]))
-    eight = tiled(q, 8).reshape(len(q), -1, q.shape[-1], 8, 8)
-    words = np.zeros((*eight.shape[:-2], 8), np.uint32)
-    for row in range(8):
-        words |= eight[..., row, :].astype(np.uint32) << np.uint32(4 * row)
+    nibbles = tiled(q, 8).reshape(len(q), -1, q.shape[-1], 8, 8)
+    words = np.zeros((*nibbles.shape[:-2], 8), np.uint32)
+    for position in range(8):
+        words |= nibbles[..., position, :].astype(np.uint32) << np.uint32(4 * position)
     return Matrix(format, shape, words, tiled(scales))
 
 
@@ -134,29 +134,29 @@ def tiled(w, blank=0):
 
 
 def four_bits(w):
-    """`quantised` in int4."""
+    """`quantised` in int4, for finite float32 w [S, M, K]."""
     S, M, K = w.shape
     rows, blocks = w.reshape(-1, K), -(-K // BLOCK)
     q, scales = np.empty(rows.shape, np.uint8), np.empty((len(rows), blocks), np.uint16)
     for first in range(0, len(rows), step := max(1, CACHED // K)):
         part = slice(first, first + step)
-        q[part], scales[part] = rounded(rows[part])
+        q[part], scales[part] = rounded_to_four_bits(rows[part])
     return q.reshape(w.shape), scales.reshape(S, M, blocks)
 
 
-def rounded(w):
-    """`quantised` in int4 for rows [M, K]. Each block gets the scale of CANDIDATES with the least square error."""
+def rounded_to_four_bits(w):
+    """(q, scales) for rows w [M, K]. Each block gets the scale, of CANDIDATES, with the least square error."""
     M, K = w.shape
     blocks = -(-K // BLOCK)
     parts = np.zeros((M, blocks * BLOCK), np.float32)
     parts[:, :K] = w
     parts = parts.reshape(M, blocks, BLOCK)
-    # The number with the largest absolute value becomes -8, times a candidate: only -8 is that far from 0.
+    # With the candidate 1, a block's number of the largest absolute value becomes q - 8 = -8, the farthest from 0.
     extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
     extreme, power = np.frexp(extreme)  # without powers of 2, squares are within float32's range
     parts = np.ldexp(parts, -power)
     best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
-    found = np.full(parts.shape, 8, np.uint8)
+    best_q = np.full(parts.shape, 8, np.uint8)
     for candidate in CANDIDATES:
         scale = (extreme * (candidate / -8)).astype(BFLOAT16).astype(np.float32)
         q = parts * (1 / np.where(scale == 0, 1, scale))
@@ -165,15 +165,15 @@ def rounded(w):
         error = np.einsum("mbk,mbk->mb", error, error)[..., None]
         better = error < best
         best, scales = np.where(better, error, best), np.where(better, scale, scales)
-        np.copyto(found, (q + 8).astype(np.uint8), where=better)
-    return found.reshape(M, -1)[:, :K], np.ldexp(scales, power)[..., 0].astype(BFLOAT16).view(np.uint16)
+        np.copyto(best_q, (q + 8).astype(np.uint8), where=better)
+    return best_q.reshape(M, -1)[:, :K], np.ldexp(scales, power)[..., 0].astype(BFLOAT16).view(np.uint16)
 
 
 @cache
 def loops():
     """The module of Numba's loops; NotSupported if Numba cannot be imported."""
     try:
-        from .. import numba_cache  # noqa: F401  its ImportError tells why Numba cannot be used
+        from .. import numba_cache  # noqa: F401  its ImportError says why Numba cannot be used
         from . import matrix_loops
     except ImportError as error:
         raise NotSupported(

@@ -1,16 +1,19 @@
 """Products y = x W^T in Numba, with matrices W [M, K] as the module `matrices` stores them.
 
 An *input* is a number of x; it is multiplied by a column of W. W in few bits is stored in tiles of TILE rows, in which
-the numbers of one column are neighbours. In float32 it is stored by rows, and multiplied here for few tokens; BLAS
-multiplies for more (`matrices.FEW`).
+the numbers of one column are neighbours. W in float32 is stored by rows; these loops multiply it by few tokens, BLAS by
+more (`matrices.FEW`).
 
-The sums of a tile's rows stay in registers while its columns are read. Few tokens read a tile one after the other; if
-most of their inputs are zero, they skip the columns of these. More tokens read a tile TOKENS_AT_ONCE at a time, so that
-its numbers are converted to float32 once for all of them.
+The sums of a tile's rows stay in registers while its columns are read. Up to FEW tokens read a tile one by one; a token
+whose inputs are mostly zero skips their columns. More tokens read a tile TOKENS_AT_ONCE at a time, so that the tile's
+numbers are converted to float32 once for all of them.
 
-Several threads share a product. The caller describes it on a *board*, an array of int64, and publishes a range of
-*tickets*, one for each part of the product. Every thread that looks at the board claims tickets, and the caller returns
-when all parts are done. It does not wait for a thread that has claimed nothing.
+Several threads share a product. The caller describes the product on a *board*, an array of int64, and publishes a range
+of *tickets*, one for each part of the product. Every thread that looks at the board claims tickets, and the caller
+returns when all parts are done. The caller does not wait for a thread that has claimed nothing. A board has one product
+at a time: one thread calls `multiply`, all others `assist`.
+
+S matrices and T tokens of a product. Arrays are given by addresses; callers guarantee shapes, dtypes and C order.
 """
 
 import os
@@ -27,38 +30,38 @@ TILE = 64  # rows of W in a tile
 LANES = 16  # float32 numbers in a vector: one register of AVX-512, two of other CPUs
 VECTORS = TILE // LANES  # vectors of a tile's column
 WORDS_OF_INT4 = 8  # 32-bit words of a tile's column in int4
-# int4 stores q = w / scale + 8. Without a conversion its bits are read as the float32 numbers 256 + q, or 16 + q in the
-# other half of a vector. These are by so much larger than q - 8.
+# int4 stores q = w / scale + 8. Its bits are not converted, but read as the float32 number 256 + q in the first half of
+# a vector, and 16 + q in the second. OFFSETS are the differences of these numbers from q - 8.
 OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4
 BLOCK = 32  # columns that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2, "float32": 3}
 BFLOAT16, INT8, INT4, FLOAT32 = CODES.values()
 BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of a tile's column
-# While a column is read, the one that follows so many columns later is prefetched. In bfloat16 the processor does this
-# by itself; in fewer bits its own prefetches come too late.
+# While column k is read, column k + PREFETCHED is prefetched. In bfloat16 the processor does this by itself; in fewer
+# bits its own prefetches come too late.
 PREFETCHED = {"int8": 48, "int4": 96}
-PREFETCHED_OF_LIST = 16  # the same where only listed columns are read, which the processor cannot foresee
+PREFETCHED_OF_LIST = 16  # the same distance in a list of columns, whose order the processor cannot foresee
 CACHE_LINE = 64
 FEW = 4  # up to so many tokens read a tile one after the other
 AVX512 = binding.get_host_cpu_features().get("avx512f")
-# More tokens read a tile so many at a time, and so many vectors of a column at a time: what the registers can hold.
+# The sums of this many tokens, for this many vectors of a column, fit in the registers.
 TOKENS_AT_ONCE, VECTORS_AT_ONCE = (10, 2) if AVX512 else (6, 1)
-DEPTH = 16  # blocks of columns that all tokens read before the next blocks, so that they stay in the cache
+DEPTH = 16  # all tokens of a part read DEPTH blocks of columns, which then are in the cache, before the next blocks
 CHUNK = 20 * TOKENS_AT_ONCE  # tokens of one part of a product
 SPARSE = 0.2  # if at most this share of a token's inputs is not zero, it is faster to skip the zeros
 
 # Indices of the board. The numbers that threads change at the same time have cache lines of their own. NEXT and LIMIT
-# only grow, so that a thread that has read them long ago cannot claim a ticket of a later product.
-NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; how many parts were ever done; the end of the tickets
-STOPPED, START = 17, 18  # 1 if helpers are to return; the first ticket of the product
+# only grow, so that a thread that has read old values cannot claim a ticket of a later product.
+NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; the number of parts of all products that are done; the end of tickets
+STOPPED, START = 17, 18  # 1 if helpers must return; the first ticket of the product
 # The product: addresses of arrays, and sizes. STACK is how many matrices of the same size it has.
 FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS = range(24, 33)
 ROWS, COLUMNS, TOKENS, PADDED_TOKENS, TILES, STACK = range(33, 39)
 COMPUTE = 39  # the address of `compute`: a loop that called it by its name would compile it again
 BOARD = 40  # numbers of a board
-LOOKS = 200  # a thread with nothing to do yields its core to other threads after so many looks at the board
+LOOKS = 200  # a thread yields its core to other threads after this many looks at a board without a part for it
 
-LOOP = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
+LOOP_OPTIONS = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
 yield_core = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit()(lambda: 0)
 
 
@@ -88,7 +91,7 @@ def add_atomic(typing, address, value):
 
 
 @intrinsic
-def exchange_atomic(typing, address, old, new):
+def compare_exchange_atomic(typing, address, old, new):
     """Replaces the int64 at an address by `new` if it is `old`, atomically; returns whether it did."""
 
     def generate(context, builder, signature, arguments):
@@ -100,7 +103,7 @@ def exchange_atomic(typing, address, old, new):
 
 
 @intrinsic
-def pointer(typing, address):
+def pointer_to(typing, address):
     """An address as a pointer, for `carray`."""
 
     def generate(context, builder, signature, arguments):
@@ -109,10 +112,10 @@ def pointer(typing, address):
     return types.voidptr(types.intp), generate
 
 
-@njit(forceinline=True, **LOOP)
+@njit(forceinline=True, **LOOP_OPTIONS)
 def array_at(address, shape, dtype):
     """A view of contiguous numbers at an address."""
-    return carray(pointer(address), shape, dtype)
+    return carray(pointer_to(address), shape, dtype)
 
 
 # -- the sums of a tile, written in LLVM's language: Numba's own loops would keep them in memory, not in registers ----
@@ -128,8 +131,8 @@ def load(builder, base, offset, type, align=None):
 
 
 def widened(builder, format, base, vector):
-    """The LANES numbers of vector number `vector` of a tile's column at the address `base`, as float32. Those of int4
-    are too large by OFFSETS."""
+    """Vector number `vector` of a tile's column at the address `base`, as LANES float32 numbers; in int4 too large by
+    OFFSETS."""
     if format == "bfloat16":
         wide = load(builder, base, 2 * LANES * vector, ir.VectorType(ir.IntType(16), LANES), 2)
         return builder.bitcast(builder.shl(builder.zext(wide, WORDS), ir.Constant(WORDS, [16] * LANES)), SINGLES)
@@ -173,17 +176,17 @@ def prefetch(builder, base, format):
         builder.call(function, [address, read, all_levels, data])
 
 
-# The ways of summing a tile: (tokens at a time, whether only listed columns are read).
-WAYS = ((1, False), (1, True), (TOKENS_AT_ONCE, False))
-ALL, LISTED, ALL_OF_SEVERAL = range(len(WAYS))
+# The loops that add up a tile's products: (tokens at a time, whether only listed columns are read).
+TILE_LOOPS = ((1, False), (1, True), (TOKENS_AT_ONCE, False))
+ALL, LISTED, ALL_OF_SEVERAL = range(len(TILE_LOOPS))
 
 
 @intrinsic
-def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, totals, to):
+def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, totals, sums):
     """``sums [tokens, TILE] += scales * (sum over k of x[:, k] W[:, k] - totals * OFFSETS)`` for one tile.
 
-    variant : the format's code * len(WAYS) + the way
-    first, last : the columns k are first ... last - 1, or inputs[first:last] (int32) in the way LISTED
+    variant : the format's code * len(TILE_LOOPS) + ALL, LISTED or ALL_OF_SEVERAL
+    first, last : the columns k are first ... last - 1, or for LISTED inputs[first:last] (int32)
     x, totals : float32 [tokens, columns], and [tokens]: the sums of x over k, for int4 alone, which has OFFSETS
     All arrays are given by their addresses.
     """
@@ -193,9 +196,9 @@ def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, tot
         end = builder.append_basic_block()
         switch = builder.switch(variant, end)
         for format in BYTES:
-            for way, (tokens, is_listed) in enumerate(WAYS):
+            for index, (tokens, is_listed) in enumerate(TILE_LOOPS):
                 case = builder.append_basic_block()
-                switch.add_case(ir.Constant(INT64, len(WAYS) * CODES[format] + way), case)
+                switch.add_case(ir.Constant(INT64, len(TILE_LOOPS) * CODES[format] + index), case)
                 builder.position_at_end(case)
                 TileSums(builder, format, tokens, is_listed, *others).add()
                 builder.branch(end)
@@ -206,7 +209,7 @@ def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, tot
 
 
 class TileSums:
-    """Writes the code of `add_sums` for one format and one way; addresses and numbers are LLVM values."""
+    """Writes the code of `add_sums` for one format and one of TILE_LOOPS. Arguments from `tile` on are LLVM values."""
 
     def __init__(self, builder, format, tokens, is_listed, tile, scales, x, columns, inputs, first, last, totals, sums):
         self.builder, self.format, self.tokens, self.is_listed = builder, format, tokens, is_listed
@@ -215,11 +218,11 @@ class TileSums:
         self.rows = [self.element(x, builder.mul(columns, ir.Constant(INT64, n)), 4) for n in range(tokens)]
 
     def element(self, base, n, size):
-        """The address of element n of an array at `base`, of elements of `size` bytes."""
+        """The address of element n of an array at `base` with elements of `size` bytes."""
         return self.builder.add(base, self.builder.mul(n, ir.Constant(INT64, size)))
 
     def add(self):
-        """Writes all of the code."""
+        """Writes the code at the builder's position."""
         vectors_at_once = VECTORS if self.tokens == 1 else VECTORS_AT_ONCE
         builder = self.builder
         for group in range(0, VECTORS, vectors_at_once):
@@ -276,35 +279,36 @@ class TileSums:
 
 
 # -- a part of a product ----------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def add_blocks(board, tile, row, several, first, last, to):
-    """sums [T, TILE] += the products of a tile with rows row ... row + T - 1 of x, over the blocks of columns
-    first ... last - 1. T is TOKENS_AT_ONCE if `several`, else 1; then only listed columns are read if there is a list.
-    `to`: the address of the sums.
+@njit(**LOOP_OPTIONS)
+def add_blocks(board, tile, row, several_tokens, first, last, sums):
+    """Adds the products of tile number `tile` and rows row ... row + T - 1 of x to the sums [T, TILE] at the address
+    `sums`, over the blocks of columns first ... last - 1.
+
+    T is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list.
     """
     format, columns, blocks = board[FORMAT], board[COLUMNS], (board[COLUMNS] + BLOCK - 1) // BLOCK
-    x, bits, way = board[X] + 4 * row * columns, board[BITS] + board[BYTES_OF_INPUT] * columns * tile, ALL_OF_SEVERAL
+    x, bits, loop = board[X] + 4 * row * columns, board[BITS] + board[BYTES_OF_INPUT] * columns * tile, ALL_OF_SEVERAL
     inputs = board[INPUTS] + 4 * row * (columns + PREFETCHED_OF_LIST)
     starts = array_at(board[STARTS] + 4 * row * (blocks + 1), (blocks + 1,), np.int32)
-    if not several:
-        way = LISTED if starts[-1] >= 0 else ALL
-    variant, scales, totals = len(WAYS) * format + way, board[SCALES] + 4 * TILE * tile, board[TOTALS] + 4 * row
+    if not several_tokens:
+        loop = LISTED if starts[-1] >= 0 else ALL
+    variant, scales, totals = len(TILE_LOOPS) * format + loop, board[SCALES] + 4 * TILE * tile, board[TOTALS] + 4 * row
     if format != INT4:
         begin, end = BLOCK * first, min(columns, BLOCK * last)
-        if way == LISTED:
+        if loop == LISTED:
             begin, end = starts[first], starts[last]
-        add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, to)
+        add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, sums)
         return
-    scales, next_totals = board[SCALES] + 2 * TILE * tile * blocks, 4 * board[STACK] * board[PADDED_TOKENS]
+    scales, block_totals = board[SCALES] + 2 * TILE * tile * blocks, 4 * board[STACK] * board[PADDED_TOKENS]
     for block in range(first, last):
         begin, end = BLOCK * block, min(columns, BLOCK * (block + 1))
-        if way == LISTED:
+        if loop == LISTED:
             begin, end = starts[block], starts[block + 1]
         block_scales = scales + 2 * TILE * block
-        add_sums(variant, bits, block_scales, x, columns, inputs, begin, end, totals + next_totals * block, to)
+        add_sums(variant, bits, block_scales, x, columns, inputs, begin, end, totals + block_totals * block, sums)
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def multiply_tile(board, part):
     """Computes part number `part` of a product in few bits: one tile, for up to CHUNK tokens."""
     rows, tokens, padded, tiles, stack = board[ROWS], board[TOKENS], board[PADDED_TOKENS], board[TILES], board[STACK]
@@ -322,7 +326,7 @@ def multiply_tile(board, part):
             y[matrix, token + n, m + r] = sums[n, r]
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def multiply_rows(board, tile):
     """Computes TILE rows of a product in float32, for all its tokens."""
     rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
@@ -349,8 +353,8 @@ def compute(address, part):
 
 
 @intrinsic
-def call(typing, address, arguments):
-    """Calls the function at an address with a tuple of integers."""
+def call_at(typing, address, arguments):
+    """Calls the compiled function at an address with a tuple of integers."""
 
     def generate(context, builder, signature, values):
         address, arguments = values
@@ -363,7 +367,7 @@ def call(typing, address, arguments):
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def claim_part(board):
     """Claims a part of the product for this thread; returns its number, or -1 if there is none now."""
     address = board.ctypes.data
@@ -371,25 +375,25 @@ def claim_part(board):
         limit, ticket = load_atomic(address + 8 * LIMIT), load_atomic(address + 8 * NEXT)
         if ticket >= limit:
             return -1
-        if exchange_atomic(address + 8 * NEXT, ticket, ticket + 1):
+        if compare_exchange_atomic(address + 8 * NEXT, ticket, ticket + 1):
             return ticket - board[START]
 
 
-@njit(**LOOP)
-def work(board):
-    """Computes parts as long as there are any; returns whether there was one."""
+@njit(**LOOP_OPTIONS)
+def compute_parts(board):
+    """Claims and computes parts until none is left; returns whether this thread has computed one."""
     part = claim_part(board)
-    had_part = part >= 0
+    found_part = part >= 0
     while part >= 0:
-        call(board[COMPUTE], (board.ctypes.data, part))
+        call_at(board[COMPUTE], (board.ctypes.data, part))
         add_atomic(board.ctypes.data + 8 * DONE, 1)
         part = claim_part(board)
-    return had_part
+    return found_part
 
 
-@njit(**LOOP)
-def idle(looks):
-    """Returns looks + 1, the looks at the board at which there was nothing to do; yields the core after each LOOKS."""
+@njit(**LOOP_OPTIONS)
+def count_look(looks):
+    """Returns looks + 1, the number of looks at the board without a part; yields the core at every LOOKS-th."""
     if looks % LOOKS == LOOKS - 1:
         yield_core()
     return looks + 1
@@ -402,35 +406,37 @@ def new_board():
     return board
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def assist(board):
-    """Computes parts of every product on the board until it is stopped."""
+    """Computes parts of every product on the board until STOPPED is 1. A helper thread runs this."""
     looks = 0
     while not load_atomic(board.ctypes.data + 8 * STOPPED):
-        looks = 0 if work(board) else idle(looks)
+        looks = 0 if compute_parts(board) else count_look(looks)
 
 
-# It is compiled here and not by the helpers that run it: a process that ends does not wait for these.
+# `assist` is compiled here, not by helpers: a process that ends does not wait for a helper that compiles.
 assist.compile((types.int64[::1],))
 
 
-@njit(**LOOP)
-def share(board, parts):
-    """Computes the product on the board, which has so many parts, together with the threads that look at the board."""
+@njit(**LOOP_OPTIONS)
+def compute_together(board, parts):
+    """Publishes the board's product, of this many parts; returns when this thread and helpers have computed it."""
     address, looks = board.ctypes.data, 0
     board[START] = board[LIMIT]
     limit = board[START] + parts
     add_atomic(address + 8 * LIMIT, parts)  # from here on other threads claim tickets
-    work(board)
+    compute_parts(board)
     while load_atomic(address + 8 * DONE) < limit:
-        looks = idle(looks)
+        looks = count_look(looks)
 
 
 # -- a product --------------------------------------------------------------------------------------------------------
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def list_inputs(x, inputs, starts):
-    """If few of the inputs x [K] are not zero, writes their numbers to `inputs`, followed by numbers to prefetch, and
-    the index in `inputs` at which each block of columns begins to `starts` [blocks + 1]. Else starts[-1] becomes -1.
+    """Lists the inputs of x [K] that are not zero, if they are at most the share SPARSE; else starts[-1] becomes -1.
+
+    inputs : [K + PREFETCHED_OF_LIST], gets their indices in x, then zeros, which are prefetched but not read
+    starts : [blocks + 1], gets the index in `inputs` at which each block of columns begins, and the end
     """
     n, starts[-1] = 0, -1
     for k in range(len(x)):
@@ -448,7 +454,7 @@ def list_inputs(x, inputs, starts):
         inputs[k] = 0
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def add_totals(x, totals):
     """totals [blocks, T] += the sums of x [T, K] over each block of columns."""
     for block in range(totals.shape[0]):
@@ -461,11 +467,13 @@ def add_totals(x, totals):
 
 @cfunc(types.void(*(types.intp,) * 10))
 def multiply(board, format, bits, scales, x, y, S, T, K, M):
-    """y [S, T, M] = x [S, T, K] W^T for S matrices, with all threads that look at the board. Arrays are given by their
-    addresses; `format` is one of CODES' values; `bits` and `scales` are those of the matrices.
+    """y [S, T, M] = x [S, T, K] W^T for S matrices W, with all threads that look at the board.
+
+    format : one of CODES' values
+    bits, scales : addresses of the arrays of `matrices.Matrix`
     """
     board, x_rows = array_at(board, (BOARD,), np.int64), array_at(x, (S * T, K), np.float32)
-    blocks, padded, listed = (K + BLOCK - 1) // BLOCK, T, 0  # listed: rows of x that get a list of inputs
+    blocks, padded, listed = (K + BLOCK - 1) // BLOCK, T, 0  # listed: the number of rows of x with a list of inputs
     if format != FLOAT32 and T <= FEW:
         listed = S * T
     elif format != FLOAT32:
@@ -486,15 +494,15 @@ def multiply(board, format, bits, scales, x, y, S, T, K, M):
     board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
     board[ROWS], board[COLUMNS], board[TOKENS], board[PADDED_TOKENS], board[STACK] = M, K, T, padded, S
     board[TILES] = (M + TILE - 1) // TILE
-    share(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
+    compute_together(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
     # Numba frees an array after its last use, so these must be used once more.
     board[PADDED_TOKENS] = inputs.size + starts.size + totals.size + x_rows.size
 
 
-@njit(**LOOP)
+@njit(**LOOP_OPTIONS)
 def multiply_at(address, board, format, bits, scales, x, y):
-    """y = x W^T by `multiply`, whose address this gets, for loops in other modules: Numba's cache of such a loop would
-    not notice a change of `multiply` if it called it by its name. x and y must be contiguous.
+    """y = x W^T by `multiply`, whose address is given, for loops of other modules. Numba's cache of a loop that called
+    `multiply` by its name would not notice a change of `multiply`. x and y must be contiguous.
     """
     S, T, K = x.shape
-    call(address, (board.ctypes.data, format, bits, scales, x.ctypes.data, y.ctypes.data, S, T, K, y.shape[2]))
+    call_at(address, (board.ctypes.data, format, bits, scales, x.ctypes.data, y.ctypes.data, S, T, K, y.shape[2]))

@@ -15,7 +15,7 @@ from ..errors import ContractError
 from .helper_threads import count
 from .number_checks import real, shown, whole
 
-AT_ONCE = 1 << 16  # the most logits of several sequences in one call of NumPy; more do not fit in a core's cache
+AT_ONCE = 1 << 16  # the most logits in one call of NumPy for several sequences; more do not fit in a core's cache
 ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, a float32 read as an integer
 PENALTY = "a finite number from -1e30 to 1e30"  # a larger one, times a token's count, could be beyond float32's range
 
@@ -126,11 +126,11 @@ class Sampling:
             ) from None
 
     @cached_property
-    def kind(self) -> tuple:
+    def group(self) -> tuple:
         """(vocabulary, temperature, (top_k, top_p, min_p, temperature_last), whether logits are adjusted). Tokens of
-        sequences with the same kind are drawn by the same calls of NumPy."""
-        choice = self.top_k, self.top_p, self.min_p, self.temperature_last
-        return self.vocabulary, self.temperature, choice, self.penalizes or bool(self.bias)
+        sequences with equal groups are drawn by the same calls of NumPy."""
+        limits = self.top_k, self.top_p, self.min_p, self.temperature_last
+        return self.vocabulary, self.temperature, limits, self.penalizes or bool(self.bias)
 
     @cached_property
     def penalizes(self) -> bool:
@@ -143,7 +143,8 @@ class Sampling:
 
 
 class Sampler:
-    """Draws the tokens of one sequence: it has the random numbers, and counts the tokens that were drawn.
+    """Draws the tokens of one sequence: it has the random numbers, and counts the tokens that were drawn. One thread at
+    a time may use it.
 
     Called with host logits [V], it returns a token; ContractError, before anything is drawn, if there is a `complaint`.
     """
@@ -152,14 +153,14 @@ class Sampler:
         self.how, self.rng = how, np.random.default_rng(how.seed)
         self.counts: dict[int, float] = {}
         self.logprobs: list[float] = []
-        self.biased, self.biases = [*how.bias], np.array([*how.bias.values()], np.float32)
+        self.biased_ids, self.biases = [*how.bias], np.array([*how.bias.values()], np.float32)
 
     def complaint(self, logits) -> str | None:
         """Why no token can be drawn from `logits`: one is NaN or inf, or all are -inf."""
         logits = np.asarray(logits[: self.how.vocabulary])
-        if self.biased:
+        if self.biased_ids:
             logits = self.adjusted(logits)
-        greatest = logits.max()  # NaN if one of them is
+        greatest = logits.max()  # NaN if a logit is NaN
         if np.isfinite(greatest):
             return None
         if greatest == -np.inf:
@@ -180,7 +181,7 @@ class Sampler:
         self.counts[token] = self.counts.get(token, 0.0) + 1
 
     def adjusted(self, logits):
-        """`logits` with penalties and biases."""
+        """A copy of `logits` with penalties and biases; ContractError for a bias of an id beyond them."""
         how, logits = self.how, logits.copy()
         if self.counts and how.penalizes:
             ids, counts = list(self.counts), np.array(list(self.counts.values()))
@@ -188,74 +189,78 @@ class Sampler:
                 drawn = logits[ids]
                 logits[ids] = np.where(drawn > 0, drawn / how.repetition, drawn * how.repetition)
             logits[ids] -= how.presence + how.frequency * counts
-        if self.biased:
-            if self.biased[-1] >= len(logits):
-                raise ContractError(f"Sampling: bias has the id {self.biased[-1]}, expected one below {len(logits)}")
-            logits[self.biased] += self.biases
+        if self.biased_ids:
+            if (largest := self.biased_ids[-1]) >= len(logits):
+                raise ContractError(f"Sampling: bias has the id {largest}, expected one below {len(logits)}")
+            logits[self.biased_ids] += self.biases
         return logits
 
 
 # -- many sequences ----------------------------------------------------------------------------------------------------
 def complaints(samplers, logits) -> dict[int, str]:
-    """{number of a sampler: its `complaint`}, for the samplers that cannot draw from their row of `logits`."""
+    """{index of a sampler: its `complaint`}, for the samplers that cannot draw from their row of `logits`."""
     found = {}
-    for (_, biased), numbers, rows in alike(logits, [(one.how.vocabulary, bool(one.biased)) for one in samplers]):
-        finite = np.zeros(len(rows), bool) if biased else np.isfinite(rows.max(axis=1))
-        for place in () if finite.all() else np.flatnonzero(~finite):
-            if complaint := samplers[numbers[place]].complaint(logits[numbers[place]]):
-                found[numbers[place]] = complaint
+    groups = [(sampler.how.vocabulary, bool(sampler.biased_ids)) for sampler in samplers]
+    for (_, biased), indices, rows in grouped_rows(logits, groups):
+        finite = np.zeros(len(rows), bool) if biased else np.isfinite(rows.max(axis=1))  # biased rows: looked at singly
+        for row in np.flatnonzero(~finite):
+            if complaint := samplers[indices[row]].complaint(logits[indices[row]]):
+                found[indices[row]] = complaint
     return found
 
 
 def draw_each(samplers, logits) -> list[int]:
-    """The token that each sampler draws from its row of `logits`, an array [N, V] or N rows, without complaints.
+    """The token that each sampler draws from its row of `logits`, an array [N, V] or N rows.
 
-    Tokens do not depend on the other samplers: samplers only share calls of NumPy and the host's cores.
+    Tokens do not depend on the other samplers: samplers only share calls of NumPy and the host's cores. The caller has
+    made sure that there are no `complaints`.
     """
-    kinds = [sampler.how.kind for sampler in samplers]
-    chances = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
+    uniforms = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
 
     def draw(part):
-        (_, temperature, choice, adjusts), numbers, rows = part
+        (_, temperature, (*limits, temperature_last), adjusts), indices, rows = part
         rows = rows.astype(np.float32, copy=adjusts)
         if adjusts:
-            for place, number in enumerate(numbers):
-                rows[place] = samplers[number].adjusted(rows[place])
+            for row, index in enumerate(indices):
+                rows[row] = samplers[index].adjusted(rows[row])
         if temperature == 0:
             return rows.argmax(axis=1)
-        *limits, last = choice
-        before, after = (1.0, temperature) if last else (temperature, 1.0)  # temperatures before and after the limits
-        return drawn_ids(probabilities(rows, before), *limits, [chances[number] for number in numbers], after)
+        before_limits, after_limits = (1.0, temperature) if temperature_last else (temperature, 1.0)
+        p = probabilities(rows, before_limits)
+        return drawn_ids(p, *limits, [uniforms[index] for index in indices], after_limits)
 
-    parts = list(alike(logits, kinds))
+    parts = list(grouped_rows(logits, [sampler.how.group for sampler in samplers]))
     tokens: dict[int, int] = {}
-    for (_, numbers, rows), found in zip(parts, in_threads(draw, parts)):
-        tokens.update(zip(numbers, found.tolist()))
-        for row, number in zip(rows, numbers):
-            if samplers[number].how.penalizes:
-                samplers[number].count(tokens[number])
-            if samplers[number].how.logprobs:
-                samplers[number].logprobs.append(logprob(row, tokens[number]))
-    return [tokens[number] for number in range(len(samplers))]
+    for (_, indices, rows), drawn in zip(parts, in_threads(draw, parts)):
+        tokens.update(zip(indices, drawn.tolist()))
+        for row, index in zip(rows, indices):
+            if samplers[index].how.penalizes:
+                samplers[index].count(tokens[index])
+            if samplers[index].how.logprobs:
+                samplers[index].logprobs.append(logprob(row, tokens[index]))
+    return [tokens[index] for index in range(len(samplers))]
 
 
-def alike(logits, kinds) -> Iterator[tuple]:
-    """Yields (kind, numbers of sequences of this kind, their rows of `logits`, not to be written), few rows at a time.
-    `kinds`: the kind of each sequence, whose first element is `Sampling.vocabulary`."""
-    if len(set(kinds)) == 1 and isinstance(logits, np.ndarray):
+def grouped_rows(logits, groups) -> Iterator[tuple]:
+    """Yields (group, indices of sequences of this group, their rows of `logits`): at most AT_ONCE logits or one row at
+    a time. Callers do not write to the rows, which may be views.
+
+    groups : the group of each sequence, a tuple whose first element is `Sampling.vocabulary`
+    """
+    if len(set(groups)) == 1 and isinstance(logits, np.ndarray):
         count = max(1, AT_ONCE // logits.shape[1])
-        for start in range(0, len(kinds), count):
-            rows = logits[start : start + count, : kinds[0][0]]
-            yield kinds[0], range(start, start + len(rows)), rows
+        for start in range(0, len(groups), count):
+            rows = logits[start : start + count, : groups[0][0]]
+            yield groups[0], range(start, start + len(rows)), rows
         return
-    by_kind: dict[tuple, list[int]] = {}
-    for number, kind in enumerate(kinds):
-        by_kind.setdefault(kind, []).append(number)
-    for kind, numbers in by_kind.items():
-        count = max(1, AT_ONCE // len(logits[numbers[0]]))
-        for start in range(0, len(numbers), count):
-            some = numbers[start : start + count]
-            yield kind, some, np.stack([logits[number] for number in some])[:, : kind[0]]
+    members: dict[tuple, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    for group, indices in members.items():
+        count = max(1, AT_ONCE // len(logits[indices[0]]))
+        for start in range(0, len(indices), count):
+            part = indices[start : start + count]
+            yield group, part, np.stack([logits[index] for index in part])[:, : group[0]]
 
 
 def in_threads(work, parts) -> list:
@@ -264,18 +269,17 @@ def in_threads(work, parts) -> list:
         return [work(parts[0])]
     with ThreadPoolExecutor(min(count(), len(parts))) as pool:
         try:
-            done = pool.map(work, parts)
-        except RuntimeError:
+            results = pool.map(work, parts)
+        except RuntimeError:  # the system gives no threads
             return list(map(work, parts))
-        return list(done)
+        return list(results)
 
 
 def probabilities(logits, temperature):
-    """The probabilities [N, V] of tokens from float32 logits."""
+    """The probabilities [N, V] of tokens from float32 logits; each row's largest logit is finite."""
     with np.errstate(over="ignore"):  # with a small temperature quotients become -inf, and probabilities 0
-        p = np.exp(
-            np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64).astype(np.float32)
-        )
+        quotients = np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64)
+        p = np.exp(quotients.astype(np.float32))
     p /= p.sum(axis=-1, keepdims=True)
     return p
 
@@ -287,26 +291,26 @@ def logprob(logits, token) -> float:
     return float(logits[token] - np.log(np.exp(logits).sum()))
 
 
-def drawn_ids(p, top_k, top_p, min_p, chances, temperature=1.0):
+def drawn_ids(p, top_k, top_p, min_p, uniforms, temperature=1.0):
     """The id drawn from each row of probabilities p [N, V]: among the tokens that `top_k`, `top_p` and `min_p` leave,
-    with `temperature` applied to these. `chances`: a random number for each row, at least 0 and below 1."""
+    with `temperature` applied to these. `uniforms`: a random number for each row, at least 0 and below 1."""
     ids, p, counts = likeliest(p, top_k, top_p, min_p)
     rows, cumulated = np.arange(len(p)), np.cumsum(p, axis=1, dtype=np.float64)
     bound = top_p * (cumulated[:, -1:] if top_k else 1)
-    last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the first token at which the sum is the bound
+    last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the column at which the sum reaches the bound
     if temperature != 1:
         shares = p / p.max(axis=1, keepdims=True)
         cumulated = np.cumsum(shares.astype(np.float64) ** (1 / temperature), axis=1)
-    place = (cumulated <= (np.array(chances) * cumulated[rows, last])[:, None]).sum(axis=1)
-    return place if ids is None else ids[rows, place]
+    columns = (cumulated <= (np.array(uniforms) * cumulated[rows, last])[:, None]).sum(axis=1)
+    return columns if ids is None else ids[rows, columns]
 
 
 def likeliest(p, top_k, top_p, min_p=0.0):
-    """(ids, their probabilities, how many) for each row of float32 p [N, V], sorted from the likeliest id on, with
-    zeros behind the last one.
+    """(ids, their probabilities, their number) for each row of float32 p [N, V], sorted from the likeliest id on. Rows
+    with fewer ids than others end with probabilities of 0.
 
-    They are `top_k` ids, or at least as many as have the probability `top_p` together, each with at least `min_p`
-    times the largest probability. Only these are sorted. None for ids stands for all V in their order.
+    The ids are the `top_k` likeliest, or at least as many as have the probability `top_p` together, each with at least
+    `min_p` times the largest probability. Only these are sorted. None for ids stands for all V in their order.
     """
     V = p.shape[1]
     if top_k == 0 and top_p == 1 and min_p == 0:
@@ -320,10 +324,10 @@ def likeliest(p, top_k, top_p, min_p=0.0):
         least = np.maximum(least, np.float32(min_p) * p.max(axis=1, keepdims=True))
     row, id = np.divmod(np.flatnonzero(p >= least), V)
     counts = np.bincount(row, minlength=len(p))
-    place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    # One integer that sorts by falling probability, then by id. Numbers from 0 up have the order of their bits.
+    column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)  # the place of each id in its row
+    # A key sorts by falling probability, then by id: float32 numbers from 0 up have the order of their bits.
     keys = np.full((len(p), counts.max()), ORDERED_BITS << 32)
-    keys[row, place] = ORDERED_BITS - p[row, id].view(np.int32) << 32 | id
+    keys[row, column] = ORDERED_BITS - p[row, id].view(np.int32) << 32 | id
     keys.sort(axis=1)
     keys = keys[:, : top_k or None]
     chosen = (ORDERED_BITS - (keys >> 32)).astype(np.int32).view(np.float32)

@@ -23,27 +23,27 @@ def directory(data) -> dict[str, tuple[int, int]]:
     It refuses what other readers might read differently: the directory and its end record must be the end of the file,
     names must be unique, entries must not be compressed, and checksums must be right.
     """
-    at = len(data) - 22
-    *_, count, size, start, _ = fields(data, "<4s4H2IH", at, b"PK\5\6", "an end record in the last 22 bytes")
-    if data[max(at - 20, 0) : at][:4] == b"PK\6\7":
-        _, _, at, _ = fields(data, "<4sIQI", at - 20, b"PK\6\7", "a zip64 locator")
-        *_, count, size, start = fields(data, "<4sQ2H2I4Q", at, b"PK\6\6", "a zip64 end record")
-    if start + size != at or size > MAX_INDEX:
+    end = len(data) - 22  # the first byte of the end record, and the end of the directory
+    *_, count, size, start, _ = fields(data, "<4s4H2IH", end, b"PK\5\6", "an end record in the last 22 bytes")
+    if data[max(end - 20, 0) : end][:4] == b"PK\6\7":
+        _, _, end, _ = fields(data, "<4sIQI", end - 20, b"PK\6\7", "a zip64 locator")
+        *_, count, size, start = fields(data, "<4sQ2H2I4Q", end, b"PK\6\6", "a zip64 end record")
+    if start + size != end or size > MAX_INDEX:
         refuse(
-            f"the zip's directory has {size} bytes from byte {start}, and its end record is at byte {at}",
+            f"the zip's directory has {size} bytes from byte {start}, and its end record is at byte {end}",
             f"at most {MAX_INDEX} bytes, right before its end record",
         )
-    entries, checksums, here = {}, {}, start
-    while here < at:
-        entry = fields(data, "<4s6H3I5H2I", here, b"PK\1\2", "the next entry of the zip's directory")
+    entries, checksums, position = {}, {}, start
+    while position < end:
+        entry = fields(data, "<4s6H3I5H2I", position, b"PK\1\2", "the next entry of the zip's directory")
         _, _, _, flags, method, _, _, checksum, packed, unpacked, *sizes, _, _, _, header = entry
         name_size, extra_size, comment_size = sizes
-        here += 46
-        raw = data[here : here + name_size]
+        position += 46
+        raw = data[position : position + name_size]
         name = raw.decode("utf-8", "backslashreplace")
-        extra = data[here + name_size : here + name_size + extra_size]
-        here += name_size + extra_size + comment_size
-        unpacked, packed, header = widened((unpacked, packed, header), extra)
+        extra = data[position + name_size : position + name_size + extra_size]
+        position += name_size + extra_size + comment_size
+        unpacked, packed, header = zip64_values((unpacked, packed, header), extra)
         if method or flags & 1 or packed != unpacked:
             refuse(
                 f"entry {shown(name)} is compressed or encrypted (method {method}, {packed} bytes for {unpacked})",
@@ -52,15 +52,15 @@ def directory(data) -> dict[str, tuple[int, int]]:
         if name in entries:
             refuse(f"entry {shown(name)} is there twice", "names that differ")
         entries[name], checksums[name] = body(data, header, raw, unpacked, start), checksum
-    if here != at or len(entries) != count:
-        refuse(f"the zip's directory has {len(entries)} entries up to byte {here}", f"{count}, up to byte {at}")
-    check_sums(data, entries, checksums)
+    if position != end or len(entries) != count:
+        refuse(f"the zip's directory has {len(entries)} entries up to byte {position}", f"{count}, up to byte {end}")
+    verify_checksums(data, entries, checksums)
     return entries
 
 
-def check_sums(data, entries, checksums):
-    """Refuses a zip with an entry of another checksum than its directory says."""
-    # entries that overlap would let a small file take long
+def verify_checksums(data, entries, checksums):
+    """FileError if the bytes of an entry have another checksum than `checksums` says; both dicts are by name."""
+    # Overlapping entries would let a small file keep the reader busy for long.
     if (claimed := sum(size for _, size in entries.values())) > len(data):
         refuse(f"the entries claim {claimed} bytes of a file of {len(data)}", "entries that do not overlap")
     for name, (start, size) in entries.items():
@@ -71,7 +71,8 @@ def check_sums(data, entries, checksums):
 
 
 def body(data, header, name, size, end):
-    """(first byte, size) of the entry with its local header at byte `header`; it must end by byte `end`."""
+    """(first byte, size) of the entry with its local header at byte `header`. FileError if that header has another name
+    or size, or if the entry goes beyond byte `end`."""
     entry = f"entry {shown(name.decode('latin-1'))}"
     _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size = fields(
         data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of {entry}"
@@ -88,30 +89,32 @@ def body(data, header, name, size, end):
     return start, size
 
 
-def fields(data, layout, at, signature, wanted):
-    """The fields of a record at byte `at`, by its `layout` as in `struct`; its first four bytes must be `signature`."""
-    if not 0 <= at <= len(data) - struct.calcsize(layout) or data[at : at + 4] != signature:
-        refuse(f"the zip is cut short or damaged at byte {at}", wanted)
-    return struct.unpack_from(layout, data, at)
+def fields(data, layout, start, signature, wanted):
+    """The fields of the record from byte `start` on, of a `layout` as in `struct`. FileError, which says that `wanted`
+    was expected, unless the record is inside the file and begins with the four bytes `signature`."""
+    if not 0 <= start <= len(data) - struct.calcsize(layout) or data[start : start + 4] != signature:
+        refuse(f"the zip is cut short or damaged at byte {start}", wanted)
+    return struct.unpack_from(layout, data, start)
 
 
-def widened(values, extra):
-    """The `values` of a directory entry, with those that are WIDE replaced by the numbers of its zip64 field, which has
-    them in this order."""
-    here = 0
-    while here + 4 <= len(extra):
-        kind, size = struct.unpack_from("<2H", extra, here)
-        if kind == 1:
-            field = extra[here + 4 : here + 4 + size]
+def zip64_values(values, extra):
+    """The `values` of a directory entry. Those that are WIDE are replaced by the numbers, in this order, of the zip64
+    field among the entry's `extra` fields."""
+    position = 0
+    while position + 4 <= len(extra):
+        field_id, size = struct.unpack_from("<2H", extra, position)
+        if field_id == 1:
+            field = extra[position + 4 : position + 4 + size]
             wide = iter(struct.unpack_from(f"<{len(field) // 8}Q", field))
             return [next(wide, value) if value == WIDE else value for value in values]
-        here += 4 + size
+        position += 4 + size
     return values
 
 
-def floats(data, place, name) -> np.ndarray:
-    """A copy of the float32 array of the .npy at `place` (first byte, size), after checking its header."""
-    start, size = place
+def floats(data, span, name) -> np.ndarray:
+    """A copy of the float32 array of the .npy at `span` (first byte, size); FileError for another header than NumPy
+    writes. `name` is for the error."""
+    start, size = span
     head = data[start : start + min(size, MAX_HEADER)]
     length = int.from_bytes(head[8:10], "little")
     match = HEADER.fullmatch(head[10 : 10 + length])
@@ -119,7 +122,7 @@ def floats(data, place, name) -> np.ndarray:
         refuse(f"has {name} with another header", "that of a plain array, as numpy.savez writes it")
     descr, fortran, axes = match.groups()
     if descr != b"<f4":
-        refuse(f"has {name} in {named(descr)}", "float32")
+        refuse(f"has {name} in {dtype_name(descr)}", "float32")
     shape = tuple(int(axis) for axis in axes.replace(b",", b" ").split())
     if len(shape) > MAX_AXES or size - 10 - length != 4 * math.prod(shape):
         sizes = f"{len(shape)} axes" if len(shape) > MAX_AXES else " x ".join(map(shown, shape)) or "one number"
@@ -127,7 +130,7 @@ def floats(data, place, name) -> np.ndarray:
     return np.ndarray(shape, np.float32, data, start + 10 + length, order="F" if fortran == b"True" else "C").copy()
 
 
-def named(descr: bytes) -> str:
+def dtype_name(descr: bytes) -> str:
     """The name of a dtype in an .npy's header, for an error."""
     try:
         return str(np.dtype(descr.decode()))

@@ -40,17 +40,18 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
         if length is not None:
             whole("Text", "length", length, 1, LONGEST)
-        self.length, self.stop, self.end, self.tokenizer = length, stops(stop), tokenizer.end, tokenizer
+        self.length, self.stop, self.end, self.tokenizer = length, checked_stops(stop), tokenizer.end, tokenizer
         self.error: str | None = None
         self.logprobs: list[float] = []
-        self.stream, self.held = tokenizer.stream(), ""
+        self.stream, self.held = tokenizer.stream(), ""  # held: text that `feed` has decoded but not returned
         self.finish: str | None = None
         self.count = 0
-        self.pieces: list[str] = []  # what `take` has decoded
-        self.tokens: list[int] = []  # the tokens that `take` has not decoded
+        self.pieces: list[str] = []  # text that `take` has decoded
+        self.tokens: list[int] = []  # tokens that `take` has got and not decoded
 
     def take(self, token: int):
-        """`feed` for a caller that reads the text by `whole` once it has ended: most tokens are decoded then."""
+        """Adds a token, for a caller that uses no `feed`, and reads the text by `whole` once it has ended. Without stop
+        strings tokens are decoded then, all at once."""
         if self.stop:
             self.pieces.append(self.feed(token))
             return
@@ -72,14 +73,14 @@ class Text:
         if self.end is not None and token == self.end:
             return self.close("end")
         text = self.held + self.stream.feed(token)
-        found = [(start + len(string), start) for string in self.stop if (start := text.find(string)) >= 0]
-        if found:
+        ends_and_starts = [(start + len(string), start) for string in self.stop if (start := text.find(string)) >= 0]
+        if ends_and_starts:
             self.finish = "stop"
-            return text[: min(found)[1]]
+            return text[: min(ends_and_starts)[1]]
         if self.count == self.length:
             self.finish = "length"
             return text + self.stream.flush()
-        certain = len(text) - self.length_of_beginning(text)
+        certain = len(text) - self.possible_stop(text)
         self.held = text[certain:]
         return text[:certain]
 
@@ -88,24 +89,20 @@ class Text:
         self.finish, self.error = finish, error
         return self.held + self.stream.flush()
 
-    def length_of_beginning(self, text):
+    def possible_stop(self, text):
         """The length of the longest end of `text` with which a stop string begins."""
         longest = max(map(len, self.stop), default=1) - 1
-        return next(
-            (
-                n
-                for n in range(min(longest, len(text)), 0, -1)
-                if any(string.startswith(text[-n:]) for string in self.stop)
-            ),
-            0,
-        )
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(string.startswith(text[-length:]) for string in self.stop):
+                return length
+        return 0
 
 
-def stops(given) -> tuple[str, ...]:
-    """The stop strings, after checking them."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ContractError(f"Text: stop is {shown(given)}, expected a sequence of strings, none of them empty")
-    strings = tuple(given)
+def checked_stops(stop) -> tuple[str, ...]:
+    """The argument `stop` as a tuple; ContractError unless it is a sequence of strings, none of them empty."""
+    if isinstance(stop, str) or not isinstance(stop, Iterable):
+        raise ContractError(f"Text: stop is {shown(stop)}, expected a sequence of strings, none of them empty")
+    strings = tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ContractError(f"Text: stop holds {shown(string)}, expected strings, none of them empty")
@@ -114,8 +111,8 @@ def stops(given) -> tuple[str, ...]:
 
 @dataclass
 class Request:
-    """A text to be written: its prompt (at least one id), how it continues, and the state before the prompt; None
-    starts a sequence."""
+    """A text to be written: its prompt (at least one id), how tokens are drawn, `Text`'s limits, and the state before
+    the prompt; None starts a sequence. `complete` checks it."""
 
     prompt: Sequence[int]
     how: Sampling
@@ -148,20 +145,20 @@ def complete(
     [(0, 'ouse,'), (1, 'y')]
     """
     batch, waiting = Batch(model, slots), enumerate(requests)
-    running: dict[int, tuple[int, Text]] = {}
+    running: dict[int, tuple[int, Text]] = {}  # {slot: (number of the request, its text)}
     while not interrupted():
-        asked, joining = list(islice(waiting, batch.free)), []
-        for number, request in asked:
+        taken, joining = list(islice(waiting, batch.free)), []
+        for number, request in taken:
             try:
-                joining.append((number, *checked(model, tokenizer, request)))
+                joining.append((number, *checked_request(model, tokenizer, request)))
             except ContractError as error:
                 text = Text(tokenizer)
                 yield number, text.close("error", str(error)), text
         if joining:
-            numbers, texts, hows, prompts, states = zip(*joining)
-            slots_taken = batch.join(list(prompts), list(hows), list(states))
-            running |= {slot: (number, text) for slot, number, text in zip(slots_taken, numbers, texts)}
-        if not asked and not running:
+            numbers, texts, samplings, prompts, states = zip(*joining)
+            joined = batch.join(list(prompts), list(samplings), list(states))
+            running |= dict(zip(joined, zip(numbers, texts)))
+        if not taken and not running:
             return
         for slot, complaint in batch.complaints().items():
             number, text = running.pop(slot)
@@ -178,8 +175,8 @@ def complete(
                 yield number, text.whole(), text
 
 
-def checked(model, tokenizer, request):
-    """(the request's `Text`, its `Sampling`, its prompt, the state before the prompt), after checking all of it."""
+def checked_request(model, tokenizer, request):
+    """(the request's `Text`, its `Sampling`, its prompt, the state before the prompt), after checking all."""
     text = Text(tokenizer, request.length, request.stop)
     if not isinstance(request.how, Sampling):
         raise ContractTypeError(f"Request: how is a {type(request.how).__name__}, expected a Sampling")

@@ -29,10 +29,10 @@ from .rwkv6 import RWKV6
 from .single_process import OneProcess
 from .training_steps import CudaSteps, HostSteps
 
-HELD_OUT = 0.05  # share of the text, at its end, that is not learned
-HELD_OUT_STEPS = 32  # ... but no more of it than so many steps read, whose loss takes as long as about 11 steps
+HELD_OUT = 0.05  # share of the text, at its end, that is held out, up to the tokens of HELD_OUT_STEPS steps
+HELD_OUT_STEPS = 32  # their loss takes as long as about 11 training steps
 MAX_TOKENS = 1 << 24  # the most tokens of a step: more than any machine's memory holds
-MAX_LAYERS = 1 << 10  # the most layers: a table of the parameters of 10^9 layers would take all memory
+MAX_LAYERS = 1 << 10  # the most layers; without it, a file could ask for a table of 10^9 layers
 WARM_UP = 0.02  # share of the training in which the learning rate rises
 VECTORS = ("weights", "first", "second")  # the state of a training: the model's weights and AdamW's two moments
 
@@ -161,12 +161,12 @@ class Training:
     def __repr__(self):
         return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
 
-    def change(self, **how):
+    def change(self, **settings):
         """Changes settings (`steps`, `minutes` or `lr`) for the next steps. A new `steps` removes `minutes`, and vice
         versa."""
-        if how.keys() & {"steps", "minutes"}:
-            how = {"steps": None, "minutes": None, **how}
-        self.settings = replace(self.settings, **how)
+        if settings.keys() & {"steps", "minutes"}:
+            settings = {"steps": None, "minutes": None, **settings}
+        self.settings = replace(self.settings, **settings)
 
     @property
     def done(self) -> float:
@@ -261,6 +261,7 @@ class Training:
         (pth_files.write if str(path).endswith(".pth") else write_arrays)(path, arrays)
 
     def check_finite(self, arrays):
+        """ContractError if one of `arrays`, {name: array}, has a number that is not finite."""
         if name := first_not_finite(arrays):
             refuse(f"{name} at step {self.step_number} has numbers that are not finite, which no file shall hold")
 
@@ -280,14 +281,14 @@ class Training:
         CheckpointError if the file holds no training, or one on another text.
         """
         stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
-        own, title = title_of(kind), stored.pop("of", np.zeros(0, np.uint8)).tobytes().decode(errors="replace")
-        if title not in ("", own):  # older files lack it
+        wanted, title = title_of(kind), stored.pop("of", np.zeros(0, np.uint8)).tobytes().decode(errors="replace")
+        if title not in ("", wanted):  # older files have no title
             raise checkpoint.CheckpointError(
-                f"{path}: is a training of {shown(title)[1:-1]}, expected one of {own}: it goes on as what it began as "
-                "(linattn-np train: the same --version, --from, --lora, --state)"
+                f"{path}: is a training of {shown(title)[1:-1]}, expected one of {wanted}: it goes on as what it began "
+                "as (linattn-np train: the same --version, --from, --lora, --state)"
             )
         try:
-            settings = checked(stored, kind)
+            settings = checked_settings(stored, kind)
         except ContractError as error:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
         self = cls(text, settings, device, dtype, kind, recompute, ranks)
@@ -312,6 +313,8 @@ def first_not_finite(arrays) -> str | None:
 class Text:
     """The tokens [T] to learn, cut into rows of `context` + 1 tokens; each epoch has its own cuts and order of rows.
 
+    learned, held : the tokens for steps, and those that are held out
+    rows : the number of rows of an epoch
     unit : "bytes" or "tokens", for messages
     """
 
@@ -320,7 +323,7 @@ class Text:
         self.unit = "bytes" if self.tokens.dtype == np.uint8 else "tokens"
         held = min(int(len(self.tokens) * HELD_OUT), HELD_OUT_STEPS * settings.batch * settings.context)
         self.learned, self.held = self.tokens[: len(self.tokens) - held], self.tokens[len(self.tokens) - held :]
-        least = 2 * settings.context + 1  # enough for one row wherever an epoch's first row starts
+        least = 2 * settings.context + 1  # enough for one row, from any of the first `context` tokens on
         if len(self.learned) < least or len(self.held) < 2:
             refuse(
                 f"the text has {len(self.tokens)} {self.unit}, {len(self.learned)} of them to learn, "
@@ -334,22 +337,22 @@ class Text:
         return self.cut(self.learned, [self.start(row) for row in range(first, first + size)])
 
     def start(self, row):
-        """The first token of a row, which is counted over all epochs."""
+        """The index of the first token of row number `row`, counted over all epochs."""
         epoch, row = divmod(row, self.rows)
         shift, order = order_of(self.settings.seed, epoch, self.rows, self.settings.context)
         return shift + order[row] * self.settings.context
 
     def cut(self, text, starts):
-        """The rows of `text` from these tokens on, int64."""
+        """The rows of `text` that begin at these indices, int64 [starts, context + 1]."""
         return np.stack([text[start : start + self.settings.context + 1] for start in starts]).astype(np.int64)
 
     def held_out(self):
         """Yields batches in which every held-out token but the first is predicted once; the last row may be shorter."""
         context, batch = self.settings.context, self.settings.batch
-        whole = (len(self.held) - 1) // context
-        for first in range(0, whole, batch):
-            yield self.cut(self.held, [row * context for row in range(first, min(first + batch, whole))])
-        if len(rest := self.held[whole * context :]) > 1:
+        rows = (len(self.held) - 1) // context
+        for first in range(0, rows, batch):
+            yield self.cut(self.held, [row * context for row in range(first, min(first + batch, rows))])
+        if len(rest := self.held[rows * context :]) > 1:
             yield rest[None].astype(np.int64)
 
 
@@ -365,7 +368,7 @@ def as_tokens(text) -> np.ndarray:
 
 
 def title_of(kind) -> str:
-    """What is trained, in words, or "" if the kind does not say it."""
+    """The `title` of a `protocols.Trainable`, or "" if it has none."""
     return getattr(kind, "title", "")
 
 
@@ -384,8 +387,8 @@ def order_of(seed, epoch, rows, context):
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
-def checked(stored, kind) -> Settings:
-    """The settings in a checkpoint, after checking that all its arrays fit them."""
+def checked_settings(stored, kind) -> Settings:
+    """The settings in the arrays `stored` of a checkpoint; ContractError unless all arrays are there and fit them."""
     dtypes = {
         **dict.fromkeys(VECTORS, np.float32),
         "settings": np.uint8,

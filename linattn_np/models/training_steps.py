@@ -2,6 +2,7 @@
 (Loshchilov and Hutter, 2019, algorithm 2).
 
 Both classes have float32 vectors `weights` (all parameters of the model), `first` and `second` (AdamW's two moments).
+`Training` calls `load` first and lets one thread in at a time.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 
 from ..graph_capture import in_graphs
 from .devices import NotCopied
-from .dropout import Dropout, dropout, keep
+from .dropout import Dropout, apply_dropout, keep
 from .training_products import CudaProducts, HostProducts
 
 CLIP = 1.0  # the gradient's largest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
-STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second allocates all memory that a step takes
-CAPTURING = Lock()  # held by the training that captures a graph and appends to `in_graphs`
+STEPS_BEFORE_GRAPH = 2  # step 0 compiles kernels and plans calls, step 1 allocates all memory that a step takes
+CAPTURING = Lock()  # held by the training that captures a graph, as captures append to the global list `in_graphs`
 AHEAD = 2  # the most steps by which the host is ahead of the device
 BLOCKS = 4  # blocks per multiprocessor, in the kernels that read all parameters
 
@@ -37,11 +38,11 @@ class HostSteps:
         self.layout, self.loss, self.products, self.ranks = layout, loss, HostProducts(), ranks
         self.rate, self.seed, self.dtype = rate, seed, self.products.dtype
         self.weights, self.first, self.second = np.zeros((3, layout.size), np.float32)
-        self.sums = np.zeros(layout.size + 1, np.float32)  # summed over the ranks: the gradient, then the loss
+        self.sums = np.zeros(layout.size + 1, np.float32)  # the gradient, then the loss: means over the ranks
 
     @property
     def gradient(self):
-        """A view of `sums`. It is no attribute, so that a copy of this object has a view of its own `sums`."""
+        """A view of `sums`; a property, so that a copy of this object has a view of the copy's `sums`."""
         return self.sums[:-1]
 
     def on_host(self, name):
@@ -49,7 +50,7 @@ class HostSteps:
         return getattr(self, name)
 
     def load(self, **vectors):
-        """Replaces vectors by copies of these."""
+        """Replaces the named vectors by copies of the arguments."""
         for name, vector in vectors.items():
             setattr(self, name, np.array(vector))
 
@@ -59,7 +60,7 @@ class HostSteps:
         rate : the learning rate
         decay : the factor by which weight decay multiplies the matrices
         """
-        gradient_and_loss(self, self.layout.tree(self.weights), tokens, self.drop(number))
+        gradient_and_loss(self, self.layout.tree(self.weights), tokens, self.dropout(number))
         norm = np.sqrt((self.gradient * self.gradient).sum())
         matrices = self.weights[: self.layout.matrices]
         matrices *= decay
@@ -78,38 +79,46 @@ class HostSteps:
         """The loss without dropout; no step is made."""
         return self.loss(self.layout.tree(self.weights), tokens, self.products, keep)[0]
 
-    def drop(self, number):
+    def dropout(self, number):
         """The function that applies dropout in a step. Ranks draw different numbers."""
         if not self.rate:
             return keep
         rank = [self.ranks.rank] if self.ranks.rank else []  # the first rank draws those of a training by one process
         bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *rank]))
-        return partial(dropout, np.random.Generator(bits), self.rate)
+        return partial(apply_dropout, np.random.Generator(bits), self.rate)
 
 
-def gradient_and_loss(steps, weights, tokens, drop):
-    """Writes the means of gradient and loss over all ranks to `steps.sums`. A layer's gradient is exchanged with the
-    ranks while the next layer's is computed."""
+def gradient_and_loss(steps, weights, tokens, dropout):
+    """Writes the means of gradient and loss over all ranks to `steps.sums`. The ranks exchange a layer's gradient while
+    they compute the next layer's.
+
+    steps : a `HostSteps` or `CudaSteps`
+    weights, tokens, dropout : the arguments of the loss
+    """
     layout, ranks, sums = steps.layout, steps.ranks, steps.sums
     options = {} if ranks.cut is None else {"cut": ranks.cut}
-    value, pull = steps.loss(weights, tokens, steps.products, drop, **options)
+    value, pull = steps.loss(weights, tokens, steps.products, dropout, **options)
     sums[-1] = value
     pull(layout.tree(steps.gradient), lambda layer: ranks.begin(sums[slice(*layout.parts[layer])]))
-    ranks.begin(sums[layout.matrices :])
+    ranks.begin(sums[layout.matrices :])  # all parameters but matrices, and the loss
     ranks.finish()
 
 
-def adam(weights, gradient, first, second, clip, rate, correction, correction_of_second):
-    """AdamW's update without weight decay: new (weights, first moment, second moment)."""
+def adam(weights, gradient, first, second, clip, rate, first_correction, second_correction):
+    """AdamW's update without weight decay: new (weights, first moment, second moment).
+
+    clip : the factor of the gradient, 1 or less
+    first_correction, second_correction : the `corrections` of the step
+    """
     gradient = gradient * clip
     first = BETAS[0] * first + (1 - BETAS[0]) * gradient
     second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
-    change = first / correction / (np.sqrt(second / correction_of_second) + EPS)
+    change = first / first_correction / (np.sqrt(second / second_correction) + EPS)
     return weights - rate * change, first, second
 
 
 def corrections(number):
-    """The divisors that correct the two moments' bias towards their initial value 0."""
+    """The divisors, in step `number`, that correct the two moments' bias towards their initial value 0."""
     return [1 - beta ** (number + 1) for beta in BETAS]
 
 
@@ -128,15 +137,15 @@ class StepInputs:
         self.device = cupy.zeros(count + 4, np.int64)
         self.tokens, self.seeds = self.device[:count].reshape(batch, length), self.device[count : count + 2]
         self.schedule = self.device[count + 2 :].view(np.float32)
-        self.hosts = [
+        self.pinned = [
             np.frombuffer(cupy.cuda.alloc_pinned_memory(self.device.nbytes), np.int64, count + 4) for _ in range(AHEAD)
         ]
         self.copied = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)]
-        self.next = 0
+        self.next = 0  # the index of the pinned buffer for the next step
 
     def __call__(self, tokens, seeds, schedule):
-        host, copied = self.hosts[self.next], self.copied[self.next]
-        copied.synchronize()
+        host, copied = self.pinned[self.next], self.copied[self.next]
+        copied.synchronize()  # until the copy from this buffer, AHEAD steps ago, is done
         host[: tokens.size], host[tokens.size :][:2] = tokens.reshape(-1), seeds
         host[tokens.size + 2 :].view(np.float32)[...] = schedule
         self.device.data.copy_from_host_async(host.ctypes.data, host.nbytes)
@@ -165,13 +174,13 @@ class CudaSteps(NotCopied):
         self.gradient = self.sums[:-1]
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
         self.inputs = StepInputs(batch, length)
-        self.drop = Dropout(self.inputs.seeds, rate) if rate else None
+        self.dropout = Dropout(self.inputs.seeds, rate) if rate else None
         # The arrays of captured launches are in a memory pool of their own, so that no other code reuses their memory.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-        self.graph, self.scratch, self.steps = None, [], 0
+        self.graph, self.graph_arrays, self.steps = None, [], 0  # steps: the number of steps made by this object
 
     def load(self, **vectors):
-        """Replaces vectors by copies of these."""
+        """As in `HostSteps`."""
         with self.queue():
             for name, vector in vectors.items():
                 getattr(self, name)[...] = self.cupy.asarray(vector)
@@ -218,19 +227,19 @@ class CudaSteps(NotCopied):
     def capture(self):
         """Captures the graph of a step without running it."""
         with CAPTURING:
-            earlier = len(in_graphs)
+            count = len(in_graphs)
             self.stream.begin_capture()
             try:
                 self.run()
             finally:
                 graph = self.stream.end_capture()
-            self.graph, self.scratch = graph, in_graphs[earlier:]  # arrays that the graph needs, freed with this object
-            del in_graphs[earlier:]
+            self.graph, self.graph_arrays = graph, in_graphs[count:]  # arrays that the graph uses live as long as this
+            del in_graphs[count:]
 
     def run(self):
-        """Enqueues a step on the inputs."""
+        """Enqueues a step on `inputs`, by launches."""
         with self.cupy.cuda.using_allocator(self.pool.malloc):
-            gradient_and_loss(self, self.tree(), self.inputs.tokens, self.drop)
+            gradient_and_loss(self, self.tree(), self.inputs.tokens, self.dropout)
             self.optimise()
 
     def optimise(self):

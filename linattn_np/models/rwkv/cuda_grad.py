@@ -73,7 +73,7 @@ def loss(version, mixes, weights, tokens, products, dropout, recompute=False, cu
             if blocks and blocks[-1].layer < block.layer:
                 layer_done(block.layer)
         # The embedding's gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
-        one_hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(step.V)).astype(step.T)
+        one_hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(step.V)).astype(step.dtype)
         dtable = products.matmul(one_hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
         layer_done(0)

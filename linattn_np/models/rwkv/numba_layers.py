@@ -91,7 +91,7 @@ class NumbaLayers(NumpyLayers):
 
 def matrix_description(matrix):
     """The description of a packed matrix or stack: (code of its format, addresses of bits and of scales, rows)."""
-    return matrix.code, *matrix.where, matrix.shape[-2]
+    return matrix.code, *matrix.addresses, matrix.shape[-2]
 
 
 def packed(format, field, weight, arrays):
