@@ -4,7 +4,7 @@ from pathlib import Path
 
 from linattn_np.__main__ import CODES
 from linattn_np.command import COMMANDS
-from linattn_np.command.terminal import declared
+from linattn_np.command.terminal import module_and_parser
 
 PAGE = Path(__file__).parent / "command.md"
 HEAD = """# The command line
@@ -25,7 +25,7 @@ def page() -> str:
 
 
 def section(name) -> str:
-    module, parser = declared(name, f"linattn-np {name}")
+    module, parser = module_and_parser(name, f"linattn-np {name}")
     lines = [f"## {name}", "", *in_markdown(module.__doc__)]
     formatter = parser._get_formatter()
     for group in parser._action_groups:

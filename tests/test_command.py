@@ -396,7 +396,7 @@ def test_every_thread_of_a_process_uses_its_device(process, count, given, monkey
         return Model(), None
 
     monkeypatch.setattr(generate, "load", load)
-    monkeypatch.setattr(generate, "ahead", lambda device, process: None)
+    monkeypatch.setattr(generate, "open_device_early", lambda device, process: None)
     monkeypatch.setattr(generate, "use", lambda number, options: setattr(current, "device", number))
     monkeypatch.setattr(generate, "tokenizer_of", lambda options, model: Bytes())
     options = parsed("generate", "--batch-file", "in", "--output", "out", *(["--cards", str(given)] if given else []))
@@ -434,5 +434,5 @@ def test_processes_share_texts_beside_a_thread_too(tmp_path):
 
 def test_the_time_left_is_told_once_it_is_known():
     half_done = SimpleNamespace(done=0.5)
-    assert train.left(half_done, (0.5, time.perf_counter())) == ""
-    assert train.left(half_done, (0.25, time.perf_counter() - 90)) == ", 3 min 0 s left"
+    assert train.time_left(half_done, (0.5, time.perf_counter())) == ""
+    assert train.time_left(half_done, (0.25, time.perf_counter() - 90)) == ", 3 min 0 s left"

@@ -147,7 +147,9 @@ def test_an_error_of_a_thread_and_a_warning_are_one_line(capsys, monkeypatch):
 
 def test_a_file_that_is_not_there_has_a_neighbour(tmp_path):
     (tmp_path / "prompts.jsonl").touch()
-    found = terminal.told(FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "prompt.jsonl")))
+    found = terminal.error_line(
+        FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "prompt.jsonl"))
+    )
     assert found.endswith(f"prompt.jsonl: No such file or directory; did you mean {tmp_path / 'prompts.jsonl'}?")
 
 

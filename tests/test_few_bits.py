@@ -306,10 +306,10 @@ def test_tanh_is_float32s():
     size = np.logspace(-30, 2, 10_001, dtype=np.float32)
     x = np.stack([-size, size])
     found, wanted = x.copy(), np.tanh(x.astype(np.float64))
-    numba_loops.tanh_of(found)
+    numba_loops.tanh_in_place(found)
     assert (np.abs(found - wanted) <= 6 * np.spacing(np.abs(wanted).astype(np.float32))).all()
     found = np.array([[np.nan, np.inf, -np.inf, 0]], np.float32)
-    numba_loops.tanh_of(found)
+    numba_loops.tanh_in_place(found)
     np.testing.assert_array_equal(found, [[np.nan, 1, -1, 0]])
 
 

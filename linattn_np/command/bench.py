@@ -14,7 +14,7 @@ from .. import NotSupported, vjp
 from ..ops import OPS
 from .first_loops import compiling
 from .measuring import chosen, drawn, median_ms, ms_of_a_byte
-from .terminal import add_device, bar, meant, put, say, status, whole
+from .terminal import add_device, bar, put, say, status, suggestion, whole
 
 TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
@@ -32,7 +32,9 @@ def declare(parser):
 def run(options):
     for name in options.operators:
         if name not in TIMED:
-            raise ValueError(f"there is no operator {name!r}, expected one of {', '.join(TIMED)}{meant(name, TIMED)}")
+            raise ValueError(
+                f"there is no operator {name!r}, expected one of {', '.join(TIMED)}{suggestion(name, TIMED)}"
+            )
     device = chosen(options.device)
     sizes = dict(B=options.batch, H=options.heads, T=options.tokens or device.tokens, K=options.width, V=options.width)
     shape = ", ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from .. import NotSupported
 from ..models.devices import check_device, cuda_devices, may_be_several, uses_cuda
 from .signals import NUMBERS, Ended, deferred, noted
-from .terminal import told
+from .terminal import error_line
 
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 PATIENCE = 0.2  # seconds between two tests for a signal
@@ -199,7 +199,7 @@ def work(card, ahead, taken, pipe, parent):
         return
     except Exception as error:
         number = next((n for n, kind in enumerate(RAISED) if isinstance(error, kind)), -1)
-        words = told(error) if number >= 0 else f"{type(error).__name__}: {error}"
+        words = error_line(error) if number >= 0 else f"{type(error).__name__}: {error}"
         with suppress(BrokenPipeError):
             pipe.send(("failed", number, words))
 

@@ -35,7 +35,7 @@ from .blas_threads import blas_for, where
 from .cards import Cards, processes, use
 from .first_loops import begun_on_numpy, compiling, with_loops
 from .signals import Ended, deferred, forget_ctrl_c, noted
-from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, ticking, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, error_line, put, say, some_text, status, ticking, whole
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
@@ -52,12 +52,12 @@ SAMPLING = {
     "repetition": (int, float),
     "seed": int,
 }
-LINE = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
+LINE_FIELDS = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
 SLOTS = 8
 LONGEST_LINE = 1 << 24  # the most bytes of a line of --batch-file
-SMALL = 1 << 26  # the most bytes of a checkpoint that is loaded twice, see `begins_on_numpy`
+MAX_LOADED_TWICE = 1 << 26  # the most bytes of a checkpoint that is loaded twice, see `begins_on_numpy`
 LONGEST_PROMPT = 1 << 28  # the most bytes of stdin: a device may have no end
-PROMPTS = 1024  # tokens of the prompt that warms up a batch: about as many as the first prompts have together
+WARM_UP_TOKENS = 1024  # tokens of the prompt that warms up a batch: about as many as the first prompts have together
 
 
 def run(options):
@@ -73,8 +73,8 @@ def run(options):
     if options.batch_file:
         write_batch(options)
         return
-    ahead(options.device, 0)
-    model, loops = load(options, begun=begun_on_numpy if begins_on_numpy(options) else with_loops)
+    open_device_early(options.device, 0)
+    model, loops = load(options, make_on_cpu=begun_on_numpy if begins_on_numpy(options) else with_loops)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
     with blas_for(model.device, model.sizes):
@@ -124,8 +124,8 @@ def declare(parser):
     add(
         "--batch-file",
         metavar="IN.jsonl",
-        help=f'a line {{"prompt": ...}} for each text, with {", ".join(map(json.dumps, [*LINE][1:]))} where it differs '
-        "from the options; wants --output",
+        help='a line {"prompt": ...} for each text, with '
+        f"{', '.join(map(json.dumps, [*LINE_FIELDS][1:]))} where it differs from the options; wants --output",
     )
     add(
         "--output",
@@ -239,7 +239,7 @@ def check_combination(options):
             try:
                 check_writable(path)
             except OSError as error:
-                conflict(flag, f"{path} cannot be written{told(error).removeprefix(path)}")
+                conflict(flag, f"{path} cannot be written{error_line(error).removeprefix(path)}")
             for read_name, read_path in inputs(options):
                 if same_file(path, read_path) and (name, read_name) != ("save_state", "load_state"):
                     conflict(flag, f"is the file of --{read_name.replace('_', '-')}, which would be lost")
@@ -254,10 +254,10 @@ def inputs(options):
 
 
 def sampling(options, **line):
-    """The `Sampling` of the options; `line`: values that replace theirs."""
-    given = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
-    given["bias"] = dict(map(bias_of, options.bias or []))
-    return Sampling(**{**given, **line})
+    """The `Sampling` of the options, with the values `line` in place of theirs."""
+    values = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
+    values["bias"] = dict(map(bias_of, options.bias or []))
+    return Sampling(**values | line)
 
 
 def bias_of(word) -> tuple[int, float]:
@@ -271,18 +271,21 @@ def bias_of(word) -> tuple[int, float]:
 
 def unescaped(text: str) -> str:
     r"""`text` with its \n, \t, \\, \xNN and \uNNNN replaced by the characters that they stand for in Python."""
-    found = ESCAPE.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
+    result = ESCAPE.sub(lambda match: match[0].encode().decode("unicode_escape"), text)
     try:
-        os.fsencode(found)
+        os.fsencode(result)
     except UnicodeEncodeError as error:
-        half = ascii(found[error.start])
+        half = ascii(result[error.start])
         raise ValueError(f"argument --escapes: {half} is half a character, expected a whole one") from None
-    return found
+    return result
 
 
-def load(options, say=say, status=status, begun=with_loops) -> tuple:
-    """(the model, a `first_loops.LoopsBeside` or None). `begun`: the function of `first_loops` that makes the model on
-    the CPU; `say`, `status`: those of `terminal`, or others that print nothing."""
+def load(options, say=say, status=status, make_on_cpu=with_loops) -> tuple:
+    """(the model, a `first_loops.LoopsBeside` or None).
+
+    say, status : the functions of `terminal`, or others that print nothing
+    make_on_cpu : the function of `first_loops` that makes the model on the CPU
+    """
     path, device = options.model, options.device
     if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
         device = "cpu"
@@ -301,7 +304,7 @@ def load(options, say=say, status=status, begun=with_loops) -> tuple:
                 if device != "auto":
                     raise
                 details(str(why))
-        model, loops = begun(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
+        model, loops = make_on_cpu(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
     library = "NumPy until Numba's loops are compiled" if loops else type(model.layers).__name__.removesuffix("Layers")
     say(where("cpu", library))
     return model, loops
@@ -315,9 +318,9 @@ def on_the_cpu(path, dtype, adapter, progress=None) -> Model:
 
 
 def begins_on_numpy(options) -> bool:
-    """Whether a text may begin with NumPy before loops are compiled: if the checkpoint is small, since it is loaded
-    again then, and if no --seed asks for equal texts."""
-    return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < SMALL
+    """Whether NumPy may write the first tokens, while Numba's loops are compiled. The model is then loaded twice, so
+    that the checkpoint must be small. NumPy's rounding differs from the loops', so that there must be no --seed."""
+    return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < MAX_LOADED_TWICE
 
 
 def tokenizer_of(options, model):
@@ -356,16 +359,24 @@ def load_state(options, model) -> State | None:
 
 # -- one text, and a conversation -------------------------------------------------------------------------------------
 class Writer:
-    """Reads prompts and writes answers, one after the other, of a single sequence, whose state it carries on."""
+    """Reads prompts and writes answers, one after the other, of a single sequence.
+
+    state : the sequence's state after the last answer
+    loops : a `first_loops.LoopsBeside` or None
+    read, read_s, written, write_s : the numbers of tokens that were read and written, and the seconds that this took
+    """
 
     def __init__(self, options, model, state, loops):
         self.options, self.model, self.state, self.loops = options, model, state, loops
         self.tokenizer = options.vocabulary
         self.how = sampling(options, vocabulary=self.tokenizer.size)
-        self.read = self.written = self.reading = self.writing = 0
+        self.read = self.written = self.read_s = self.write_s = 0
 
     def answer(self, prompt: bytes, stop) -> Text:
-        """Reads a prompt, and prints the text that follows token by token; `stop`: the strings that end it."""
+        """Reads a prompt, and prints the text that follows token by token; `stop`: the strings that end the text.
+
+        Raises `Ended` for a signal while the prompt is read. A later one ends the text, whose `finish` is "interrupt".
+        """
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
         with deferred() as ended:
             with status("reading ...") as show, compiling(show):
@@ -378,8 +389,8 @@ class Writer:
                 rest, state = read(self.model, tokens, self.state, progress)
                 batch = Batch(self.model, 1)
                 (slot,) = batch.join([rest], self.how, [state])
-            first = time.perf_counter()
-            text, unread = Text(self.tokenizer, self.options.tokens, stop), None
+            read_time = time.perf_counter()
+            text, stdout_error = Text(self.tokenizer, self.options.tokens, stop), None
             try:
                 while text.finish is None:
                     if self.loops:
@@ -387,12 +398,12 @@ class Writer:
                     put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
                 put()
             except OSError as error:  # stdout cannot be written; the state is saved nevertheless
-                unread = error
+                stdout_error = error
         self.state = batch.state(slot)
-        self.read, self.reading = self.read + len(tokens), self.reading + first - start
-        self.written, self.writing = self.written + text.count, self.writing + time.perf_counter() - first
-        if unread:
-            raise unread
+        self.read, self.read_s = self.read + len(tokens), self.read_s + read_time - start
+        self.written, self.write_s = self.written + text.count, self.write_s + time.perf_counter() - read_time
+        if stdout_error:
+            raise stdout_error
         return text
 
     def save(self):
@@ -402,9 +413,9 @@ class Writer:
 
     def tell(self):
         """Prints the speeds."""
-        for what, tokens, seconds in (("prefill", self.read, self.reading), ("decode", self.written, self.writing)):
+        for phase, tokens, seconds in (("prefill", self.read, self.read_s), ("decode", self.written, self.write_s)):
             if tokens:
-                say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
+                say(f"{phase} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
 
 
 def write(options, model, state, loops):
@@ -424,7 +435,7 @@ def write(options, model, state, loops):
 
 
 def prompt_of(options) -> bytes:
-    """The prompt of the options or of stdin, or the default one."""
+    """The prompt of the options or of stdin, or the default one; ValueError if it is empty or too long."""
     if options.prompt and options.prompt != "-":
         return os.fsencode(options.prompt)
     if options.prompt == "-" or piped():
@@ -445,7 +456,7 @@ def prompt_of(options) -> bytes:
 
 def piped() -> bool:
     """Whether stdin is a file, or a pipe in which something arrives within a second. Without this limit, a pipe to
-    which nothing is written would block a text with the default prompt. `--prompt -` waits longer."""
+    which nothing is written would block a text with the default prompt. With `--prompt -` there is no limit."""
     kind = os.fstat(sys.stdin.fileno()).st_mode
     return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) and bool(select.select([sys.stdin], [], [], 1)[0])
 
@@ -462,12 +473,12 @@ def converse(options, model, state, loops):
             turn = before + TURN.format(line.strip())
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-            except Ended:  # Ctrl-C while it reads, or twice: the state is that before the turn
+            except Ended:  # Ctrl-C while the prompt is read, or a second Ctrl-C: the state is that before the turn
                 put()
                 continue
             finally:
                 forget_ctrl_c()
-            # The stop string, which the state has read, ends the turn; other answers still need the end of a turn.
+            # If the state has read the stop string, the turn has ended; after other answers its end must still be read.
             before = "" if text.finish == "stop" else TURN_ENDS
     finally:
         writer.save()
@@ -501,64 +512,67 @@ def from_stdin(read) -> bytes:
 
 # -- many texts -------------------------------------------------------------------------------------------------------
 class Texts:
-    """The argument `prepare` of `cards.Cards.spread`; it can also be called without processes."""
+    """The texts of --batch-file: the argument `prepare` of `cards.Cards.spread`, called directly without processes.
 
-    def __init__(self, options, asked):
-        self.options, self.asked = options, asked
+    requested : [(number of a line, its checked object)]. A text's number is its index here
+    """
+
+    def __init__(self, options, requested):
+        self.options, self.requested = options, requested
 
     def __call__(self, process=0, count=1):
-        """Loads the model, and checks the texts of process number `process` of `count`; returns `write` for the model.
-        Only the first process prints messages."""
+        """Loads the model, and checks the texts of process number `process` of `count`: every `count`-th from `process`
+        on. Returns `write` for the model. Only the first process prints messages."""
         options = self.options
         if count == 1:
-            ahead(options.device, 0)
+            open_device_early(options.device, 0)
         if process or options.cards:
             use(process, options)
         model, _ = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
         self.state = load_state(options, model)
-        mine = range(process, len(self.asked), count)
-        with ThreadPoolExecutor(1) as beside:
-            slots = min(options.slots or SLOTS, len(mine))
-            warm = beside.submit(self.warm_up, model, process, slots) if model.device == "cuda" and slots else None
-            self.requests = {number: self.request(number) for number in mine}
-            if warm:
-                warm.result()
+        numbers = range(process, len(self.requested), count)
+        with ThreadPoolExecutor(1) as other_thread:
+            slots = min(options.slots or SLOTS, len(numbers))
+            has_warm_up = model.device == "cuda" and slots
+            warm_up = other_thread.submit(self.warm_up, model, process, slots) if has_warm_up else None
+            self.requests = {number: self.request(number) for number in numbers}
+            if warm_up:
+                warm_up.result()
         return partial(self.write, model)
 
     def warm_up(self, model, process, slots):
-        """Warms up the model, in another thread, which has a current device of its own."""
+        """Warms up the model. This runs in another thread, for which the device of the process must be set again."""
         if process or self.options.cards:
             use(process, self.options)
-        model.warm_up((slots,), PROMPTS)
+        model.warm_up((slots,), WARM_UP_TOKENS)
 
     def request(self, number):
         """The checked `Request` of text number `number`."""
-        return request(self.options, self.asked[number][1], self.asked[number][0], self.state)
+        return request(self.options, self.requested[number][1], self.requested[number][0], self.state)
 
     def write(self, model, numbers):
-        """Yields (number, line of --output) of the texts `numbers`, in the order in which they are done."""
-        begun = []
+        """Yields (number, object of its line of --output) of the texts `numbers`, in the order in which they are done.
+        A number may be any text's, also of another process's part."""
+        taken_numbers = []
 
-        def taken():
+        def requests():
             for number in numbers:
-                begun.append(number)
+                taken_numbers.append(number)
                 yield self.requests.pop(number, None) or self.request(number)
 
-        slots = min(self.options.slots or SLOTS, max(1, len(self.asked)))
+        slots = min(self.options.slots or SLOTS, max(1, len(self.requested)))
         with blas_for(model.device, model.sizes), deferred() as ended:
-            for place, text, how in complete(model, self.options.vocabulary, taken(), slots, ended):
-                yield (
-                    begun[place],
-                    {
-                        "prompt": self.asked[begun[place]][1]["prompt"],
-                        "text": text,
-                        "tokens": how.count,
-                        "finish": how.finish,
-                        **({"logprobs": how.logprobs} if self.options.logprobs else {}),
-                        **({"error": how.error} if how.error else {}),
-                    },
-                )
+            for index, written, text in complete(model, self.options.vocabulary, requests(), slots, ended):
+                number = taken_numbers[index]
+                line = {
+                    "prompt": self.requested[number][1]["prompt"],
+                    "text": written,
+                    "tokens": text.count,
+                    "finish": text.finish,
+                }
+                line |= {"logprobs": text.logprobs} if self.options.logprobs else {}
+                yield number, line | ({"error": text.error} if text.error else {})
             if number := ended():
                 raise Ended(number)
 
@@ -573,8 +587,8 @@ def no_status(first):
     yield quiet
 
 
-def ahead(device, process):
-    """Begins a process: another thread opens its device, while this one imports the modules that compute there."""
+def open_device_early(device, process):
+    """At a process's beginning: another thread opens the device, while this one imports the modules that use it."""
     if device == "cpu":
         return
     folder_for_cupy()
@@ -590,23 +604,23 @@ def ahead(device, process):
 def write_batch(options):
     """Writes a line of --output for every line of --batch-file, in their order. If the work ends early, the texts that
     are done are written."""
-    with Cards(partial(ahead, options.device)) as cards:
+    with Cards(partial(open_device_early, options.device)) as cards:
         if (options.cards or 1) > 1:
             cards.begin(min(options.cards, os.cpu_count()))  # if there are fewer texts or cards, some will have no work
-        asked = list(read_lines(options))
-        count = processes(options, len(asked), options.slots or SLOTS)
-        prepare = Texts(options, asked)
-        texts = cards.spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
-        write_texts(options, asked, texts)
+        requested = list(read_lines(options))
+        count = processes(options, len(requested), options.slots or SLOTS)
+        prepare = Texts(options, requested)
+        texts = cards.spread(prepare, count, len(requested)) if count > 1 else prepare()(range(len(requested)))
+        write_texts(options, requested, texts)
 
 
-def write_texts(options, asked, texts):
+def write_texts(options, requested, texts):
     """Writes the lines of --output from `texts`, an iterator of (number, line); prints progress and errors."""
     output, errors, count, start = Output(options.output), {}, 0, time.perf_counter()
 
     def draw():
         done, seconds = len(output.lines), time.perf_counter() - start
-        show(f"writing {bar(done / max(1, len(asked)))} {done} of {len(asked)} texts, {seconds:.0f} s")
+        show(f"writing {bar(done / max(1, len(requested)))} {done} of {len(requested)} texts, {seconds:.0f} s")
 
     try:
         with status("writing ...") as show, closing(texts), ticking(draw):
@@ -616,17 +630,16 @@ def write_texts(options, asked, texts):
                 if "error" in line:
                     errors[number] = line["error"]
     finally:
-        done = output.finish(len(asked))
-        if done < len(asked):
+        done = output.finish(len(requested))
+        if done < len(requested):
             say(
-                f"{done} of {len(asked)} texts are done, "
+                f"{done} of {len(requested)} texts are done, "
                 + (f"{options.output} has them" if done else f"{options.output} is not written")
             )
     say(f"{done} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
     for number in sorted(errors):
-        raise ValueError(
-            f"{options.batch_file}, line {asked[number][0]}: {errors[number]}; the other texts are in {options.output}"
-        )
+        place = f"{options.batch_file}, line {requested[number][0]}"
+        raise ValueError(f"{place}: {errors[number]}; the other texts are in {options.output}")
 
 
 class Output:
@@ -640,7 +653,7 @@ class Output:
         self.regular = not os.path.exists(path) or os.path.isfile(path)
         if self.regular and os.path.exists(path):
             with open(path, "ab") as file:
-                lock(file.fileno(), path)  # where another process writes its texts
+                lock(file.fileno(), path)  # OSError if another process writes its texts there
 
     def add(self, number, line):
         """Adds the line of text number `number`."""
@@ -665,23 +678,25 @@ class Output:
             self.file.truncate(self.size)
             raise OSError(error.errno, error.strerror, self.path) from None
 
-    def finish(self, asked) -> int:
-        """Sorts the texts; returns their number. `asked`: how many texts were asked for; if 0, the file will be empty.
-        A file that somebody has removed is written again."""
+    def finish(self, requested) -> int:
+        """Sorts the texts in the file; returns their number. Writes the file again if somebody has removed it.
+
+        asked : the number of texts that were asked for; if it is 0, the file will be empty
+        """
         exists = False
         if self.file:
             os.fsync(self.file.fileno())
             with suppress(FileNotFoundError):
                 exists = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
             self.file.close()
-        if (self.lines or not asked) and not (exists and list(self.lines) == sorted(self.lines)):
+        if (self.lines or not requested) and not (exists and list(self.lines) == sorted(self.lines)):
             try:
                 with replaced(self.path) as file:
                     file.writelines(self.lines[number] for number in sorted(self.lines))
             except OSError as error:
                 if not exists:
                     raise
-                say(f"{told(error)}: the texts stay in the order in which they were done")
+                say(f"{error_line(error)}: the texts stay in the order in which they were done")
         return len(self.lines)
 
 
@@ -711,10 +726,10 @@ def check_line(line):
     if not line.get("prompt"):
         raise ValueError('expected an object {"prompt": "some text", ...}')
     for name, value in line.items():
-        if name not in LINE:
-            raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE)}")
-        if not isinstance(value, LINE[name]) or isinstance(value, bool):
-            raise ValueError(f"{name} is a {type(value).__name__}, expected {name_of(LINE[name])}")
+        if name not in LINE_FIELDS:
+            raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE_FIELDS)}")
+        if not isinstance(value, LINE_FIELDS[name]) or isinstance(value, bool):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {name_of(LINE_FIELDS[name])}")
     for name, least in (("tokens", 1), ("seed", 0)):
         if line.get(name, least) < least:
             raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} up")

@@ -66,10 +66,10 @@ def run(options):
     ):
         put(title)
         for name, fact in facts():
-            put(f"  {name:<20} {' '.join(told(fact).split())}")
+            put(f"  {name:<20} {' '.join(fact_line(fact).split())}")
 
 
-def told(fact) -> str:
+def fact_line(fact) -> str:
     """A fact as text; it may be a function that finds it. If that fails, the text is the error."""
     try:
         return str(fact() if callable(fact) else fact)

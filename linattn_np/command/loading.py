@@ -9,7 +9,7 @@ import sys
 INTERRUPTED = "interrupted while it was loading"
 
 
-def told(kind, error, trace):
+def print_load_error(kind, error, trace):
     """`sys.excepthook` of the command."""
     interrupt = issubclass(kind, KeyboardInterrupt)
     say(INTERRUPTED if interrupt else f"cannot be loaded: {kind.__name__}: {error}")
@@ -37,6 +37,6 @@ def is_command(argv, original) -> bool:
 
 OWN_PROCESS = is_command(sys.argv, sys.orig_argv)
 if OWN_PROCESS:
-    sys.excepthook = told
+    sys.excepthook = print_load_error
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)

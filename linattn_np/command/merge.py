@@ -10,7 +10,7 @@ from ..models import checkpoint
 from ..models.files import write_arrays
 from ..models.rwkv.adapters import merged
 from ..models.versions import kind_of
-from .terminal import check_out, say, status, to_write
+from .terminal import check_out, how_to_write, say, status
 
 
 def declare(parser):
@@ -27,4 +27,4 @@ def run(options):
         weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
         config = checkpoint.config(options.model)
         write_arrays(options.out, merged(kind_of(weights), weights, adapter, options.alpha, config))
-    say(f"wrote {options.out}. {to_write('--model', options.out)}")
+    say(f"wrote {options.out}. {how_to_write('--model', options.out)}")

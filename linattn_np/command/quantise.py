@@ -19,7 +19,7 @@ from .blas_threads import blas_for
 from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, check_out, say, status, to_write, whole
+from .terminal import add_tokenizer, check_out, how_to_write, say, status, whole
 
 
 def declare(parser):
@@ -61,7 +61,7 @@ def run(options):
             after = loss(load(options.out), tokens, "after")
             say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
-    say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}. {to_write('--model', options.out)}")
+    say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}. {how_to_write('--model', options.out)}")
 
 
 def tokens_of(options, model) -> list:

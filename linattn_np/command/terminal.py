@@ -44,19 +44,19 @@ WAYS_OUT = {  # {error of the system: what the user may do}
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the option that was probably meant."""
 
-    def __init__(self, **how):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
-        self.given = []
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.arguments = []
 
     def parse_known_args(self, args=None, namespace=None):
-        self.given = sys.argv[1:] if args is None else list(args)
+        self.arguments = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
         """Prints the error, where argparse would print its usage, too."""
-        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}{self.near(message)}\n")
+        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}{self.suggestion_for(message)}\n")
 
-    def near(self, message) -> str:
+    def suggestion_for(self, message) -> str:
         """The end of an error `message` of argparse: what was probably meant, or ""."""
         if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", message):
             word, known = unknown[1], list(self._option_string_actions)
@@ -64,36 +64,39 @@ class Parser(argparse.ArgumentParser):
             word, known = unknown[1], re.findall(r"[\w-]+", unknown[2])
         elif message.startswith("the following arguments are required"):  # one of them may be misspelt
             options, known = self._option_string_actions, re.findall(r"--[\w-]+", message)
-            words = [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in options]
-            return next(filter(None, (meant(word, known) for word in words)), "")
+            words = [word for word in self.arguments if word.startswith("--") and word.partition("=")[0] not in options]
+            return next((end for word in words if (end := suggestion(word, known))), "")
         else:
             return ""
-        return meant(word, known)
+        return suggestion(word, known)
 
     def _print_message(self, message, file=None):
-        """Prints at once; argparse does not flush, so that Python would report a full disk when it ends."""
+        """Prints and flushes. argparse does not flush, so Python would report a full disk only when it ends."""
         (put if file is sys.stdout else say)(message, end="")
 
 
 SYNONYMS = {"gpu": "cuda"}
 
 
-def meant(word, known, before="") -> str:
-    """The end of an error about an unknown `word`: "; did you mean ...?", or "". `before` is printed before a
-    suggestion.
-    """
-    near = [name for name in known if name == SYNONYMS.get(word) or name.startswith(word)]
-    near = near or get_close_matches(word, known, 1)
-    return f"; did you mean {before}{near[0]}?" if near else ""
+def suggestion(word, known, before="") -> str:
+    """The end of an error about an unknown `word`: "; did you mean NAME?", with `before` and one of the names `known`,
+    or ""."""
+    names = [name for name in known if name == SYNONYMS.get(word) or name.startswith(word)]
+    names = names or get_close_matches(word, known, 1)
+    return f"; did you mean {before}{names[0]}?" if names else ""
 
 
 def run(command, name, arguments=None) -> int:
-    """Runs a subcommand, which messages call `name`, by default with the process's arguments; returns its exit code."""
+    """Runs the module `command` of this package; returns its exit code.
+
+    name : the subcommand's name in messages
+    arguments : None for those of the process
+    """
 
     def work():
-        module, parser = declared(command, name)
+        module, parser = module_and_parser(command, name)
         options = parser.parse_args(arguments)
-        details.told = options.verbose
+        details.enabled = options.verbose
         utf8_written()
         module.run(options)
         return 0
@@ -101,7 +104,7 @@ def run(command, name, arguments=None) -> int:
     return guarded(name, work)
 
 
-def declared(command, name) -> tuple:
+def module_and_parser(command, name) -> tuple:
     """A subcommand's module and parser."""
     module = import_module(f"{__package__}.{command}")
     parser = Parser(prog=name, description=module.__doc__)
@@ -113,11 +116,11 @@ def declared(command, name) -> tuple:
 
 
 def guarded(name, work) -> int:
-    """The result of `work()`, an exit code; or, if it raises an error, the exit code for it: 1 for a fault of this
-    program, 2 if something was refused or is missing, 128 + n if signal n has ended it."""
+    """The result of `work()`, an exit code. If it raises an error, prints one line and returns the error's exit code: 1
+    for a fault of this program, 2 if something was refused or is missing, 128 + n if signal n has ended it."""
     usable_streams()
-    details.told = False
-    before = threading.excepthook, sys.unraisablehook, warnings.showwarning
+    details.enabled = False
+    hooks = threading.excepthook, sys.unraisablehook, warnings.showwarning
     threading.excepthook = sys.unraisablehook = report_fault
     warnings.showwarning = lambda message, *_, **__: say(f"{name}: {str(message).strip().partition(chr(10))[0]}")
     try:
@@ -131,20 +134,20 @@ def guarded(name, work) -> int:
         silence(sys.stdout)
         return 0
     except Exception as error:
-        if came := end_in(error):
-            return came.code
+        if ended := signal_in(error):
+            return ended.code
         if isinstance(error, (ValueError, ImportError, OSError)):
-            return complain(name, told(error), REFUSED)
+            return complain(name, error_line(error), REFUSED)
         if isinstance(error, MemoryError):
             return complain(name, f"out of memory: {error}".removesuffix(": "), REFUSED)
         return complain(name, f"{fault(error)}. Please report it, with what `linattn-np info` prints", FAULT)
     finally:
-        threading.excepthook, sys.unraisablehook, warnings.showwarning = before
+        threading.excepthook, sys.unraisablehook, warnings.showwarning = hooks
 
 
-def end_in(error) -> Ended | None:
-    """The signal that has caused an error: Python replaces an exception that is raised while a class is built by a
-    RuntimeError."""
+def signal_in(error) -> Ended | None:
+    """The signal that has caused an error, or None. Python replaces an exception, such as a signal's, by a RuntimeError
+    if it is raised while a class is built."""
     while error is not None and not isinstance(error, Ended):
         error = error.__cause__
     return error
@@ -156,40 +159,40 @@ def complain(name, message, code) -> int:
     return code
 
 
-def told(error) -> str:
-    """An error as one line. For an error of the system it has the file, what is wrong, and what the user may do."""
+def error_line(error) -> str:
+    """An error as one line; for an error of the system: the file, the error, and what the user may do."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
     words = [error.strerror]
     if error.filename is not None:
         file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
         words.insert(0, file)
-        if error.errno == errno.ENOENT and (near := neighbour(file)):
+        if error.errno == errno.ENOENT and (near := file_suggestion(file)):
             return ": ".join(words) + near
-    way = WAYS_OUT.get(error.errno or 0)
-    return ": ".join(words) + (f"; {way}" if way else "")
+    way_out = WAYS_OUT.get(error.errno or 0)
+    return ": ".join(words) + (f"; {way_out}" if way_out else "")
 
 
-def neighbour(file) -> str:
+def file_suggestion(file) -> str:
     """The end of an error about a file that does not exist: the file that was probably meant, or ""."""
     folder, name = os.path.split(file)
     with suppress(OSError):
-        return meant(name, os.listdir(folder or "."), os.path.join(folder, ""))
+        return suggestion(name, os.listdir(folder or "."), os.path.join(folder, ""))
     return ""
 
 
 def fault(error) -> str:
-    """The line for an unexpected error: its text and its place in this package; with --verbose all calls on its way."""
+    """The line for an unexpected error: its text and its place in this package; with --verbose those of all calls."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
-    shown = reversed(frames) if details.told else own[-1:]
+    in_package = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
+    shown = reversed(frames) if details.enabled else in_package[-1:]
     where = " from".join(f" in {os.path.basename(frame.filename)}, line {frame.lineno}" for frame in shown)
     return f"a fault of linattn-np: {type(error).__name__}{where}: {error}".removesuffix(": ")
 
 
 def report_fault(what):
-    """Prints a line in place of the traceback of a thread, or of a library's callback; nothing for a signal, which is
-    noted elsewhere. Of one that comes while its handler is replaced Python says that it is ignored."""
+    """Prints a line in place of the traceback of a thread or of a library's callback. Nothing is printed for a signal,
+    which `signals` notes, nor for Python's message that it ignores a signal because its handler is being replaced."""
     if isinstance(what.exc_value, Exception) and "due to race condition" not in str(what.exc_value):
         say(fault(what.exc_value))
 
@@ -197,8 +200,8 @@ def report_fault(what):
 # -- streams ----------------------------------------------------------------------------------------------------------
 def usable_streams():
     """Replaces standard streams that were closed when the process began: stdin by an empty file, stdout by a file that
-    cannot be written, stderr by one that discards. Otherwise another file would get a stream's number, to which
-    libraries write."""
+    cannot be written, stderr by one that discards. Otherwise a file that is opened later would get a stream's number,
+    and libraries that write to the stream would write to the file."""
     for number, name, mode, flags in (
         (0, "stdin", "r", os.O_RDONLY),
         (1, "stdout", "w", os.O_RDONLY),
@@ -206,13 +209,13 @@ def usable_streams():
     ):
         if getattr(sys, name) is not None:
             continue
-        opened = os.open(os.devnull, flags)
+        descriptor = os.open(os.devnull, flags)
         with suppress(OSError):
             os.fstat(number)
-            number = opened  # another file has the stream's number already
-        if opened != number:
-            os.dup2(opened, number)
-            os.close(opened)
+            number = descriptor  # another file has the stream's number already
+        if descriptor != number:
+            os.dup2(descriptor, number)
+            os.close(descriptor)
         setattr(sys, name, open(number, mode, closefd=False))
 
 
@@ -234,12 +237,12 @@ def put(text="", end="\n"):
 
 
 class Details:
-    """Prints messages that only --verbose asks for. `told`: whether it does."""
+    """Prints messages for --verbose. enabled : whether it is given; `run` sets this."""
 
-    told = False
+    enabled = False
 
     def __call__(self, line):
-        if self.told:
+        if self.enabled:
             say(line)
 
 
@@ -255,11 +258,11 @@ def say(line, end="\n"):
 
 
 def silence(stream):
-    """Discards what a stream's buffer holds and what is written to it from now on."""
+    """Discards the stream's buffer and all later output to the stream."""
     with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -284,7 +287,7 @@ def whole(least, most=10**18):
 
 
 def check_out(options, *inputs):
-    """ValueError or OSError if --out cannot be written, is no .safetensors, or is the file of an option of `inputs`."""
+    """ValueError if --out is no .safetensors or an input, the file of an option; OSError if it cannot be written."""
     if not options.out.endswith(".safetensors"):
         raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
     for name in inputs:
@@ -293,7 +296,7 @@ def check_out(options, *inputs):
     check_writable(options.out)
 
 
-def to_write(*options) -> str:
+def how_to_write(*options) -> str:
     """The message with the command that writes text with a result."""
     return "To write with it: " + shlex.join(["linattn-np", "generate", *map(str, options), "The "])
 
@@ -326,8 +329,8 @@ def add_tokenizer(add):
 # -- progress ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def status(first):
-    """A context with a function that shows text on a terminal's last line, which is blank again after the context.
-    `first` is the first text."""
+    """A context with a function that shows a text on the terminal's last line, which is blank again afterwards. The
+    text `first` is shown at once. Nothing is shown if stderr is no terminal."""
     shown = ""
 
     def show(line):
@@ -346,10 +349,10 @@ def status(first):
 @contextmanager
 def ticking(draw):
     """A context in which another thread, if the system gives one, calls `draw` every TICK seconds."""
-    over = threading.Event()
+    ended = threading.Event()
 
     def tick():
-        while not over.wait(TICK):
+        while not ended.wait(TICK):
             draw()
 
     thread = threading.Thread(target=tick, daemon=True)
@@ -358,11 +361,11 @@ def ticking(draw):
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         if thread.ident:
             thread.join()
 
 
-def bar(share, width=30):
-    """A progress bar as text; `share` is the fraction that is done."""
-    return f"[{'#' * round(min(1, share) * width):<{width}}]"
+def bar(fraction, width=30):
+    """A progress bar as text; `fraction` of the work is done."""
+    return f"[{'#' * round(min(1, fraction) * width):<{width}}]"

@@ -39,25 +39,25 @@ from .blas_threads import blas_for, where
 from .first_loops import before_compiling, compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, add_tokenizer, bar, details, say, status, to_write, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, say, status, whole
 
 # The default settings: those of a small model on the CPU, and of one with 4 million parameters on the GPU.
 DEFAULTS = {
     "cpu": dict(layers=2, width=128, head_size=32, batch=8, context=128, minutes=2, lr=3e-3, dropout=0.0),
     "cuda": dict(layers=4, width=256, head_size=64, batch=64, context=512, minutes=2, lr=2e-3, dropout=0.2),
 }
-# Those that differ with --from, and the learning rate, which depends on what is trained.
+# The defaults with --from that differ; the learning rate depends on what is trained.
 FROM = dict(batch=2, dropout=0.0)
 FROM_LR = {"model": 1e-4, "adapter": 1e-3, "state": 1e-2}
 SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT = "training.safetensors"
-CHANGES = ("steps", "minutes", "lr")  # settings that --resume may change
-# The defaults of options that are no settings: `command` repeats others.
-HOW = {
+CHANGEABLE = ("steps", "minutes", "lr")  # settings that --resume may change
+# The defaults of options that are no settings; `resume_command` has the options with other values.
+OPTION_DEFAULTS = {
     **{"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60, "version": None},
     **{"from": None, "lora": None, "alpha": None, "matrices": None, "tokenizer": "auto", "vocab": None},
 }
-SAMPLE, SAMPLE_S = 72, 1.0  # the most tokens of text in a report, and the most seconds that these take
+SAMPLE, SAMPLE_S = 72, 1.0  # the most tokens of a report's sample of text, and the most seconds for writing it
 SHOWN = 0.2  # seconds between two states of the progress bar
 
 
@@ -65,9 +65,9 @@ SHOWN = 0.2  # seconds between two states of the progress bar
 class Trained:
     """What is trained, and the files of the results.
 
-    kind : the argument of `Training`
+    kind : the argument of `Training`, a `protocols.Trainable`
     model : the class of the model
-    tokenizer : that of the text
+    tokenizer : of the text
     name : "model", "adapter" or "state", for the name of the file in --out
     """
 
@@ -82,7 +82,7 @@ class Trained:
         return "state.pth" if self.name == "state" else f"{self.name}.safetensors"
 
     def weights(self, training) -> dict:
-        """The present weights of the whole model, by official name."""
+        """The current weights of the whole model, by official name."""
         return self.kind.model_weights(training.layout, on_host(training.steps.weights))
 
     def options_to_write(self, base, file) -> list:
@@ -95,7 +95,7 @@ class Trained:
 
 
 def trained_of(options) -> Trained:
-    """What the options train, after checking their combination."""
+    """What the options train; ValueError for options that do not go together."""
     if not options.base:
         for name in ("lora", "state", "vocab"):
             if getattr(options, name):
@@ -130,8 +130,8 @@ def run(options):
     if ranks.rank == 0:
         say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
-        with ExitStack() as held:
-            training = start(options, trained, device, ranks, held)
+        with ExitStack() as lock_scope:
+            training = start(options, trained, device, ranks, lock_scope)
             with blas_for(training.device, training.layout.sizes):
                 train(training, trained, options)
     except RankLost as lost:
@@ -194,7 +194,7 @@ def declare(parser):
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
-        default=HOW["dtype"],
+        default=OPTION_DEFAULTS["dtype"],
         help="of activations and of the matrices in products on cuda "
         "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu",
     )
@@ -206,13 +206,13 @@ def declare(parser):
     add(
         "--share",
         choices=SHARES,
-        default=HOW["share"],
+        default=OPTION_DEFAULTS["share"],
         help="what several processes share out: the sequences of each step (default), or every sequence's context",
     )
     add(
         "--every",
         type=float,
-        default=HOW["every"],
+        default=OPTION_DEFAULTS["every"],
         metavar="SECONDS",
         help="between held-out losses and checkpoints (default: %(default)s)",
     )
@@ -239,8 +239,11 @@ def declare(parser):
     setting("seed", whole(0), "equal seeds train alike")
 
 
-def start(options, trained, device, ranks, held) -> Training:
-    """A new training, which is in the folder already, or the one in the folder; `held` keeps its lock."""
+def start(options, trained, device, ranks, lock_scope) -> Training:
+    """The training of this rank: a new one, which has been saved to --out, or with --resume the one that --out holds.
+
+    lock_scope : an ExitStack; the folder is locked until it ends
+    """
     if not options.every >= 0:
         raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
     folder = Path(options.out)
@@ -249,34 +252,34 @@ def start(options, trained, device, ranks, held) -> Training:
             if path and same_file(path, folder / name):
                 raise ValueError(f"argument --{flag}: is {name} in --out, which the training would replace")
     text = corpus.read(options.text, trained.tokenizer)
-    given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
-    how = dict(device=device, dtype=options.dtype, kind=trained.kind, recompute=options.recompute, ranks=ranks)
+    chosen = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
+    arguments = dict(device=device, dtype=options.dtype, kind=trained.kind, recompute=options.recompute, ranks=ranks)
     if options.resume:
         if not (folder / CHECKPOINT).exists():
             raise ValueError(f"argument --resume: {folder} holds no training; without --resume one begins there")
         if ranks.rank == 0:
-            hold(folder, held)
-        training = Training.restore(folder / CHECKPOINT, text, **how)
-        resume(training, given, options.out)
+            lock_folder(folder, lock_scope)
+        training = Training.restore(folder / CHECKPOINT, text, **arguments)
+        resume(training, chosen, options.out)
         check_writable(folder / CHECKPOINT)
         check_writable(folder / trained.file)
         return training
     if ranks.rank == 0:
         check_free(folder, trained.file)
-    settings = defaults(options, trained, device, given) | given
-    training = Training(text, Settings(**settings), **how)
+    settings = defaults(options, trained, device, chosen) | chosen
+    training = Training(text, Settings(**settings), **arguments)
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        hold(folder, held)
+        lock_folder(folder, lock_scope)
         check_free(folder, trained.file)  # which another training may have filled meanwhile
         save(training, folder, trained.file)
     return training
 
 
-def hold(folder, held):
-    """No other training writes into the folder until `held` ends."""
+def lock_folder(folder, lock_scope):
+    """Locks the folder until `lock_scope`, an ExitStack, ends; ValueError if another process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
+    lock_scope.callback(os.close, descriptor)
     try:
         lock(descriptor, folder)
     except OSError as error:
@@ -288,9 +291,9 @@ def hold(folder, held):
         ) from None
 
 
-def defaults(options, trained, device, given) -> dict:
+def defaults(options, trained, device, chosen) -> dict:
     """The default settings. `given`: the settings that options give."""
-    found = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
+    found = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in chosen}
     if options.base:
         sizes = trained.kind.base.sizes
         found |= FROM | dict(layers=sizes["L"], width=sizes["D"], head_size=sizes["N"], lr=FROM_LR[trained.name])
@@ -298,7 +301,7 @@ def defaults(options, trained, device, given) -> dict:
 
 
 def check_free(folder, file):
-    """ValueError if the folder holds a training that has made a step, or a file that a new training would replace."""
+    """ValueError if the folder holds a training that has made a step, or `file`, which a new training would replace."""
     if (folder / CHECKPOINT).exists():
         if read(folder / CHECKPOINT).get("step", [1])[0]:
             raise ValueError(f"argument --out: {folder} holds a training; --resume goes on with it")
@@ -306,19 +309,19 @@ def check_free(folder, file):
         raise ValueError(f"argument --out: {folder} holds {file}, which the training would replace")
 
 
-def resume(training, given, folder):
-    """Changes the training's settings to those `given`; ValueError for one that --resume may not change."""
-    for name, value in given.items():
-        if (own := getattr(training.settings, name)) != value and name not in CHANGES:
+def resume(training, chosen, folder):
+    """Changes the training's settings to those `chosen`; ValueError for one that --resume may not change."""
+    for name, value in chosen.items():
+        if (stored := getattr(training.settings, name)) != value and name not in CHANGEABLE:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"argument {flag}: is {value}, but the training in {folder} has {own}")
-    training.change(**{name: value for name, value in given.items() if name in CHANGES})
+            raise ValueError(f"argument {flag}: is {value}, but the training in {folder} has {stored}")
+    training.change(**{name: value for name, value in chosen.items() if name in CHANGEABLE})
 
 
-def command(options) -> str:
+def resume_command(options) -> str:
     """The command that continues this training."""
     words = ["linattn-np", "train", "--text", options.text, "--out", options.out]
-    for name, usual in HOW.items():
+    for name, usual in OPTION_DEFAULTS.items():
         if (value := getattr(options, {"from": "base"}.get(name, name))) != usual:
             words += [f"--{name}", str(value)]
     flags = [f"--{name}" for name in ("state", "recompute") if getattr(options, name)]
@@ -361,7 +364,7 @@ def train(training, trained, options):
                 while training.done < 1:
                     training.step()
             else:
-                steps(training, trained, options, ended)
+                report_steps(training, trained, options, ended)
         except RankLost:
             if training.ranks.rank == 0 and training.device == "cpu":
                 training.save(Path(options.out) / CHECKPOINT)
@@ -376,10 +379,10 @@ def train(training, trained, options):
 def tell_how_to_go_on(training, options):
     """Prints the command that continues the training, on the first rank."""
     if training.ranks.rank == 0:
-        say(f"stopped at step {training.step_number}. To go on: {command(options)}")
+        say(f"stopped at step {training.step_number}. To go on: {resume_command(options)}")
 
 
-def steps(training, trained, options, ended):
+def report_steps(training, trained, options, ended):
     """The training steps of the rank that reports progress."""
     folder = Path(options.out)
     if training.done >= 1:
@@ -394,18 +397,18 @@ def steps(training, trained, options, ended):
         while training.done < 1 and not ended():
             interval.step()
             if interval.since_shown > SHOWN:
-                show(f"training {bar(training.done)} {interval.latest()}{left(training, begun)}")
+                show(f"training {bar(training.done)} {interval.latest()}{time_left(training, begun)}")
             if interval.seconds > options.every and training.done < 1:
-                interval.report(folder, show, left(training, begun), last=False)
+                interval.report(folder, show, time_left(training, begun), last=False)
                 interval = Interval(training, trained)
-        interval.report(folder, show, left(training, begun), last=True)
+        interval.report(folder, show, time_left(training, begun), last=True)
     file = folder / trained.file
-    say(f"wrote {file}. {to_write(*trained.options_to_write(options.base, file))}")
+    say(f"wrote {file}. {how_to_write(*trained.options_to_write(options.base, file))}")
 
 
-def left(training, begun) -> str:
-    """The end of a line: the time that the training still takes, estimated from `begun`: (the fraction that was done,
-    the time then). It is "" if nothing has been done since: a training by minutes counts a step when the next begins.
+def time_left(training, begun) -> str:
+    """The time that the training still takes, as the end of a line, estimated from the progress since `begun`: (the
+    fraction done, the time) then; "" without progress: a training by minutes counts a step when the next one begins.
     """
     done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
     if not done:
@@ -418,8 +421,8 @@ def sample(training, trained) -> str:
     """A line of text that the model writes now: at most SAMPLE tokens, which take at most SAMPLE_S seconds."""
     until, written, tokenizer = time.perf_counter() + SAMPLE_S, [], trained.tokenizer
     model = trained.model.by_numpy(trained.weights(training))
-    how = dict(temperature=0.8, top_p=0.9, seed=0, vocabulary=tokenizer.size)
-    for token in islice(model.generate(tokenizer.encode("\n"), **how), SAMPLE):
+    arguments = dict(temperature=0.8, top_p=0.9, seed=0, vocabulary=tokenizer.size)
+    for token in islice(model.generate(tokenizer.encode("\n"), **arguments), SAMPLE):
         if token == tokenizer.end:
             break
         written.append(token)
@@ -431,16 +434,16 @@ def sample(training, trained) -> str:
 
 def save(training, folder, file):
     """Writes the training and its result to the folder."""
-    folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+    folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed the folder
     training.save(folder / CHECKPOINT)
     training.save_model(folder / file)
 
 
 class Interval:
-    """The steps from one report to the next."""
+    """The steps from one report to the next, on the rank that reports."""
 
     def __init__(self, training, trained):
-        self.training, self.trained, self.losses, self.first = training, trained, [], training.tokens_read
+        self.training, self.trained, self.losses, self.tokens_before = training, trained, [], training.tokens_read
         self.start = self.shown = time.perf_counter()
 
     def step(self):
@@ -465,36 +468,36 @@ class Interval:
 
     def speed(self):
         """The speed in this interval."""
-        rate = (self.training.tokens_read - self.first) / self.seconds
+        rate = (self.training.tokens_read - self.tokens_before) / self.seconds
         return f"{rate:,.0f} {self.training.text.unit}/s"
 
     def report(self, folder, show, left, last):
         """Prints the mean loss and the held-out loss, and writes the files, unless a loss is not finite.
 
-        If the files cannot be written, the training goes on, and the older files stay; but an error ends the `last`
-        report. show : a function that shows the progress; left : the end of the line
+        If the files cannot be written, the training goes on, and the older files stay; but the `last` report raises the
+        error. show : a function that shows the progress; left : `time_left`, the end of the line
         """
         training, line = self.training, f"step {self.training.step_number}"
         if self.losses:
-            mean = finite(math.fsum(map(float, self.losses)) / len(self.losses), "the loss", training, folder)
+            mean = checked_finite(math.fsum(map(float, self.losses)) / len(self.losses), "the loss", training, folder)
             line += f", loss {mean:.3f}, {self.speed()}"
         show(f"{line} ...")
         held_out = training.held_out_loss(lambda read: show(f"{line}, held out {bar(read)}"))
-        finite(held_out, "the loss on what is held out", training, folder)
+        checked_finite(held_out, "the loss on what is held out", training, folder)
         try:
             save(training, folder, self.trained.file)
         except OSError as error:
             if last:
                 raise
-            say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
+            say(f"step {training.step_number} is not saved, and the training goes on: {error_line(error)}")
         show("")
         say(f"{line}, held out {held_out:.4f}" + ("" if last else left))
         if last or self.seconds > SAMPLE_S:
             say(f"  it writes: {sample(training, self.trained)}")
 
 
-def finite(loss, what, training, folder):
-    """`loss`; ContractError if it is not finite."""
+def checked_finite(loss, what, training, folder):
+    """`loss`; ContractError, which calls it `what`, if it is not finite."""
     if not math.isfinite(loss):
         raise ContractError(
             f"{what} is {loss} by step {training.step_number}; {folder} keeps the files of the report before, from "

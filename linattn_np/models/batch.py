@@ -121,13 +121,15 @@ class Batch:
         samplers = [sampling.sampler() for sampling in samplings]
         states = states or [None] * len(prompts)
         states = [None if state is None else self.model.on_device(state, rows=1) for state in states]
-        rests, states = zip(*map(partial(read, self.model), prompts, states))
+        rests, read_states = zip(*map(partial(read, self.model), prompts, states))
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
         with self.model.turn():
-            if reset := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
+            if reset := [
+                slot for slot, state in zip(slots, read_states) if state is None and slot not in self.untouched
+            ]:
                 self.pool.put(reset, self.model.initial_state())
             self.untouched.difference_update(slots)
-            for slot, state in zip(slots, states):
+            for slot, state in zip(slots, read_states):
                 if state is not None:
                     self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, rests)])

@@ -82,10 +82,10 @@ class Trainable(Protocol):
     def trainable(self, layers: int, width: int, head_size: int) -> Layout:
         """The layout of the parameters that are trained, of a model of these sizes."""
 
-    def loss(self, weights, tokens, products, drop) -> tuple[Any, Callable]:
+    def loss(self, weights, tokens, products, dropout) -> tuple[Any, Callable]:
         """``(mean cross entropy in nats, its pullback)`` for the weights of a `Layout.tree`, as `rwkv.grad.loss`
         returns them.
 
-        On CUDA, `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None. The keywords `recompute` and
+        On CUDA, `products` is a `CudaProducts`, and `dropout` a `dropout.Dropout` or None. The keywords `recompute` and
         `cut` are given only by trainings that need them.
         """
