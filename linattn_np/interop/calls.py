@@ -50,8 +50,8 @@ class Operator:
 
     def document(self, public, kind: str):
         """Gives the function `public` this operator's name, docstring and signature; `kind` names its arrays."""
-        given, kept = self.declared.signature.parameters, self.signature.parameters
-        without = " and ".join(f"`{name}`" for name in given if name not in kept)
+        declared, accepted = self.declared.signature.parameters, self.signature.parameters
+        without = " and ".join(f"`{name}`" for name in declared if name not in accepted)
         doc = DOC.format(name=self.declared.name, kind=kind, without=without)
         return named_function(public, self.declared.name, doc, self.signature)
 
@@ -59,20 +59,19 @@ class Operator:
         """A call as (declaration, arrays, tuple of the initial state's parts or None, dict of all other arguments)."""
         declared, arrays, arguments = self.declared.taken_apart(positional, named, self.signature)
         state = arguments.pop("initial_state", None)
-        if (
-            "precision" in self.signature.parameters
-        ):  # read in the caller's thread: frameworks run callbacks in other threads
+        if "precision" in self.signature.parameters:
+            # The precision in force is read in the caller's thread: frameworks run callbacks in other threads.
             arguments["precision"] = arguments.get("precision") or current()
         return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
     def run(self, arrays, state, arguments) -> list:
-        """Computes a call: [o, *parts of the final state, if it is requested]."""
-        return flat(call(self.declared, arrays, **arguments, **initial(state)))
+        """Computes a call, of what `take_apart` returns: [o, *parts of the final state, if it is requested]."""
+        return flattened(call(self.declared, arrays, **arguments, **initial_state_argument(state)))
 
     def gradients(self, arrays, state, arguments, do, dht) -> list:
         """The gradients of the arrays, then those of the initial state's parts."""
-        pull = pullback_of(self.declared, arrays, **arguments, **initial(state))
-        return flat(pull(do, tuple(dht) or None))
+        pull = pullback_of(self.declared, arrays, **arguments, **initial_state_argument(state))
+        return flattened(pull(do, tuple(dht) or None))
 
 
 def functions(differentiable, kind: str) -> dict:
@@ -88,7 +87,7 @@ def named_function(public, name, doc, signature):
     return public
 
 
-def bound(name, signature, positional, named):
+def bound_arguments(name, signature, positional, named):
     """The call's bound arguments; a TypeError begins with the function's name, as Python's own do."""
     try:
         return signature.bind(*positional, **named)
@@ -102,7 +101,7 @@ def step(operator, declared: Op, kind: str):
     signature = inspect.Signature(accepted, return_annotation=tuple)
 
     def public(*positional, **named):
-        arguments = bound(declared.name, signature, positional, named).arguments
+        arguments = bound_arguments(declared.name, signature, positional, named).arguments
         *arrays, state = (arguments.pop(name) for name in (*declared.arrays, "state"))
         for name, x in zip((*declared.arrays, "state"), (*arrays, state)):
             if not hasattr(x, "ndim"):
@@ -138,15 +137,15 @@ def blank(shape, dtype):
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def initial(state) -> dict:
+def initial_state_argument(state) -> dict:
     """The keyword argument for an initial state, if there is one."""
     return {} if state is None else {"initial_state": tuple(state)}
 
 
-def as_returned(results, parted: bool):
-    """The public result from [o, *parts of the final state]: o, or if `parted`, (o, final state)."""
+def as_returned(results, pair: bool):
+    """The public result from [o, *parts of the final state]: o or, if `pair`, (o, final state); see `is_pair`."""
     o, *parts = results
-    return o if not parted else (o, parts[0] if len(parts) == 1 else tuple(parts))
+    return o if not pair else (o, parts[0] if len(parts) == 1 else tuple(parts))
 
 
 def is_pair(arguments) -> bool:
@@ -154,9 +153,9 @@ def is_pair(arguments) -> bool:
     return bool(arguments.get("output_final_state") or arguments.get("return_lse"))
 
 
-def flat(result) -> list:
+def flattened(result) -> list:
     """The arrays in a result or in gradients, which may be nested tuples, as one list."""
-    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
+    return [x for part in result for x in flattened(part)] if isinstance(result, tuple) else [result]
 
 
 @contextmanager

@@ -31,10 +31,11 @@ import torch
 
 from ..errors import ContractError, NotSupported
 from . import torch as operators
-from .calls import bound, named_function
+from .calls import bound_arguments, named_function
 
+# Arguments that several functions have, by flash-linear-attention's names.
 STATES = "scale initial_state output_final_state"
-ANYWHERE = ("reverse", "state_v_first", "transpose_state_layout", "head_first", "chunk_size", "cu_seqlens_cpu")
+COMMON_KEYWORDS = ("reverse", "state_v_first", "transpose_state_layout", "head_first", "chunk_size", "cu_seqlens_cpu")
 OPTIONAL = ("gk", "gv", "g_gamma", "A_log", "dt_bias")
 EMPTY = Parameter.empty
 DEFAULTS = dict.fromkeys(("output_final_state", "output_attentions", "reverse", "state_v_first", "head_first"), False)
@@ -44,22 +45,22 @@ def fla_function(name: str, operator: str, arguments: str, more: str = "", **def
     """The function `name` of flash-linear-attention, computed by our function `operator`.
 
     arguments : the names of its positional arguments, in their order; those before `scale` are arrays
-    more : the names of keyword-only arguments beside ANYWHERE
+    more : the names of keyword-only arguments beside COMMON_KEYWORDS
     defaults : default values, where they are not those of DEFAULTS or None
     """
     positional = arguments.split()
-    required = positional[: positional.index("scale")]
-    keyword_only = [x for x in (*ANYWHERE, *more.split()) if x not in positional]
-    defaults = DEFAULTS | {x: EMPTY for x in required if x not in OPTIONAL} | defaults
+    arrays = positional[: positional.index("scale")]
+    keyword_only = [option for option in (*COMMON_KEYWORDS, *more.split()) if option not in positional]
+    defaults = DEFAULTS | {array: EMPTY for array in arrays if array not in OPTIONAL} | defaults
     signature = Signature(
-        [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(x)) for x in positional]
-        + [Parameter(x, Parameter.KEYWORD_ONLY, default=defaults.get(x)) for x in keyword_only]
+        [Parameter(option, Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(option)) for option in positional]
+        + [Parameter(option, Parameter.KEYWORD_ONLY, default=defaults.get(option)) for option in keyword_only]
     )
 
     def public(*positional, **named):
-        given = bound(name, signature, positional, named)
-        given.apply_defaults()
-        return compute_pair(name, operator, given.arguments)
+        call = bound_arguments(name, signature, positional, named)
+        call.apply_defaults()
+        return compute_pair(name, operator, call.arguments)
 
     doc = f"""flash-linear-attention's `{name}`, by `linattn_np.interop.torch.{operator}`.
 
@@ -69,10 +70,12 @@ def fla_function(name: str, operator: str, arguments: str, more: str = "", **def
 
 
 def compute_pair(name, operator, given):
-    """Computes a call: (o, final state or None), or (o, attention matrix or None); `given` are all its arguments."""
-    options = {
-        x: value for x, value in given.items() if value is not None and x not in ("head_first", "cu_seqlens_cpu")
-    }
+    """Computes a call of `name`: (o, final state or None), or (o, attention matrix or None).
+
+    given : {name: value} of all its arguments, with defaults
+    """
+    unread = ("head_first", "cu_seqlens_cpu")
+    options = {argument: x for argument, x in given.items() if x is not None and argument not in unread}
     if given["head_first"]:
         raise ContractError(f"{name}: head_first is True, expected tensors [B, T, H, ...]: x.transpose(1, 2) is one")
     if options.pop("transpose_state_layout", None) is not None:
@@ -84,31 +87,31 @@ def compute_pair(name, operator, given):
     if bounds is not None:
         options["cu_seqlens"] = bounds.tolist() if isinstance(bounds, torch.Tensor) else bounds
     size = given.get("chunk_size")
-    if size is not None and size not in (sizes := CHUNKS.get(operator, (size,))):
+    if size is not None and size not in (sizes := CHUNK_SIZES.get(operator, (size,))):
         raise ContractError(
             f"{name}: `chunk_size` must be either {' or '.join(map(str, sizes))}, got {size}: results are the same"
         )
-    if operator in ARRAYS:
-        operator = ARRAYS[operator](options) or operator
+    if operator in CONVERSIONS:
+        operator = CONVERSIONS[operator](options) or operator
     if isinstance(state := options.get("initial_state"), tuple):  # flash-linear-attention's sum of keys is [N, 1, H, K]
         options["initial_state"] = state[0], state[1][:, 0]
     attentions, wants_state = options.pop("output_attentions", False), options.pop("output_final_state", False)
     call = partial(getattr(operators, operator), layout="bthd", **options)
     if not wants_state:
-        return call(), scores(call) if attentions else None
+        return call(), attention_matrix(call) if attentions else None
     o, state = call(output_final_state=True)
     return o, (state[0], state[1][:, None]) if isinstance(state, tuple) else state
 
 
-def scores(call):
+def attention_matrix(call):
     """The attention matrix [B, H, T, T], decays included: the operator's output for the identity matrix as values."""
     q = call.keywords["q"]
     unit = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)[None, :, None].expand(*q.shape[:3], -1)
     return call(v=unit).transpose(1, 2)
 
 
-# -- conversions of arguments to ours, in place; they return the operator's name if it changes -----------------------
-def gates_of_gla(options):
+# -- conversions of the arguments, a dict, to our function's, in place; they return the operator's name if it changes --
+def gla_arguments(options):
     """Renames gk to g; without a gate, log decays are 0."""
     if (g := options.pop("gk", None)) is not None:
         options["g"] = g
@@ -116,7 +119,7 @@ def gates_of_gla(options):
         options["g"] = torch.zeros_like(options["k"])
 
 
-def gates_of_simple_gla(options):
+def simple_gla_arguments(options):
     """Adds the heads' constant gates g_gamma to g; without a gate, log decays are 0."""
     k, g, constants = options["k"], options.get("g"), options.pop("g_gamma", None)
     dtype = torch.promote_types(k.dtype, torch.float32)
@@ -124,9 +127,9 @@ def gates_of_simple_gla(options):
     options["g"] = g if constants is None else g + constants
 
 
-def of_delta_rule(options):
+def delta_rule_arguments(options):
     """Computes beta and g from raw ones, if asked to; without beta, write strengths are 1."""
-    for name in HOW:
+    for name in KERNEL_OPTIONS:
         options.pop(name, None)
     if options.pop("use_qk_l2norm_in_kernel", False):
         options["qk_l2norm"] = True
@@ -135,9 +138,8 @@ def of_delta_rule(options):
         options["beta"] = torch.ones_like(options["v"][..., 0])
     if options.pop("use_beta_sigmoid_in_kernel", False):
         options["beta"] = largest_beta * beta.float().sigmoid()
-    uses_raw_gate, A_log, dt_bias, lower_bound = (
-        options.pop(x, None) for x in ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound")
-    )
+    of_gate = ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound")
+    uses_raw_gate, A_log, dt_bias, lower_bound = (options.pop(argument, None) for argument in of_gate)
     g = options.get("g")
     if uses_raw_gate and g is not None:
         A_log = torch.zeros(g.shape[2], dtype=torch.float32, device=g.device) if A_log is None else A_log.reshape(-1)
@@ -146,11 +148,11 @@ def of_delta_rule(options):
         )
 
 
-def of_gated_delta_rule(options):
-    """As `of_delta_rule`; with gates per channel the operator is `kda`, without any gate `delta_rule`."""
+def gated_delta_rule_arguments(options):
+    """As `delta_rule_arguments`; with gates per channel the operator is `kda`, without any gate `delta_rule`."""
     if options.pop("gv", None) is not None:
         raise NotSupported("fused_recurrent_gated_delta_rule: gv is given, but the delta rule has no gates of values")
-    of_delta_rule(options)
+    delta_rule_arguments(options)
     g, gk = options.get("g"), options.pop("gk", None)
     if gk is not None:
         options["g"] = gk if g is None else gk + g[..., None]
@@ -158,10 +160,10 @@ def of_gated_delta_rule(options):
     return None if g is not None else "delta_rule"
 
 
-def of_rwkv7(options):
-    """Renames q and gk; from kk and the in-context learning rate a, a = -kk and b = kk a."""
-    for our_name in (*HOW, "lower_bound"):
-        options.pop(our_name, None)
+def rwkv7_arguments(options):
+    """Renames q and gk. If `kk` is given, `a` is the in-context learning rate, and our arrays are -kk and kk a."""
+    for name in (*KERNEL_OPTIONS, "lower_bound"):
+        options.pop(name, None)
     for their_name, our_name in (("q", "r"), ("gk", "w")):
         if their_name in options:
             options[our_name] = options.pop(their_name)
@@ -169,19 +171,16 @@ def of_rwkv7(options):
         options["a"], options["b"] = -kk, kk * options["a"]
 
 
-CHUNKS = {
-    "delta_rule": (16, 32, 64),
-    "gated_delta_rule": (16, 32, 64),
-    "kda": (32, 64),
-}  # chunk sizes that flash-linear-attention accepts
-HOW = ("chunk_size", "safe_gate", "disable_recompute")  # arguments that change only how their kernels compute
-ARRAYS = {
-    "gla": gates_of_gla,
-    "simple_gla": gates_of_simple_gla,
-    "delta_rule": of_delta_rule,
-    "gated_delta_rule": of_gated_delta_rule,
-    "kda": of_delta_rule,
-    "rwkv7": of_rwkv7,
+# Chunk sizes that flash-linear-attention accepts.
+CHUNK_SIZES = {"delta_rule": (16, 32, 64), "gated_delta_rule": (16, 32, 64), "kda": (32, 64)}
+KERNEL_OPTIONS = ("chunk_size", "safe_gate", "disable_recompute")  # options of their kernels, without effect on results
+CONVERSIONS = {
+    "gla": gla_arguments,
+    "simple_gla": simple_gla_arguments,
+    "delta_rule": delta_rule_arguments,
+    "gated_delta_rule": gated_delta_rule_arguments,
+    "kda": delta_rule_arguments,
+    "rwkv7": rwkv7_arguments,
 }
 
 
@@ -195,15 +194,15 @@ fused_recurrent_gla = fla_function(
 chunk_rwkv6 = fla_function("chunk_rwkv6", "rwkv6", f"r k v w u {STATES} cu_seqlens cu_seqlens_cpu")
 fused_recurrent_rwkv6 = fla_function("fused_recurrent_rwkv6", "rwkv6", f"r k v w u {STATES} reverse cu_seqlens")
 
-scalar = partial(fla_function, operator="simple_gla", g=None)
-chunk_simple_gla = scalar(
+simple_gla_function = partial(fla_function, operator="simple_gla", g=None)
+chunk_simple_gla = simple_gla_function(
     "chunk_simple_gla", arguments=f"q k v g g_gamma {STATES} state_v_first cu_seqlens cu_seqlens_cpu"
 )
-fused_chunk_simple_gla = scalar("fused_chunk_simple_gla", arguments=f"q k v g g_gamma {STATES} cu_seqlens")
-fused_recurrent_simple_gla = scalar(
+fused_chunk_simple_gla = simple_gla_function("fused_chunk_simple_gla", arguments=f"q k v g g_gamma {STATES} cu_seqlens")
+fused_recurrent_simple_gla = simple_gla_function(
     "fused_recurrent_simple_gla", arguments=f"q k v g g_gamma {STATES} reverse state_v_first cu_seqlens"
 )
-parallel_simple_gla = scalar(
+parallel_simple_gla = simple_gla_function(
     "parallel_simple_gla", arguments="q k v g scale output_attentions cu_seqlens cu_seqlens_cpu"
 )
 
@@ -214,34 +213,36 @@ fused_recurrent_retention = fla_function(
 )
 parallel_retention = fla_function("parallel_retention", "retention", "q k v scale output_attentions cu_seqlens")
 
-summed = partial(fla_function, operator="linear_attention")
-chunk_linear_attn = summed("chunk_linear_attn", arguments=f"q k v {STATES} normalize cu_seqlens", normalize=True)
-fused_chunk_linear_attn = summed(
+linear_function = partial(fla_function, operator="linear_attention")
+chunk_linear_attn = linear_function(
+    "chunk_linear_attn", arguments=f"q k v {STATES} normalize cu_seqlens", normalize=True
+)
+fused_chunk_linear_attn = linear_function(
     "fused_chunk_linear_attn", arguments=f"q k v {STATES} normalize cu_seqlens", normalize=True
 )
-fused_recurrent_linear_attn = summed(
+fused_recurrent_linear_attn = linear_function(
     "fused_recurrent_linear_attn", arguments=f"q k v {STATES} reverse normalize cu_seqlens", normalize=False
 )
 
-NORMED, RAW = "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel allow_neg_eigval"
+L2_NORM, BETA = "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel allow_neg_eigval"
 GATE = "use_gate_in_kernel A_log dt_bias"
 chunk_delta_rule = fla_function(
-    "chunk_delta_rule", "delta_rule", f"q k v beta {STATES} {NORMED} cu_seqlens cu_seqlens_cpu"
+    "chunk_delta_rule", "delta_rule", f"q k v beta {STATES} {L2_NORM} cu_seqlens cu_seqlens_cpu"
 )
 fused_recurrent_delta_rule = fla_function(
-    "fused_recurrent_delta_rule", "delta_rule", f"q k v beta {STATES} {NORMED} cu_seqlens", beta=None
+    "fused_recurrent_delta_rule", "delta_rule", f"q k v beta {STATES} {L2_NORM} cu_seqlens", beta=None
 )
 
 chunk_gated_delta_rule = fla_function(
     "chunk_gated_delta_rule",
     "gated_delta_rule",
-    f"q k v g beta {STATES} {NORMED} {RAW} state_v_first cu_seqlens cu_seqlens_cpu",
+    f"q k v g beta {STATES} {L2_NORM} {BETA} state_v_first cu_seqlens cu_seqlens_cpu",
     GATE,
 )
 fused_recurrent_gated_delta_rule = fla_function(
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule",
-    f"q k v g gk gv beta {STATES} {NORMED} {GATE} {RAW} state_v_first cu_seqlens",
+    f"q k v g gk gv beta {STATES} {L2_NORM} {GATE} {BETA} state_v_first cu_seqlens",
     g=None,
     beta=None,
 )
@@ -249,18 +250,18 @@ fused_recurrent_gated_delta_rule = fla_function(
 chunk_kda = fla_function(
     "chunk_kda",
     "kda",
-    f"q k v g beta {STATES} {NORMED} use_gate_in_kernel {RAW} safe_gate lower_bound disable_recompute",
+    f"q k v g beta {STATES} {L2_NORM} use_gate_in_kernel {BETA} safe_gate lower_bound disable_recompute",
     "cu_seqlens A_log dt_bias",
 )
 fused_recurrent_kda = fla_function(
     "fused_recurrent_kda",
     "kda",
-    f"q k v g beta A_log dt_bias {STATES} {NORMED} use_gate_in_kernel {RAW} lower_bound state_v_first cu_seqlens",
+    f"q k v g beta A_log dt_bias {STATES} {L2_NORM} use_gate_in_kernel {BETA} lower_bound state_v_first cu_seqlens",
 )
 
-SAFE = "safe_gate chunk_size disable_recompute"
+DPLR = "safe_gate chunk_size disable_recompute"
 chunk_rwkv7 = fla_function(
-    "chunk_rwkv7", "rwkv7", f"r w k v a b {STATES} cu_seqlens cu_seqlens_cpu {SAFE}", "lower_bound", scale=1.0
+    "chunk_rwkv7", "rwkv7", f"r w k v a b {STATES} cu_seqlens cu_seqlens_cpu {DPLR}", "lower_bound", scale=1.0
 )
 fused_recurrent_rwkv7 = fla_function(
     "fused_recurrent_rwkv7", "rwkv7", f"r w k v a b {STATES} cu_seqlens", output_final_state=True
@@ -269,7 +270,11 @@ fused_mul_recurrent_rwkv7 = fla_function(
     "fused_mul_recurrent_rwkv7", "rwkv7", f"r w k v kk a {STATES} reverse cu_seqlens", scale=1.0
 )
 chunk_dplr_delta_rule = fla_function(
-    "chunk_dplr_delta_rule", "rwkv7", f"q k v a b gk {STATES} cu_seqlens cu_seqlens_cpu {SAFE}", "lower_bound", gk=EMPTY
+    "chunk_dplr_delta_rule",
+    "rwkv7",
+    f"q k v a b gk {STATES} cu_seqlens cu_seqlens_cpu {DPLR}",
+    "lower_bound",
+    gk=EMPTY,
 )
 fused_recurrent_dplr_delta_rule = fla_function(
     "fused_recurrent_dplr_delta_rule", "rwkv7", f"q k v a b gk {STATES} reverse cu_seqlens", gk=EMPTY

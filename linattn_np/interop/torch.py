@@ -37,8 +37,8 @@ from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..gates import Gates, of_library
 from ..messages import kind_of
-from .calls import Operator, as_returned, flat, functions, initial, is_pair
-from .torch_calls import Call, Compute, ComputeNow, is_watched, settled
+from .calls import Operator, as_returned, flattened, functions, initial_state_argument, is_pair
+from .torch_calls import Call, Compute, ComputeNow, is_recorded, unchangeable
 from .torch_memory import as_torch
 
 ON_RANKS = {op: function for function, op in distributed.operators.OPERATORS.items()}
@@ -58,7 +58,7 @@ def differentiable(op: Op):
     def public(*positional, **named):
         if torch.compiler.is_dynamo_compiling() and (not TRACED or named.get("comm") is not None):
             return beside_the_graph(public, positional, named)
-        on_ranks = {name: named.pop(name) for name in more if name in named}
+        rank_options = {name: named.pop(name) for name in more if name in named}
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         mask = as_mask(declared, arguments.pop("mask", None))
         tensors = [*arrays, *(state or ()), *mask]
@@ -68,12 +68,12 @@ def differentiable(op: Op):
                 declared.refuse(name, f"is a {kind_of(x)}, {wanted}", ContractTypeError)
         tensors[: len(arrays)] = under_autocast(declared, arrays)
         counts = len(arrays), len(state or ()), bool(mask)
-        call = Call(operator, counts, {name: settled(x) for name, x in arguments.items()})
-        if on_ranks.get("comm") is not None:
-            call.arguments.update(on_ranks)
+        call = Call(operator, counts, {name: unchangeable(x) for name, x in arguments.items()})
+        if rank_options.get("comm") is not None:
+            call.arguments.update(rank_options)
             needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
             results = ComputeNow.apply(CallOnRanks(call, ON_RANKS[op], needs_gradients), *tensors)
-        elif on_ranks.get("segment_size") is not None:
+        elif rank_options.get("segment_size") is not None:
             declared.refuse("segment_size", "has no meaning without comm")
         elif torch.compiler.is_compiling():
             results = Compute.apply(call.text(), *tensors)
@@ -101,16 +101,17 @@ def under_autocast(declared, tensors) -> list:
     for name, x in zip(declared.arrays, tensors):
         refuse_unreadable(declared, name, x)
     half, single = torch.get_autocast_dtype(device), torch.float32
-    cast = [
-        half if name not in declared.gates or x.dtype == half else single for name, x in zip(declared.arrays, tensors)
-    ]
-    # As in torch's own autocast, float64 tensors and integers stay as they are.
-    return [x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x, to in zip(tensors, cast)]
+    result = []
+    for name, x in zip(declared.arrays, tensors):
+        is_cast = x.is_floating_point() and x.dtype != torch.float64  # as in torch's own autocast
+        dtype = half if name not in declared.gates or x.dtype == half else single
+        result.append(x.to(dtype) if is_cast else x)
+    return result
 
 
 def refuse_unreadable(declared, name, x):
-    """ContractTypeError for a tensor whose numbers torch would look for where none are; one that is traced has none."""
-    traced = torch.compiler.is_compiling() or is_watched() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """ContractTypeError for a tensor that is no plain array of numbers, unless torch traces it: it has none then."""
+    traced = torch.compiler.is_compiling() or is_recorded() or torch._C._functorch.is_functorch_wrapped_tensor(x)
     if not traced and (misfit := accepted_arrays.not_plain(torch, x)):
         declared.refuse(name, misfit, ContractTypeError)
 
@@ -129,12 +130,13 @@ def as_mask(declared, mask) -> list:
 @disabled
 def beside_the_graph(public, positional, named):
     """Calls `public` outside of torch.compile's graph."""
-    tell_of_the_break()
+    warn_of_graph_break()
     return public(*positional, **named)
 
 
 @cache
-def tell_of_the_break():
+def warn_of_graph_break():
+    """Warns once, since its result is cached, that torch.compile's graph ends at a call."""
     warnings_of_misuse.warn(
         "linattn_np.interop.torch: torch.compile leaves its graph for a call of an operator, and goes on behind it: in "
         "one graph torch 2.15 holds it, without comm"
@@ -144,11 +146,11 @@ def tell_of_the_break():
 class CallOnRanks:
     """A `Call` of a function of linattn_np.distributed; its pullback is stored, so that nothing is computed twice.
 
-    learns : whether gradients are needed
+    needs_gradients : whether gradients are needed
     """
 
-    def __init__(self, call, function, learns):
-        self.call, self.function, self.learns = call, function, learns
+    def __init__(self, call, function, needs_gradients):
+        self.call, self.function, self.needs_gradients = call, function, needs_gradients
 
     def text(self) -> None:
         """None, as no graph can hold messages."""
@@ -158,17 +160,17 @@ class CallOnRanks:
 
     def run(self, tensors):
         arrays, state, arguments, _ = self.call.taken_apart(tensors)
-        arguments = {**arguments, **initial(state)}
+        arguments = {**arguments, **initial_state_argument(state)}
         with as_torch(tensors[0]):
-            if not self.learns:
-                return tuple(flat(self.function(*arrays, **arguments)))
+            if not self.needs_gradients:
+                return tuple(flattened(self.function(*arrays, **arguments)))
             result, self.pullback = distributed.vjp(self.function, *arrays, **arguments)
-            return tuple(flat(result))
+            return tuple(flattened(result))
 
     def gradients(self, given):
         *_, (do, *dht) = self.call.taken_apart(given)
         with as_torch(do):
-            return tuple(flat(self.pullback(do, tuple(dht) or None)))
+            return tuple(flattened(self.pullback(do, tuple(dht) or None)))
 
 
 if TYPE_CHECKING:

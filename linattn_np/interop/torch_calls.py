@@ -1,9 +1,8 @@
 """A call of an operator in torch: two autograd functions and two custom operators, which are opaque to graphs.
 
 Autograd records `Compute` and `ComputeGradients`. When torch traces or transforms a call, they call the custom
-operators `torch.ops.linattn_np.forward` and `.backward`, whose arguments are tensors and the rest of the call as text,
-so that a compiled graph can contain them. These have rules by which torch finds their shapes without running them and
-maps them.
+operators `torch.ops.linattn_np.forward` and `.backward`. The arguments of these are tensors and the rest of the call as
+text, so that a compiled graph can contain them. For `vmap`, and for shapes without a computation, they have rules.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DTYPES = {
     torch.bfloat16: BFLOAT16,
     torch.bool: np.dtype(bool),
 }
-OF_TORCH = {theirs: ours for ours, theirs in DTYPES.items()}
+TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 REVERSE_MODE = "linattn_np.interop.torch: gradients are first-order and reverse-mode: "
 
@@ -46,28 +45,29 @@ class Call:
 
     @classmethod
     def of_text(cls, text) -> Call:
-        """The call that `text` has described."""
+        """The call from what `text` has returned."""
         name, counts, arguments = ast.literal_eval(text)
         return cls(operator_named(name), counts, dict(arguments))
 
     def text(self) -> str:
+        """The call as text, for the custom operators. ContractTypeError if an argument is a tensor."""
         for name, x in self.arguments.items():
             if isinstance(x, torch.Tensor):
                 wanted = "where torch records a graph, expected numbers: x.tolist(), read outside of it, is a list"
                 self.operator.declared.refuse(name, f"is a tensor {wanted}", ContractTypeError)
-        return repr((self.operator.declared.name, self.counts, [(n, plain(x)) for n, x in self.arguments.items()]))
+        return repr((self.operator.declared.name, self.counts, [(n, as_literal(x)) for n, x in self.arguments.items()]))
 
     def taken_apart(self, tensors):
         """(arrays, initial state's parts or None, all other arguments, the tensors after those of the call)."""
-        arrays, parts, masked = self.counts
+        arrays, parts, has_mask = self.counts
         end = arrays + parts
-        rest = {**self.arguments, "mask": tensors[end]} if masked else self.arguments
-        return tensors[:arrays], tensors[arrays:end] or None, rest, tensors[end + masked :]
+        arguments = {**self.arguments, "mask": tensors[end]} if has_mask else self.arguments
+        return tensors[:arrays], tensors[arrays:end] or None, arguments, tensors[end + has_mask :]
 
     def run(self, tensors) -> tuple:
         """Computes (o, *parts of the final state)."""
         with as_torch(tensors[0]):
-            arrays, state, arguments, _ = self.taken_apart(natively(tensors))
+            arrays, state, arguments, _ = self.taken_apart(as_cupy(tensors))
             return tuple(map(tensor, self.operator.run(arrays, state, arguments)))
 
     def gradients(self, given) -> tuple:
@@ -76,16 +76,16 @@ class Call:
         `given`: the call's tensors, then the gradients of o and of the final state's parts.
         """
         with as_torch(given[0]):
-            arrays, state, arguments, (do, *dht) = self.taken_apart(natively(given))
+            arrays, state, arguments, (do, *dht) = self.taken_apart(as_cupy(given))
             return tuple(map(tensor, self.operator.gradients(arrays, state, arguments, do, dht)))
 
     def outline(self, tensors):
         """[o, *parts of the final state] as `blank` arrays, which have the right shapes and dtypes."""
-        arrays, state, rest, _ = self.taken_apart([blank_of(x) for x in tensors])
-        return outline(self.operator.declared, arrays, state, rest, "torch")[1]
+        arrays, state, arguments, _ = self.taken_apart([blank_of(x) for x in tensors])
+        return outline(self.operator.declared, arrays, state, arguments, "torch")[1]
 
 
-def natively(tensors):
+def as_cupy(tensors):
     """CUDA tensors as CuPy arrays in the same memory, for which plans are cached and graphs can be captured.
 
     CPU tensors, and tensors that the operator will refuse, are returned as they are.
@@ -108,17 +108,17 @@ def operator_named(name) -> Operator:
     return Operator.of(next(op for op in OPERATORS if op.name == name))
 
 
-def settled(x):
-    """An argument that its owner can no longer change: arrays are copied, lists become tuples."""
+def unchangeable(x):
+    """An argument that the caller can no longer change: arrays are copied, lists become tuples."""
     if isinstance(x, torch.Tensor) and not accepted_arrays.recorded(torch) and (numbers := host_array(x)) is not None:
         x = numbers
     return x.copy() if isinstance(x, np.ndarray) else tuple(x) if isinstance(x, list) else x
 
 
-def plain(x):
-    """An argument as a Python literal, of which `ast.literal_eval` reads the repr."""
+def as_literal(x):
+    """An argument as a Python literal, whose repr `ast.literal_eval` reads."""
     if isinstance(x, tuple):
-        return tuple(map(plain, x))
+        return tuple(map(as_literal, x))
     if isinstance(x, (np.ndarray, np.generic)):
         return x.tolist()
     for symbol, number in SYMBOLS.items():
@@ -132,15 +132,18 @@ def blank_of(x):
     return blank(tuple(map(int, x.shape)), DTYPES[x.dtype])
 
 
-def is_watched() -> bool:
-    """Whether torch records its operators, or shows them to a mode, of which this call has to be one."""
+def is_recorded() -> bool:
+    """Whether torch records its operators or passes them to a dispatch mode. A call must then be a torch operator."""
     modes = torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch()
     return modes > 0 or accepted_arrays.recorded(torch)
 
 
-def whole_text(call) -> str | None:
-    """The text of a call that the custom operator computes, else None; one recorded later than it was made, too."""
-    return call if isinstance(call, str) else call.text() if is_watched() else None
+def graph_text(call) -> str | None:
+    """The text of the call if the custom operator must compute it, else None.
+
+    call : a `Call`, or its text. A `Call` that was made before torch began to record is also recorded
+    """
+    return call if isinstance(call, str) else call.text() if is_recorded() else None
 
 
 # -- autograd functions -----------------------------------------------------------------------------------------------
@@ -151,13 +154,13 @@ class Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(call, *tensors):
-        whole = whole_text(call)
-        return tuple(forward_whole(list(tensors), whole)) if whole else call.run(tensors)
+        text = graph_text(call)
+        return tuple(graph_forward(list(tensors), text)) if text else call.run(tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call, *tensors = inputs
-        ctx.save_for_backward(*tensors)  # so that torch detects a write before the backward pass
+        ctx.save_for_backward(*tensors)  # torch then detects if they are written to before the backward pass
 
     @staticmethod
     def backward(ctx, *cotangents):
@@ -181,8 +184,8 @@ class ComputeGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(call, *given):
-        whole = whole_text(call)
-        return tuple(backward_whole(list(given), whole)) if whole else call.gradients(given)
+        text = graph_text(call)
+        return tuple(graph_backward(list(given), text)) if text else call.gradients(given)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -201,27 +204,27 @@ def graph_operator(name, compute, outline):
     `torch.func.vmap` computes the elements one after the other.
     """
 
-    def whole(tensors, call):
+    def run(tensors, call):
         with torch.no_grad():
             return [x.contiguous() for x in compute(Call.of_text(call), tensors)]
 
-    def mapped(info, in_dims, *arguments):
+    def run_mapped(info, in_dims, *arguments):
         results = [
             operator(*(element(x, dims, i) for x, dims in zip(arguments, in_dims))) for i in range(info.batch_size)
         ]
         return [torch.stack(parts) for parts in zip(*results)], [0] * len(results[0])
 
     schema = "(Tensor[] tensors, str call) -> Tensor[]"
-    operator = library.custom_op(f"linattn_np::{name}", whole, mutates_args=(), schema=schema)
+    operator = library.custom_op(f"linattn_np::{name}", run, mutates_args=(), schema=schema)
     operator.register_fake(outline)
-    operator.register_vmap(mapped)
+    operator.register_vmap(run_mapped)
     return operator
 
 
 def shapes_forward(tensors, call):
     """Empty tensors with the shapes and dtypes of `Call.run`'s results."""
     results = Call.of_text(call).outline(tensors)
-    return [tensors[0].new_empty(x.shape, dtype=OF_TORCH[x.dtype]) for x in results]
+    return [tensors[0].new_empty(x.shape, dtype=TORCH_DTYPES[x.dtype]) for x in results]
 
 
 def shapes_backward(given, call):
@@ -231,11 +234,11 @@ def shapes_backward(given, call):
 
 
 def element(x, dims, i):
-    """Element `i` of a tensor along its mapped axis `dims`; lists are taken tensor by tensor, None means not mapped."""
+    """Element `i` of x along its mapped axis `dims`, None if x is not mapped. For a list x, `dims` has one of each."""
     if isinstance(x, list):
         return [element(y, dim, i) for y, dim in zip(x, dims)]
     return x if dims is None else x.select(dims, i)
 
 
-forward_whole = graph_operator("forward", Call.run, shapes_forward)
-backward_whole = graph_operator("backward", Call.gradients, shapes_backward)
+graph_forward = graph_operator("forward", Call.run, shapes_forward)
+graph_backward = graph_operator("backward", Call.gradients, shapes_backward)

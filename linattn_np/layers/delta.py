@@ -14,7 +14,7 @@ from ..gates import gdn_gate, kda_gate
 from ..ops.functions import gated_delta_rule, kda
 from ..ops.steps import gated_delta_rule_step, kda_step
 from ..typing import Integers
-from .layer import Layer, Sigmoid, Swish, join, sigmoid, split, uniform
+from .layer import Layer, Sigmoid, Swish, join_heads, sigmoid, split_heads, uniform
 
 SIZED = ("q_proj.weight", "v_proj.weight")
 CONVOLVED = ("q_conv1d", "k_conv1d", "v_conv1d")
@@ -22,7 +22,12 @@ REQUIRED = (*SIZED, "k_proj.weight", "b_proj.weight", "A_log", "dt_bias", "o_nor
 
 
 class DeltaLayer(Layer):
-    """The base of the layers of delta rules. A subclass defines the operator, its gate, and the gate of its output."""
+    """The base of the layers of delta rules. A subclass defines the operator, its gate, and the gate of its output.
+
+    Sizes: B rows, T tokens, D channels of the layer, H heads of q and k with K channels, HV heads of v with V, W tokens
+    of a convolution, N sequences. `conv_start` and `conv_end` [N, W - 1, C] are the projections q, k and v, side by
+    side, of the last W - 1 tokens before a call and at its end.
+    """
 
     required: ClassVar[tuple[str, ...]] = REQUIRED
     sized, norm_names = SIZED, ("o_norm.weight",)
@@ -48,7 +53,7 @@ class DeltaLayer(Layer):
             self.refuse(f"allow_neg_eigval is {allow_neg_eigval!r}, expected True or False")
         self.largest_beta = 2 if allow_neg_eigval else 1
         self.norm_eps = self.positive_number("norm_eps", norm_eps)
-        self.weights = self.loaded(weights)
+        self.weights = self.checked_copies(weights)
         self.window = self.weights["q_conv1d.weight"].shape[-1] if "q_conv1d.weight" in self.weights else 1
 
     @property
@@ -65,20 +70,20 @@ class DeltaLayer(Layer):
         initial state, by default zeros; it is not changed. `cu_seqlens` packs N sequences into one row, as in
         `gated_delta_rule`.
         """
-        own = self.own("x", x, 3)
-        start, before, sequences = self.started(own, state, cu_seqlens)
-        arrays, after, _ = self.project(own, before, sequences)
+        inputs = self.checked_input("x", x, 3)
+        start, conv_start, sequences = self.starting_states(inputs, state, cu_seqlens)
+        arrays, conv_end, _ = self.project(inputs, conv_start, sequences)
         o, final = self.operator(*arrays, **self.options(start, cu_seqlens))
-        return self.output(own, o)[0].astype(x.dtype, copy=False), (final, after)
+        return self.output(inputs, o)[0].astype(x.dtype, copy=False), (final, conv_end)
 
     def step(self, x: np.ndarray, state: tuple) -> np.ndarray:
         """y [B, D] of one token x [B, D] of each sequence; both arrays of `state` are updated in place."""
-        own = self.own("x", x, 2)[:, None]
-        start, before, sequences = self.started(own, state, None)
-        arrays, after, _ = self.project(own, before, sequences)
+        inputs = self.checked_input("x", x, 2)[:, None]
+        start, conv_start, sequences = self.starting_states(inputs, state, None)
+        arrays, conv_end, _ = self.project(inputs, conv_start, sequences)
         o = self.operator_step(*(x[:, 0] for x in arrays), start, qk_l2norm=True)
-        state[1][...] = after
-        return self.output(own, o[:, None])[0][:, 0].astype(x.dtype, copy=False)
+        state[1][...] = conv_end
+        return self.output(inputs, o[:, None])[0][:, 0].astype(x.dtype, copy=False)
 
     def vjp(
         self, x: np.ndarray, state: tuple | None = None, *, cu_seqlens: Integers | None = None
@@ -88,35 +93,37 @@ class DeltaLayer(Layer):
         ``pullback(dy)``, or ``pullback(dy, dstate)`` with a pair of gradients of the final state, returns the gradient
         of x, {name: gradient} of the weights, and, if a `state` was given, a pair of its gradients.
         """
-        own = self.own("x", x, 3)
-        start, before, sequences = self.started(own, state, cu_seqlens)
-        arrays, after, pull_project = self.project(own, before, sequences)
+        inputs = self.checked_input("x", x, 3)
+        start, conv_start, sequences = self.starting_states(inputs, state, cu_seqlens)
+        arrays, conv_end, pull_project = self.project(inputs, conv_start, sequences)
         (o, final), pull = vjp(self.operator, *arrays, **self.options(start, cu_seqlens))
-        y, pull_output = self.output(own, o)
+        y, pull_output = self.output(inputs, o)
 
         def pullback(dy, dstate=None):
             if dy.shape != y.shape:
                 self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
-            through_gate, do, gradients = pull_output(self.own("dy", dy, 3))
-            dfinal, dafter = (None, None) if dstate is None else dstate
+            through_gate, do, gradients = pull_output(self.checked_input("dy", dy, 3))
+            dfinal, dconv_end = (None, None) if dstate is None else dstate
             darrays = pull(do, dfinal)
-            through_heads, dbefore, projection_gradients = pull_project(darrays[: len(arrays)], dafter)
+            through_heads, dconv_start, projection_gradients = pull_project(darrays[: len(arrays)], dconv_end)
             dx = (through_gate + through_heads).astype(x.dtype, copy=False)
-            state_gradients = [] if state is None else [(*darrays[len(arrays) :], dbefore)]
+            state_gradients = [] if state is None else [(*darrays[len(arrays) :], dconv_start)]
             gradients |= projection_gradients
             return dx, {name: gradients[name] for name in self.weights}, *state_gradients
 
-        return (y.astype(x.dtype, copy=False), (final, after)), pullback
+        return (y.astype(x.dtype, copy=False), (final, conv_end)), pullback
 
     def options(self, start, cu_seqlens) -> dict:
         """The keyword arguments of the operator."""
         options = {"layout": "bthd", "output_final_state": True, "qk_l2norm": True}
         return options | {"initial_state": start, "cu_seqlens": cu_seqlens}
 
-    def started(self, x, state, cu_seqlens):
-        """(the initial state of the recurrence or None, that of the convolutions, sequences). `sequences` are
-        [(slice of batch rows, slice of tokens, slice of rows of states)]: one for each packed sequence, or one for all
-        rows of a batch."""
+    def starting_states(self, x, state, cu_seqlens):
+        """(the initial state of the recurrence or None, conv_start, sequences), after checking state and cu_seqlens.
+
+        `sequences` are [(slice of batch rows, slice of tokens, slice of rows of states)]: one for each packed sequence,
+        or one for all rows of a batch.
+        """
         sequences, count = [(slice(None), slice(None), slice(None))], len(x)
         if cu_seqlens is not None and len(x) == 1:  # the operator refuses others
             try:
@@ -130,68 +137,69 @@ class DeltaLayer(Layer):
             return None, np.zeros_like(x, shape=shape), sequences
         if not isinstance(state, tuple) or len(state) != 2:
             self.refuse(f"state is a {type(state).__name__}, expected a pair: of the recurrence, of the convolutions")
-        start, before = state
-        self.floats("state[1]", before)
-        if before.shape != shape:
-            self.refuse(f"state[1] is {before.shape}, expected [N, W - 1, C] = {shape}")
-        return start, before.astype(self.dtype, copy=False), sequences
+        start, conv_start = state
+        self.check_floats("state[1]", conv_start)
+        if conv_start.shape != shape:
+            self.refuse(f"state[1] is {conv_start.shape}, expected [N, W - 1, C] = {shape}")
+        return start, conv_start.astype(self.dtype, copy=False), sequences
 
     # -- before the operator -----------------------------------------------------------------------------------------
-    def project(self, x, before, sequences):
-        """((q, k, v, g, beta), the final state of the convolutions, pullback) for x [B, T, D]; arrays are
-        [B, T, H, ...]."""
+    def project(self, x, conv_start, sequences):
+        """((q, k, v, g, beta), conv_end, pullback) for x [B, T, D]; the arrays are [B, T, H, ...].
+
+        ``pullback(gradients of the five arrays, dconv_end or None)`` returns the gradients of x and of conv_start, and
+        {name: gradient} of the weights.
+        """
         parts, pulls = zip(*(self.linear(x, f"{name}_proj.weight") for name in "qkv"))
         ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
-        raw, after, pull_raw = self.convolved(np.concatenate(parts, axis=-1), before, sequences)
+        raw, conv_end, pull_raw = self.convolved(np.concatenate(parts, axis=-1), conv_start, sequences)
         q, k, v = np.split(Swish.value(raw), ends, axis=-1)
         g, pull_g = self.decays(x)
         logits, pull_logits = self.linear(x, "b_proj.weight")
         beta = self.largest_beta * sigmoid(logits)
 
-        def pullback(gradients, dafter):
+        def pullback(gradients, dconv_end):
             *dqkv, dg, dbeta = gradients
-            draw = np.concatenate([*map(join, dqkv)], -1) * Swish.slope(raw)
-            dprojected, dbefore, weight_gradients = pull_raw(draw, dafter)
+            draw = np.concatenate([*map(join_heads, dqkv)], -1) * Swish.slope(raw)
+            dprojected, dconv_start, weight_gradients = pull_raw(draw, dconv_end)
             pulled = [pull(d) for pull, d in zip(pulls, np.split(dprojected, ends, axis=-1))]
             pulled += [pull_g(dg), pull_logits(dbeta * self.largest_beta * Sigmoid.slope(logits))]
             for _, gradients in pulled:
                 weight_gradients |= gradients
-            return sum(dx for dx, _ in pulled), dbefore, weight_gradients
+            return sum(dx for dx, _ in pulled), dconv_start, weight_gradients
 
-        arrays = split(q, self.heads), split(k, self.heads), split(v, self.v_heads), g, beta
-        return arrays, after, pullback
+        arrays = split_heads(q, self.heads), split_heads(k, self.heads), split_heads(v, self.v_heads), g, beta
+        return arrays, conv_end, pullback
 
-    def convolved(self, x, before, sequences):
-        """(y [B, T, C], the last W - 1 tokens of every sequence, pullback) for x [B, T, C] and the W - 1 tokens
-        `before` it: y_t = b + sum_i w_i x_{t - W + 1 + i} in each channel.
-        """
+    def convolved(self, x, conv_start, sequences):
+        """(y [B, T, C], conv_end, pullback) for x [B, T, C]: y_t = b + sum_i w_i x_{t - W + 1 + i} in each channel."""
         names = [f"{name}.weight" for name in CONVOLVED if f"{name}.weight" in self.weights]
         biases = [f"{name}.bias" for name in CONVOLVED if f"{name}.bias" in self.weights]
-        W, y, after, inputs = self.window, np.empty_like(x), np.empty_like(before), []
+        W, y, conv_end, inputs = self.window, np.empty_like(x), np.empty_like(conv_start), []
         w = np.concatenate([self.weights[name][:, 0] for name in names]) if names else np.ones_like(x[0, :1].T)
         b = np.concatenate([self.weights[name] for name in biases]) if biases else 0
         for row, tokens, n in sequences:
-            z = np.concatenate([before[n], x[row, tokens]], axis=1)
-            T = z.shape[1] - (W - 1)
-            y[row, tokens] = sum(w[:, i] * z[:, i : i + T] for i in range(W)) + b
-            after[n] = z[:, T:]
-            inputs.append(z)
+            extended = np.concatenate([conv_start[n], x[row, tokens]], axis=1)
+            T = extended.shape[1] - (W - 1)
+            y[row, tokens] = sum(w[:, i] * extended[:, i : i + T] for i in range(W)) + b
+            conv_end[n] = extended[:, T:]
+            inputs.append(extended)
 
-        def pullback(dy, dafter):
-            dx, dbefore, dw = np.empty_like(x), np.zeros_like(before), np.zeros_like(w)
-            for (row, tokens, n), z in zip(sequences, inputs):
-                dz, T, dy_part = np.zeros_like(z), z.shape[1] - (W - 1), dy[row, tokens]
+        def pullback(dy, dconv_end):
+            dx, dconv_start, dw = np.empty_like(x), np.zeros_like(conv_start), np.zeros_like(w)
+            for (row, tokens, n), extended in zip(sequences, inputs):
+                dextended, T, dy_part = np.zeros_like(extended), extended.shape[1] - (W - 1), dy[row, tokens]
                 for i in range(W):
-                    dz[:, i : i + T] += w[:, i] * dy_part
-                    dw[:, i] += (dy_part * z[:, i : i + T]).sum(axis=(0, 1))
-                if dafter is not None:
-                    dz[:, T:] += dafter[n]
-                dbefore[n], dx[row, tokens] = dz[:, : W - 1], dz[:, W - 1 :]
+                    dextended[:, i : i + T] += w[:, i] * dy_part
+                    dw[:, i] += (dy_part * extended[:, i : i + T]).sum(axis=(0, 1))
+                if dconv_end is not None:
+                    dextended[:, T:] += dconv_end[n]
+                dconv_start[n], dx[row, tokens] = dextended[:, : W - 1], dextended[:, W - 1 :]
             ends = np.cumsum([self.weights[name].shape[0] for name in names])[:-1]
             gradients = {name: part[:, None] for name, part in zip(names, np.split(dw, ends))}
-            return dx, dbefore, gradients | dict(zip(biases, np.split(dy.sum(axis=(0, 1)), ends)))
+            return dx, dconv_start, gradients | dict(zip(biases, np.split(dy.sum(axis=(0, 1)), ends)))
 
-        return y, after, pullback
+        return y, conv_end, pullback
 
     def decays(self, x):
         """(g, pullback) for x [B, T, D]: g is [B, T, HV] or [B, T, HV, K]."""
@@ -213,6 +221,7 @@ class DeltaLayer(Layer):
 
     # -- weights -----------------------------------------------------------------------------------------------------
     def weight_shapes(self, found) -> dict:
+        """As in `Layer`."""
         (HK, D), (HV, _) = (found[name].shape for name in SIZED)
         for name, size, heads in (("q_proj.weight", HK, self.heads), ("v_proj.weight", HV, self.v_heads)):
             if not size or size % heads:
@@ -386,8 +395,8 @@ class KimiDeltaAttention(DeltaLayer):
 
     def gate(self, raw):
         A_log, bias = self.weights["A_log"], self.weights["dt_bias"]
-        z, rate = split(raw + bias, self.v_heads), np.exp(A_log)[:, None]
-        g = kda_gate(split(raw, self.v_heads), A_log, bias, self.lower_bound)
+        z, rate = split_heads(raw + bias, self.v_heads), np.exp(A_log)[:, None]
+        g = kda_gate(split_heads(raw, self.v_heads), A_log, bias, self.lower_bound)
         if self.lower_bound is None:
             return g, -rate * sigmoid(z), g
         slope = self.lower_bound * rate * Sigmoid.slope(rate * z)

@@ -12,7 +12,7 @@ from ..errors import ContractTypeError
 from ..ops.functions import gla
 from ..ops.steps import gla_step
 from ..typing import Integers
-from .layer import Layer, Relu, Sigmoid, Swish, join, sigmoid, split, uniform
+from .layer import Layer, Relu, Sigmoid, Swish, join_heads, sigmoid, split_heads, uniform
 
 NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")  # two names of one weight
 SIZED = ("q_proj.weight", "o_proj.weight", "gk_proj.0.weight")
@@ -98,7 +98,7 @@ class GatedLinearAttention(Layer):
         if clamp_min is not None and not is_real(clamp_min):
             self.refuse(f"clamp_min is {clamp_min!r}, expected a number or None", ContractTypeError)
         self.clamp_min = clamp_min
-        self.weights = self.loaded(weights)
+        self.weights = self.checked_copies(weights)
 
     @property
     def value_heads(self):
@@ -112,18 +112,18 @@ class GatedLinearAttention(Layer):
         `state` is where the sequences start, zeros by default; it is not changed. `cu_seqlens` packs N sequences into
         one row, as in `gla`.
         """
-        own = self.own("x", x, 3)
+        inputs = self.checked_input("x", x, 3)
         o, state = gla(
-            *self.project(own)[0], layout="bthd", initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+            *self.project(inputs)[0], layout="bthd", initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
         )
-        return self.output(own, o)[0].astype(x.dtype, copy=False), state
+        return self.output(inputs, o)[0].astype(x.dtype, copy=False), state
 
     def step(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
         """y [B, D] of one token x [B, D] of each sequence; `state` [B, H, K, V] is updated in place."""
-        own = self.own("x", x, 2)
-        q, k, v, g = self.project(own)[0]
+        inputs = self.checked_input("x", x, 2)
+        q, k, v, g = self.project(inputs)[0]
         o = gla_step(q, k, v, g, state)
-        return self.output(own, o)[0].astype(x.dtype, copy=False)
+        return self.output(inputs, o)[0].astype(x.dtype, copy=False)
 
     def vjp(
         self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None
@@ -133,21 +133,22 @@ class GatedLinearAttention(Layer):
         ``pullback(dy)``, or ``pullback(dy, dstate)`` with the gradient of the final state, returns the gradient of x,
         {name: gradient} of the weights, and, if a `state` was given, its gradient.
         """
-        own = self.own("x", x, 3)
-        qkvg, pull_project = self.project(own)
+        inputs = self.checked_input("x", x, 3)
+        qkvg, pull_project = self.project(inputs)
         (o, final), pull_gla = vjp(
             gla, *qkvg, layout="bthd", initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
         )
-        y, pull_output = self.output(own, o)
+        y, pull_output = self.output(inputs, o)
 
         def pullback(dy, dstate=None):
             if dy.shape != y.shape:
                 self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
-            through_gate, do, gradients = pull_output(self.own("dy", dy, 3))
-            (*dqkvg,) = pull_gla(do, dstate)
-            through_heads, more = pull_project(*dqkvg[:4])
+            through_gate, do, gradients = pull_output(self.checked_input("dy", dy, 3))
+            dq, dk, dv, dg, *dstates = pull_gla(do, dstate)  # dstates: one gradient if a state was given, else none
+            through_heads, projection_gradients = pull_project(dq, dk, dv, dg)
             dx = (through_gate + through_heads).astype(x.dtype, copy=False)
-            return dx, {name: (gradients | more)[name] for name in self.weights}, *dqkvg[4:]
+            gradients |= projection_gradients
+            return dx, {name: gradients[name] for name in self.weights}, *dstates
 
         return (y.astype(x.dtype, copy=False), final), pullback
 
@@ -157,31 +158,32 @@ class GatedLinearAttention(Layer):
         H, G = self.heads, self.kv_heads
         (raw_q, pull_q), (raw_k, pull_k), (v, pull_v) = (self.linear(x, f"{name}_proj.weight") for name in "qkv")
         logits, pull_logits = self.linear(x, *GATE)
-        raw_q, raw_k, v, logits = split(raw_q, H), split(raw_k, G), split(v, G), split(logits, G)
+        raw_q = split_heads(raw_q, H)
+        raw_k, v, logits = (split_heads(array, G) for array in (raw_k, v, logits))
         unclamped = -np.logaddexp(0, -logits) / self.normalizer
         g = unclamped if self.clamp_min is None else np.maximum(unclamped, self.clamp_min)
         q, k = (raw_q, raw_k) if self.feature_map is None else (self.feature_map.value(x) for x in (raw_q, raw_k))
 
         def pullback(dq, dk, dv, dg):
-            dk, dv, dg = (self.summed(d) for d in (dk, dv, dg))
+            dk, dv, dg = (self.sum_over_sharing_heads(d) for d in (dk, dv, dg))
             if self.feature_map is not None:
                 dq, dk = dq * self.feature_map.slope(raw_q), dk * self.feature_map.slope(raw_k)
             if self.clamp_min is not None:
                 dg = np.where(unclamped >= self.clamp_min, dg, 0)
             dlogits = dg * sigmoid(-logits) / self.normalizer
             pulls = ((pull_q, dq), (pull_k, dk), (pull_v, dv), (pull_logits, dlogits))
-            pulled = [pull(join(d)) for pull, d in pulls]
+            pulled = [pull(join_heads(d)) for pull, d in pulls]
             weight_gradients = {name: dw for _, gradients in pulled for name, dw in gradients.items()}
             return sum(dx for dx, _ in pulled), weight_gradients
 
-        return (q, *map(self.shared, (k, v, g))), pullback
+        return (q, *map(self.repeat_for_heads, (k, v, g))), pullback
 
-    def shared(self, x):
-        """x [..., G, K] repeated for all heads, [..., H, K]: H / G heads share one of x."""
+    def repeat_for_heads(self, x):
+        """x [..., G, K] as [..., H, K]: each head of x is repeated for the H / G heads that share it."""
         return x if self.heads == self.kv_heads else np.repeat(x, self.heads // self.kv_heads, axis=-2)
 
-    def summed(self, gradient):
-        """The adjoint of `shared`: the sums over the heads that share one."""
+    def sum_over_sharing_heads(self, gradient):
+        """The adjoint of `repeat_for_heads`: [..., H, K] summed to [..., G, K] over the heads that share one."""
         if self.heads == self.kv_heads:
             return gradient
         return gradient.reshape(*gradient.shape[:-2], self.kv_heads, -1, gradient.shape[-1]).sum(axis=-2)

@@ -14,10 +14,11 @@ from ..gates import ARRAYS
 
 
 class Layer:
-    """The base of layers. Its weights are checked, and have one dtype and device. A subclass defines:
+    """The base of layers. Its weights are checked, and have one dtype and device. Methods do not change a layer, so
+    several threads may call them. A subclass defines:
 
     required : the names of the weights that must be given
-    sized : those from whose two axes the sizes of all others follow, by `weight_shapes`
+    sized : the names of the weights, with two axes each, from whose shapes `weight_shapes` finds all shapes
     norm_names : the possible names of the weight of the norm, which is applied to each head of the operator's output
     gate_names, gate_fn : the weights and the function of the gate that multiplies the normed output
     """
@@ -33,20 +34,21 @@ class Layer:
     weights: dict[str, np.ndarray]
 
     def __repr__(self):
-        q, v, (count, of) = self.weights["q_proj.weight"], self.weights["v_proj.weight"], self.value_heads
-        other_heads = f", {count} of {of}" if count != self.heads else ""
+        q, v, (count, heads_of) = self.weights["q_proj.weight"], self.weights["v_proj.weight"], self.value_heads
+        other_heads = f", {count} of {heads_of}" if count != self.heads else ""
         return (
             f"{type(self).__name__}({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
             f"{v.shape[0] // count}{other_heads}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
         )
 
     def weight_shapes(self, found) -> dict:
-        """{name: shape} of all possible weights; `found`: the given ones."""
+        """{name: shape} of all possible weights, from the given ones, {name: array} with two axes for those of `sized`.
+        ContractError if these do not fit the layer's heads."""
         raise NotImplementedError
 
     # -- parts, each with its pullback -------------------------------------------------------------------------------
     def linear(self, x, *names):
-        """(y, pullback) of the weights with these names, one after the other: W x, or x + b for a bias.
+        """(y, pullback): x [..., D] is multiplied by each named matrix W, x W^T, or gets each bias b, x + b, in order.
 
         ``pullback(dy)`` returns the gradient of x, and {name: gradient} of the weights.
         """
@@ -59,7 +61,7 @@ class Layer:
         def pullback(dy):
             gradients = {}
             for name, w, x in reversed(inputs):
-                gradients[name] = rows(dy).sum(axis=0) if w.ndim == 1 else gradient_of_matrix(dy, x)
+                gradients[name] = token_rows(dy).sum(axis=0) if w.ndim == 1 else gradient_of_matrix(dy, x)
                 dy = dy if w.ndim == 1 else dy @ w
             return dy, gradients
 
@@ -79,25 +81,25 @@ class Layer:
         if gated:
             raw, pull_gate = self.linear(x, *self.gate_names)
             raw = raw.reshape(o.shape)
-        y, pull_y = self.linear(join(normed * self.gate_fn.value(raw) if gated else normed), "o_proj.weight")
+        y, pull_y = self.linear(join_heads(normed * self.gate_fn.value(raw) if gated else normed), "o_proj.weight")
 
         def pullback(dy):
             dmixed, gradients = pull_y(dy)
             dnormed, dx = dmixed.reshape(o.shape), 0
             if gated:
-                dx, more = pull_gate(join(dnormed * normed * self.gate_fn.slope(raw)))
-                dnormed, gradients = dnormed * self.gate_fn.value(raw), gradients | more
+                dx, gate_gradients = pull_gate(join_heads(dnormed * normed * self.gate_fn.slope(raw)))
+                dnormed, gradients = dnormed * self.gate_fn.value(raw), gradients | gate_gradients
             dunit = dnormed
             if norm is not None:
-                gradients[norm], dunit = rows(dnormed * unit).sum(axis=0), dnormed * self.weights[norm]
+                gradients[norm], dunit = token_rows(dnormed * unit).sum(axis=0), dnormed * self.weights[norm]
             do = scale * (dunit - unit * (unit * dunit).mean(axis=-1, keepdims=True))
             return dx, do, gradients
 
         return y, pullback
 
     # -- checks ------------------------------------------------------------------------------------------------------
-    def loaded(self, weights: Mapping) -> dict:
-        """Copies of `weights`, after checking them."""
+    def checked_copies(self, weights: Mapping) -> dict:
+        """Copies of `weights` in the layer's dtype, after checking them; sets `home` and `dtype`."""
         found = {}
         for name, x in weights.items():
             try:
@@ -124,16 +126,16 @@ class Layer:
         self.dtype = np.dtype(np.float64 if all(x.dtype == np.float64 for x in found.values()) else np.float32)
         return {name: found[name].astype(self.dtype, order="C") for name in wanted if name in found}
 
-    def own(self, name, x, ndim):
+    def checked_input(self, name, x, ndim):
         """`x` in the dtype of the layer, after checking its axes [..., D], `ndim` of them, and its device."""
-        self.floats(name, x)
+        self.check_floats(name, x)
         D = self.weights["q_proj.weight"].shape[1]
         if x.ndim != ndim or x.shape[-1] != D:
             self.refuse(f"{name} is {x.shape}, expected [{'B, T, ' if ndim == 3 else 'B, '}D] with D={D}")
         return x.astype(self.dtype, copy=False)
 
-    def floats(self, name, x):
-        """An error unless x is an array of floats on the device of the weights."""
+    def check_floats(self, name, x):
+        """ContractTypeError unless x is a plain array of floats on the device of the weights."""
         if array_kinds.kind(x) not in ("numpy", "cupy"):
             self.refuse(
                 f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a NumPy or CuPy array",
@@ -165,28 +167,28 @@ class Layer:
         raise error(f"{cls.__name__}: {complaint}")
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- functions of layers -----------------------------------------------------------------------------------------------
 sigmoid = ARRAYS.sigmoid
 
 
-def split(x, heads):
-    """[..., H K] -> [..., H, K]"""
+def split_heads(x, heads):
+    """x [..., H K] as [..., H, K]"""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def join(x):
-    """[..., H, K] -> [..., H K]"""
+def join_heads(x):
+    """x [..., H, K] as [..., H K]"""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def rows(x):
-    """[..., D] -> [tokens, D]"""
+def token_rows(x):
+    """x [..., D] as [tokens, D]"""
     return x.reshape(-1, x.shape[-1])
 
 
 def gradient_of_matrix(dy, x):
     """The gradient [M, D] of W in y = W x, for dy [..., M] and x [..., D]."""
-    return rows(dy).T @ rows(x)
+    return token_rows(dy).T @ token_rows(x)
 
 
 def uniform(rng, shape, inputs):
@@ -194,7 +196,7 @@ def uniform(rng, shape, inputs):
     return (rng.uniform(-1, 1, shape) * inputs**-0.5).astype(np.float32)
 
 
-# Functions of gates and features: `value` is the function, `slope` its derivative.
+# Functions of gates and of features: `value(x)` is the function, `slope(x)` its derivative at x.
 class Relu:
     value = staticmethod(lambda x: np.maximum(x, 0))
     slope = staticmethod(lambda x: (x > 0).astype(x.dtype))
