@@ -16,7 +16,7 @@ from linattn_np.backends.cupy import segments as cuts
 from linattn_np.backends.cupy.gated_kernels import SEGMENT_STATE
 from linattn_np.dispatch import call, summarise
 from linattn_np.distributed import run_threads
-from linattn_np.distributed.recurrence import Recurrence, Row
+from linattn_np.distributed.recurrence import MessageLayout, Recurrence
 from linattn_np.summary import Transition
 
 FAMILY = [name for name in VARIANTS if name not in ("gla-gv", "linear_attention-normalized")]
@@ -235,7 +235,7 @@ class OnCard:
 
 
 def test_a_message_that_lies_side_by_side_is_not_copied():
-    row, single, there = Row([(1, 2, 4, 3), (1, 2, 4)]), np.dtype(np.float32), OnCard.Memory("card", 512)
+    row, single, there = MessageLayout([(1, 2, 4, 3), (1, 2, 4)]), np.dtype(np.float32), OnCard.Memory("card", 512)
     state = OnCard((1, 2, 4, 3), single, there)
     decay = OnCard((1, 2, 4), single, there + state.nbytes)
     seen = row.view_of([state, decay], single)

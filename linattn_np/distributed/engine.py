@@ -94,12 +94,12 @@ class HostEngine:
         check_limit(type(self).__name__, limit_s)
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.others = [(rank + step) % size for step in range(1, size)]
-        self.operation, self.number, self.begins = "no operation", 0, False
-        self.gathers, self.last = 0, None
+        self.operation, self.number, self.is_first_message = "no operation", 0, False
+        self.gather_count, self.latest_gather = 0, None
 
     def begin(self, operation):
         """Sets the operation that the next messages belong to."""
-        self.operation, self.number, self.begins = operation, self.number + 1, True
+        self.operation, self.number, self.is_first_message = operation, self.number + 1, True
 
     def all_gather(self, x):
         message = as_bytes(x)
@@ -108,8 +108,8 @@ class HostEngine:
         frames = np.empty((self.size, FRAME), np.uint8)
         frames[self.rank] = self.frame(message)
         frames_arrive = self.exchange(frames[self.rank], frames, GATHERED)
-        tag = GATHERED_REST + self.gathers % TAGS
-        self.gathers += 1
+        tag = GATHERED_REST + self.gather_count % TAGS
+        self.gather_count += 1
 
         def work():
             frames_arrive()
@@ -121,11 +121,11 @@ class HostEngine:
                 rows[self.others] = frames[self.others, HEAD.itemsize :][:, : message.nbytes]
             return gathered
 
-        self.last = Completion(work, self.last)
+        self.latest_gather = Completion(work, self.latest_gather)
         if self.threaded and message.nbytes >= BACKGROUND:
             with suppress(RuntimeError):  # the system gives no thread: the rank itself does it when it waits
-                threading.Thread(target=self.last.settle, daemon=True).start()
-        return self.last
+                threading.Thread(target=self.latest_gather.settle, daemon=True).start()
+        return self.latest_gather
 
     def exchange(self, message, rows, tag):
         """Begins to send `message` to all other ranks, and to receive theirs into their rows. Returns a function that
@@ -162,11 +162,11 @@ class HostEngine:
     def frame(self, message):
         """The first part of a message."""
         frame = np.zeros(FRAME, np.uint8)
-        head = message.nbytes, self.begins, self.number, self.operation.encode()
+        head = message.nbytes, self.is_first_message, self.number, self.operation.encode()
         frame[: HEAD.itemsize] = np.array([head], HEAD).view(np.uint8)
         if message.nbytes <= ROOM:
             frame[HEAD.itemsize :][: message.nbytes] = message
-        self.begins = False
+        self.is_first_message = False
         return frame
 
     def compare(self, frames):
@@ -187,10 +187,10 @@ class HostEngine:
 
 
 class Completion:
-    """The rest of an all-gather. The first thread that calls it runs it, after all all-gathers that began earlier."""
+    """The end of an all-gather, `work()`. The first thread that calls this object runs `previous`, then this one."""
 
-    def __init__(self, work, before):
-        self.work, self.before = work, before
+    def __init__(self, work, previous):
+        self.work, self.previous = work, previous
         self.lock, self.result, self.error = threading.Lock(), None, None
 
     def __call__(self):
@@ -204,12 +204,12 @@ class Completion:
         chain, gather = [], self
         while gather is not None:
             chain.append(gather)
-            gather = gather.before
+            gather = gather.previous
         for gather in reversed(chain):
             gather.run()
 
     def run(self):
-        """Runs this one, unless another thread has."""
+        """Runs `work`, unless another thread has run it."""
         with self.lock:
             if self.work is None:
                 return
@@ -217,7 +217,7 @@ class Completion:
                 self.result = self.work()
             except Exception as error:
                 self.error = error
-            self.work = self.before = None
+            self.work = self.previous = None
 
 
 def begin(comm, operation):

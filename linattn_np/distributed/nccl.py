@@ -56,7 +56,7 @@ class Nccl:
         self.host, self.communicator = host, communicator
         self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
-        self.before = self.event()  # recorded on the current stream for a message to wait for
+        self.caller_event = self.event()  # recorded on the current stream for a message to wait for
         ended = getattr(host, "ended", lambda: None)
         name, self.flags = f"NCCL, rank {self.rank} of {self.size}", flags.ptr
         self.watch = Watch(communicator.abort, name, limit_s, ended, np.frombuffer(flags, np.uint8, FLAGS))
@@ -115,8 +115,8 @@ class Nccl:
         peer : the other rank of a message between two; None if all ranks take part
         """
         self.watch.check()
-        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
-        self.meet(peer)
+        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.caller_event))
+        self.wait_for_ranks(peer)
         with self.watch.host_call():  # the host waits while NCCL connects ranks at their first message
             work(self.stream.ptr)
         done = self.stream.record(self.event())
@@ -127,20 +127,20 @@ class Nccl:
     def launched(self):
         """Watches the messages of a CUDA graph that was just launched on the current stream."""
         self.watch.check()
-        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
+        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.caller_event))
         self.watch_over()
 
     def watch_over(self):
         """Enqueues the writing of a flag, by which `watch` sees that the stream's work is done. A callback of CUDA
         would need Python's lock."""
-        place, value = self.watch.begin()
-        self.cupy.cuda.runtime.memsetAsync(self.flags + place, value, 1, self.stream.ptr)
+        index, value = self.watch.begin()
+        self.cupy.cuda.runtime.memsetAsync(self.flags + index, value, 1, self.stream.ptr)
 
     def begin(self, operation):
         """As `HostEngine.begin`."""
         begin(self.host, operation)
 
-    def meet(self, peer):
+    def wait_for_ranks(self, peer):
         """Waits until the other ranks are about to enqueue the same message. Only `NcclOfThread` needs this."""
 
     def abandon(self):
@@ -180,7 +180,7 @@ class NcclOfThread(Nccl):
     process that allocates memory. If that thread still had to enqueue its own part of the message, neither would go on.
     """
 
-    def meet(self, peer):
+    def wait_for_ranks(self, peer):
         token = np.zeros(1, np.uint8)
         if peer is None:
             self.host.all_gather(token)()
@@ -217,12 +217,12 @@ class Watch:
         self.flags = np.zeros(FLAGS, np.uint8) if flags is None else flags
         self.flags[:] = 0
         self.under_way, self.lock, self.lost, self.thread = deque(), threading.Lock(), None, None
-        self.calls_since, self.count, self.ended = None, 0, threading.Event()
+        self.call_began, self.count, self.ended = None, 0, threading.Event()
 
     def begin(self):
-        """(the place of the next message's flag, its value once the message has arrived). Messages arrive in order."""
-        rounds, place = divmod(self.count, FLAGS)
-        message = place, rounds % 255 + 1  # the value differs from that of the last round
+        """(the index of the next message's flag, its value once the message has arrived). Messages arrive in order."""
+        rounds, index = divmod(self.count, FLAGS)
+        message = index, rounds % 255 + 1  # the value differs from that of the last round
         self.count += 1
         self.waits_since()  # removes messages that have arrived from `under_way`
         self.under_way.append((message, time.monotonic()))
@@ -233,7 +233,7 @@ class Watch:
     def host_call(self):
         """A context in which a call of the host is watched. If `abort` ends the call by an error, `RankLost` replaces
         the error."""
-        self.calls_since = time.monotonic()
+        self.call_began = time.monotonic()
         self.start()
         try:
             yield
@@ -241,23 +241,23 @@ class Watch:
             self.check()
             raise
         finally:
-            self.calls_since = None
+            self.call_began = None
 
     def start(self):
         """Starts the thread, if it has not been started."""
         if self.thread is None:
-            self.thread = threading.Thread(target=self.look, daemon=True)
+            self.thread = threading.Thread(target=self.run, daemon=True)
             self.thread.start()
 
     def waits_since(self):
         """The time at which the host's call began, or else the first message that has not arrived; None if there is
         neither."""
-        if (since := self.calls_since) is not None:
+        if (since := self.call_began) is not None:
             return since
         with self.lock:
             while self.under_way:
-                (place, value), begun = self.under_way[0]
-                if self.flags[place] != value:
+                (index, value), begun = self.under_way[0]
+                if self.flags[index] != value:
                     return begun
                 self.under_way.popleft()
         return None
@@ -271,8 +271,8 @@ class Watch:
         """Ends the thread."""
         self.ended.set()
 
-    def look(self):
-        """What the thread does."""
+    def run(self):
+        """The loop of the thread: until the end, it looks four times in the time limit, at least once a second."""
         while self.lost is None and not self.ended.wait(min(1.0, self.limit_s / 4)):
             since = self.waits_since()
             waited = 0.0 if since is None else time.monotonic() - since

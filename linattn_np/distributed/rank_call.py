@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakSet
 
 import numpy as np
@@ -17,15 +17,16 @@ from ..errors import ContractTypeError
 from ..layouts import swap_heads
 from .call_comparison import CallComparison
 from .engine import Engine
-from .recurrence import Recurrence, Row, at_least_float32
+from .recurrence import MessageLayout, Recurrence, at_least_float32
 from .sequence_cut import Cut
 
-HOW = ("mode", "chunk_size", "materialize", "precision", "backend")  # how to compute: passed on to every segment's call
-OWN = ("gamma", "feature_map", "normalize")  # options that only some operators have
-OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
+# How to compute: options that every segment's call gets. `Op.bind` checks all but "backend".
+COMPUTE_OPTIONS = ("mode", "chunk_size", "materialize", "precision", "backend")
+OPERATOR_OPTIONS = ("gamma", "feature_map", "normalize")  # options that only some operators have
+CHECKED_OPTIONS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 ENGINES: WeakSet[type] = WeakSet()  # classes known to be engines: the check takes a fifth of the host's time of a call
 
-cut_of = lru_cache(64)(Cut)
+cached_cut = lru_cache(64)(Cut)
 
 
 class RankCall:
@@ -46,26 +47,27 @@ class RankCall:
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
         key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
-        self.comparison = CallComparison(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
+        check = partial(self.check, inputs)
+        self.comparison = CallComparison(comm, self.declared.name, check, key)
         self.problem, self.state, self.mask, self.bounds = self.comparison.check_result
         self.arrays, self.out = list(self.problem.arrays.values()), self.problem.out
         self.packed = self.bounds is not None
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]  # of states [N, ...]
         self.sequences = len(self.bounds) - 1 if self.packed else 1
-        self.options = {name: self.given[name] for name in (*HOW, *OWN) if name in self.given}
+        self.options = {name: self.given[name] for name in (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS) if name in self.given}
         self.options |= {"scale": self.problem.scale, "reverse": self.problem.reverse}
 
     # -- checks -------------------------------------------------------------------------------------------------------
-    def check(self, inputs, anew):
+    def check(self, inputs, needs_values):
         """((problem, state, mask, bounds), this rank's tokens, {name: value that all ranks must have}).
 
-        `anew`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
+        `needs_values`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
         """
-        given = self.given
-        options = {name: given[name] for name in (*HOW[:4], *OWN, *OTHERS) if name in given}
+        given, checked = self.given, (*COMPUTE_OPTIONS[:4], *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
+        options = {name: given[name] for name in checked if name in given}
         problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
-        if anew:  # if no backend can compute the call, no rank begins
+        if needs_values:  # if no backend can compute the call, no rank begins
             choose(problem, given["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home
         self.check_home(op, home)
@@ -77,8 +79,8 @@ class RankCall:
         state = op.initial_state(
             given["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
         )
-        meaning = self.meaning(problem, state, bounds, sizes) if anew else None
-        return (problem, state, mask, bounds), sizes["T"], meaning
+        common = self.shared_values(problem, state, bounds, sizes) if needs_values else None
+        return (problem, state, mask, bounds), sizes["T"], common
 
     def check_home(self, op, home):
         """ContractError if the engine does not send arrays on the device `home`."""
@@ -99,14 +101,14 @@ class RankCall:
         total = int(bounds[-1]) if bounds is not None and bounds.ndim == 1 and bounds.size else 0
         return op.spans(given, sizes | {"T": total}).bounds
 
-    def meaning(self, problem, state, bounds, sizes):
+    def shared_values(self, problem, state, bounds, sizes):
         """{name for an error: value} of all that must be the same on all ranks."""
         given = self.given
-        meaning = {"a gradient": self.gradient, "the size of segments": self.segment_size}
-        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
-        meaning |= {"the heads of v": sizes["H"] * problem.groups}
-        meaning |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
-        meaning |= {
+        common = {"a gradient": self.gradient, "the size of segments": self.segment_size}
+        common |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
+        common |= {"the heads of v": sizes["H"] * problem.groups}
+        common |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
+        common |= {
             "the arrays' home": problem.home.split(":")[0],
             "scale": problem.scale,
             "reverse": problem.reverse,
@@ -114,13 +116,13 @@ class RankCall:
             "output_final_state": problem.output_final_state,
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
-        meaning |= {name: given[name] for name in (*HOW, "feature_map", "normalize") if name in given}
+        common |= {name: given[name] for name in (*COMPUTE_OPTIONS, "feature_map", "normalize") if name in given}
         if "log_decay" in problem.options:
-            meaning["log(gamma)"] = problem.options["log_decay"].tolist()
-        return meaning
+            common["log(gamma)"] = problem.options["log_decay"].tolist()
+        return common
 
     def cut(self, lengths, backwards) -> Cut:
-        """The segments of ranks with so many tokens each, for a pass of the recurrence or of its gradient."""
+        """The segments of ranks with `lengths` tokens, for a pass of the recurrence or, if `backwards`, of its gradient."""
         op, total = self.problem.op, sum(lengths)
         if self.packed:
             try:
@@ -135,10 +137,10 @@ class RankCall:
                 "on all but the last, so that cuts do not depend on the ranks",
             )
         bounds = self.bounds.tolist() if self.packed else [0, total]
-        return cut_of(tuple(lengths), tuple(bounds), self.problem.reverse != backwards, size)
+        return cached_cut(tuple(lengths), tuple(bounds), self.problem.reverse != backwards, size)
 
     # -- a segment's call ---------------------------------------------------------------------------------------------
-    def of_tokens(self, start, stop):
+    def call_of_tokens(self, start, stop):
         """(arrays, arguments) of the operator for tokens of one sequence, without states.
 
         Arrays without tokens become float32 if they have half precision, so that their gradients do, which are summed.
@@ -149,17 +151,16 @@ class RankCall:
         ]
         return arrays, self.options | ({} if self.mask is None else {"mask": self.mask[:, start:stop]})
 
-    def of_segment(self, segment):
+    def call_of_segment(self, segment):
         """(arrays, arguments) of the operator for a segment, without states."""
-        arrays, arguments = self.of_tokens(segment.start, segment.stop)
+        arrays, arguments = self.call_of_tokens(segment.start, segment.stop)
         if self.packed:
             arguments["cu_seqlens"] = [0, *(piece.stop for piece in segment.pieces)] if segment.pieces else [0, 0]
         return arrays, arguments
 
     # -- states -------------------------------------------------------------------------------------------------------
     def swap_state_axes(self, parts):
-        """Views of states: with the axes [N, H, K, V] of states in the caller's order, or in the caller's order of
-        states with these axes."""
+        """Views of states: from the caller's order of axes to [N, H, K, V], or back; its own inverse."""
         if parts is None:
             return None
         return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
@@ -173,28 +174,28 @@ class RankCall:
         return np.empty_like(self.arrays[0], shape=shape, dtype=self.recurrence.dtype, order="C")
 
     def states_of(self, segment, arriving, starting_states):
-        """The initial states of a segment's call: `arriving` for the incoming piece, and rows of `starting_states` (the
-        states of all sequences, or None) for the others."""
+        """The initial states of a segment's call: `arriving` for its incoming piece, and rows of `starting_states` (the
+        states of all sequences, or None) for its other pieces. None if all are zeros."""
         if segment.incoming_piece is None and starting_states is None:
             return None
         if segment.incoming_piece is not None and not self.packed:
-            return one_or_all(arriving)
+            return as_state(arriving)
         rows = self.rows_per_sequence * (len(segment.pieces) or 1)
         states = [self.empty(shape) for shape in self.recurrence.state_shapes(rows)]
         for number, part in enumerate(states):
             part[...] = 0
-            for at, piece in enumerate(segment.pieces):
+            for index, piece in enumerate(segment.pieces):
                 if piece is segment.incoming_piece:
-                    part[self.state_rows(at)] = arriving[number]
+                    part[self.state_rows(index)] = arriving[number]
                 elif starting_states is not None:
                     state = starting_states[number][self.state_rows(piece.sequence)]
-                    part[self.state_rows(at)] = state.astype(self.recurrence.dtype, copy=False)
-        return one_or_all(states)
+                    part[self.state_rows(index)] = state.astype(self.recurrence.dtype, copy=False)
+        return as_state(states)
 
     def states_to_caller(self, parts, dtypes):
         """States in these dtypes, as arrays of the caller's kind and order of axes."""
         parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.swap_state_axes(parts), dtypes)]
-        return one_or_all([from_native(part, self.problem.kind, self.problem.example) for part in parts])
+        return as_state([from_native(part, self.problem.kind, self.problem.example) for part in parts])
 
     def array_to_caller(self, x, axes):
         """An array as one of the caller's kind and layout."""
@@ -204,21 +205,22 @@ class RankCall:
     def exchange(self, messages, shapes, count):
         """Sends this rank's messages, {slot: arrays of these shapes}; each rank has `count` slots.
 
-        Returns wait(), which waits for the messages of all ranks and returns the function (rank, slot) -> arrays.
+        All ranks must call this. Returns a function that waits for the messages of all ranks; it returns the function
+        (rank, slot) -> arrays.
         """
-        row = Row(shapes)
-        message = row.view_of(messages[0], self.recurrence.dtype) if count == len(messages) == 1 else None
+        layout = MessageLayout(shapes)
+        message = layout.view_of(messages[0], self.recurrence.dtype) if count == len(messages) == 1 else None
         if message is None:
-            message = self.empty((count, row.length))  # slots without a message are not read
+            message = self.empty((count, layout.length))  # slots without a message are not read
             for slot, arrays in messages.items():
-                row.put(message[slot], arrays)
+                layout.put(message[slot], arrays)
         wait = self.comm.all_gather(message)
 
-        def received():
+        def arrived():
             gathered = wait()
-            return lambda rank, slot: row.parts(gathered[rank, slot])
+            return lambda rank, slot: layout.parts(gathered[rank, slot])
 
-        return received
+        return arrived
 
 
 def is_engine(comm) -> bool:
@@ -230,10 +232,10 @@ def is_engine(comm) -> bool:
 
 
 def parts_of(state):
-    """The tuple of a state's parts, or None; the opposite of `one_or_all`."""
+    """The tuple of a state's parts, or None; the opposite of `as_state`."""
     return state if state is None or isinstance(state, tuple) else (state,)
 
 
-def one_or_all(parts):
+def as_state(parts):
     """A state as operators take it: its only part, or a tuple of them."""
     return tuple(parts) if len(parts) > 1 else parts[0]

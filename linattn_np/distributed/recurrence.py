@@ -57,7 +57,7 @@ class Recurrence:
         return summary.of_gradient(summary.own) if backwards else summary
 
     def power_of_gamma(self, tokens):
-        """Retention's decay over so many tokens, [1, H]."""
+        """Retention's decay over this number of tokens, [1, H], on the device of the call."""
         factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
         return on_device_of(factor[None], next(iter(self.problem.arrays.values())))
 
@@ -98,16 +98,14 @@ class Recurrence:
         for channel in range(self.K):
             start[..., channel, columns + channel] = 1
         final = call(declared, tuple(named.values()), **given, initial_state=start)[1]
-        return [final[..., :columns]], [final[:, :: self.problem.groups, :, columns:]]  # heads of a group share it
+        return [final[..., :columns]], [final[:, :: self.problem.groups, :, columns:]]  # heads of a group share F
 
     def factors_of_decays(self, decays):
         """The factors of F from a backend's products of decays [rows, heads, channels]; [] if `decays` is None, as
         every rank can then compute them by itself."""
-        return (
-            []
-            if decays is None
-            else [decays if len(shape) == 3 else decays[..., 0] for shape in self.factor_shapes(len(decays))]
-        )
+        if decays is None:
+            return []
+        return [decays if len(shape) == 3 else decays[..., 0] for shape in self.factor_shapes(len(decays))]
 
     @property
     def reversal_gives_gradient(self) -> bool:
@@ -127,7 +125,7 @@ class Recurrence:
         """
         problem = self.problem
         q, *_ = arrays
-        if q.shape[1] != self.heads["K"]:  # heads of the gate share it
+        if q.shape[1] != self.heads["K"]:  # several heads of the gate share a head of q
             q = np.repeat(q, self.heads["K"] // q.shape[1], axis=1)
         gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.decays]
         dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
@@ -180,22 +178,22 @@ def cuda_constant(contents, shape, dtype, device):
         return cupy.asarray(np.frombuffer(contents, dtype).reshape(shape))
 
 
-class Row:
+class MessageLayout:
     """The layout of a message: arrays of given shapes, one after the other in a row of numbers."""
 
     def __init__(self, shapes):
         *starts, self.length = accumulate(map(math.prod, shapes), initial=0)
-        self.places = [(slice(start, start + math.prod(shape)), shape) for start, shape in zip(starts, shapes)]
+        self.spans = [(slice(start, start + math.prod(shape)), shape) for start, shape in zip(starts, shapes)]
         self.shapes = shapes
 
     def put(self, row, arrays):
         """Copies the arrays to a row [length]."""
-        for x, (place, _) in zip(arrays, self.places, strict=True):
-            row[place] = x.reshape(-1)
+        for x, (span, _) in zip(arrays, self.spans, strict=True):
+            row[span] = x.reshape(-1)
 
     def parts(self, row):
         """The arrays as views of a row [length]."""
-        return [row[place].reshape(shape) for place, shape in self.places]
+        return [row[span].reshape(shape) for span, shape in self.spans]
 
     def view_of(self, arrays, dtype):
         """A view [1, length] of `arrays` as one message, if they are adjacent in CUDA memory; else None."""

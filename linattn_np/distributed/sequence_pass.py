@@ -162,20 +162,20 @@ class Forward(Pass):
 
     def summary_message(self, segment, piece):
         call, is_only_piece = self.call, len(segment.pieces) == 1
-        arguments = call.of_segment(segment) if is_only_piece else call.of_tokens(*tokens_of(segment, piece))
+        arguments = call.call_of_segment(segment) if is_only_piece else call.call_of_tokens(*tokens_of(segment, piece))
         added, factors, summaries = self.recurrence.summary(*arguments, call.gradient)
         if is_only_piece:
             self.summaries[segment.index] = summaries
         return [*added, *factors]
 
     def prepare(self, segment):
-        arrays, options = self.call.of_segment(segment)
+        arrays, options = self.call.call_of_segment(segment)
         if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, only_summaries=True, **options):
             *_, self.summaries[segment.index] = found
 
     def compute(self, segment, states):
         call, problem = self.call, self.call.problem
-        arrays, options = call.of_segment(segment)
+        arrays, options = call.call_of_segment(segment)
         options["initial_state"] = states
         if problem.output_final_state:
             options |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
@@ -239,7 +239,7 @@ class Backward(Pass):
         if len(segment.pieces) == 1 and (found := pullback.summarise(do[:, :, start:stop])):
             added, decays, self.summaries[segment.index] = found
             return [*added, *recurrence.factors_of_decays(decays)]
-        arrays, options = call.of_tokens(start, stop)
+        arrays, options = call.call_of_tokens(start, stop)
         if recurrence.reversal_gives_gradient:
             added = recurrence.gradient_summary(arrays, do[:, :, start:stop], options)
         else:
