@@ -4,24 +4,24 @@ from typing import Any
 
 import numpy as np
 
-MOST_PLACES = 64  # sets of device addresses that are remembered for calls with one key: the layers of a model
-MOST_WORK: Any = 100_000  # candidates that NumPy tries, some milliseconds: for some strides an exact answer takes long
+MOST_PASSED = 64  # sets of device addresses that are remembered for one key: a model's layers make calls with one key
+MOST_WORK: Any = 100_000  # candidates that NumPy tries, in some milliseconds; for some strides it would need many more
 
 
 def elements_apart(x) -> bool:
-    """Whether every axis steps over the whole next smaller axis, as in every slice of an ordinary array."""
-    reach = x.dtype.itemsize
+    """Whether no two elements of x share memory, by a test that every slice of an ordinary array passes: the stride of
+    each axis is at least the extent in bytes of all axes with smaller strides."""
+    extent = x.dtype.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape) if size > 1):
-        if stride < reach:
+        if stride < extent:
             return x.size == 0
-        reach += (size - 1) * stride
+        extent += (size - 1) * stride
     return True
 
 
 def share(x, y) -> bool:
-    """Whether two arrays on the host share memory; True, too, if their strides make the answer take too long."""
-    if not np.may_share_memory(x, y):  # their bounds alone
-        return False
+    """Whether two arrays on the host share memory; True, too, if NumPy finds no answer by MOST_WORK candidates. Callers
+    first ask `np.may_share_memory`, which compares the arrays' first and last bytes alone."""
     try:
         return np.shares_memory(x, y, max_work=MOST_WORK)
     except np.exceptions.TooHardError:
@@ -29,26 +29,25 @@ def share(x, y) -> bool:
 
 
 def check_aliasing(problem, addresses):
-    """Refuses a call that writes memory which an argument that it reads has, or another one that it writes.
+    """ContractError if the call writes to memory that it also reads, or writes twice.
 
-    `addresses` are those of its arrays on a device. A call with the key and the addresses of an earlier one is not
-    checked again.
+    addresses : of the call's arrays on a device. A call with the key and the addresses of an earlier one passes
     """
     if problem.out is None and problem.options.get("state") is None:
         return
     if problem.home == "host" or problem.memo is None:
         compare(problem)
     else:
-        passed, places = problem.memo.setdefault("apart", set()), tuple(addresses)
-        if places not in passed:
+        passed, addresses = problem.memo.setdefault("apart", set()), tuple(addresses)
+        if addresses not in passed:
             compare(problem)
-            if len(passed) >= MOST_PLACES:
+            if len(passed) >= MOST_PASSED:
                 passed.clear()
-            passed.add(places)
+            passed.add(addresses)
 
 
 def compare(problem):
-    """`check_aliasing` of one call; device arrays are compared by their addresses alone."""
+    """`check_aliasing` of one call, by the addresses of its arrays."""
     option, read = problem.options.get, [*problem.arrays.items()]
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]
@@ -64,6 +63,7 @@ def compare(problem):
 
 
 def refuse_shared(op, name, written, read):
+    """ContractError if the array `written` shares memory with one of `read`, [(name, array)]."""
     may_share_memory = np.may_share_memory
     for other, x in read:
         if may_share_memory(written, x) and share(written, x):
@@ -72,7 +72,7 @@ def refuse_shared(op, name, written, read):
 
 # -- on a device ------------------------------------------------------------------------------------------------------
 class Addresses:
-    """A device array of which NumPy makes an array at its addresses, whose numbers nobody may read."""
+    """Makes `np.asarray` return an array at a device array's addresses, to be compared. Its numbers must not be read."""
 
     def __init__(self, x):
         self.__array_interface__ = {

@@ -1,4 +1,4 @@
-"""What is kept for later calls, bounded in bytes."""
+"""A cache for results that later calls can use, bounded in bytes."""
 
 from threading import Lock
 
@@ -6,12 +6,13 @@ from threading import Lock
 class Cache:
     """Values by key: at most `entries` values of at most `most` bytes together, or one value that is larger.
 
-    `keep` is told how many bytes a value takes. The oldest value that was not read since the last eviction goes first.
+    The caller of `keep` says how many bytes a value takes. The oldest value that was not read since the last eviction
+    is evicted first. Several threads may use a cache.
     """
 
     def __init__(self, most: int, entries: int):
         self.most, self.entries, self.bytes = most, entries, 0
-        self.kept: dict = {}
+        self.kept: dict = {}  # {key: [value, its bytes, whether it was read since the last eviction]}
         self.lock = Lock()
 
     def get(self, key):
@@ -19,7 +20,7 @@ class Cache:
         entry = self.kept.get(key)
         if entry is None:
             return None
-        entry[2] = True  # asked for
+        entry[2] = True
         return entry[0]
 
     def keep(self, key, value, nbytes: int):

@@ -63,9 +63,9 @@ def warm_up(
         prepare(inner_call_layout(problem))
 
 
-def problem_of(who: str, op, arrays, gradient, arguments) -> Problem:
-    """The call that a function is asked about, checked as the call itself would be."""
-    declared = declaration(op, who)
+def problem_of(caller: str, op, arrays, gradient, arguments) -> Problem:
+    """The call ``op(*arrays, **arguments)``, checked; errors about `op` begin with `caller`, the public function."""
+    declared = declaration(op, caller)
     declared, arrays, arguments = declared.taken_apart(arrays, arguments)
     return declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments)
 
@@ -101,6 +101,7 @@ class Explanation:
 
 
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
+    """`explain` of a checked call."""
     moved = bytes_moved(problem)
     reasons = {name: reason for name, reason in reasons_against(problem).items() if reason is not None}
     try:

@@ -21,7 +21,7 @@ from .typing import Array
 
 @dataclass(frozen=True)
 class Gates:
-    """The gates by the functions of one library; `single` is an array in float32, or as it is where it has more."""
+    """The gates by the functions of one library, for arrays of `kinds`. `single` makes float32 of half precision."""
 
     kinds: tuple[str, ...]
     exp: Callable[[Any], Any]
@@ -30,22 +30,22 @@ class Gates:
     single: Callable[[Any], Any]
 
     def gdn_gate(self, x, A_log, dt_bias=None):
-        x, A_log = self.read("gdn_gate", x, A_log, dt_bias, "H")
+        x, A_log = self.checked("gdn_gate", x, A_log, dt_bias, "H")
         return -self.exp(A_log) * self.softplus(x)
 
     def kda_gate(self, x, A_log, dt_bias=None, lower_bound=None):
         if lower_bound is not None and (not is_real(lower_bound) or not -np.inf < lower_bound < 0):
             refuse("kda_gate", "lower_bound", f"is {shown(lower_bound)}, expected a number below 0, or None")
-        x, A_log = self.read("kda_gate", x, A_log, dt_bias, "H K")
+        x, A_log = self.checked("kda_gate", x, A_log, dt_bias, "H K")
         rate = self.exp(A_log)[:, None]
         return -rate * self.softplus(x) if lower_bound is None else lower_bound * self.sigmoid(rate * x)
 
     def rwkv7_gate(self, w):
-        return -float(np.exp(-0.5)) * self.sigmoid(self.number("rwkv7_gate", "w", w))
+        return -float(np.exp(-0.5)) * self.sigmoid(self.converted("rwkv7_gate", "w", w))
 
-    def read(self, gate, x, A_log, dt_bias, axes):
-        """(x + dt_bias, A_log), checked, in float32 at least."""
-        x, A_log, wanted = self.number(gate, "x", x), self.number(gate, "A_log", A_log), axes.split()
+    def checked(self, gate, x, A_log, dt_bias, axes):
+        """(x + dt_bias, A_log) in float32 at least, after checking x [..., *axes], A_log [H] and dt_bias [*axes]."""
+        x, A_log, wanted = self.converted(gate, "x", x), self.converted(gate, "A_log", A_log), axes.split()
         if x.ndim < len(wanted):
             refuse(gate, "x", f"is {tuple(x.shape)}, expected [..., {', '.join(wanted)}]")
         H, *_ = sizes = tuple(x.shape[-len(wanted) :])
@@ -53,12 +53,13 @@ class Gates:
             refuse(gate, "A_log", f"is {tuple(A_log.shape)}, expected [H] = ({H},)")
         if dt_bias is None:
             return x, A_log
-        bias = self.number(gate, "dt_bias", dt_bias)
+        bias = self.converted(gate, "dt_bias", dt_bias)
         if tuple(bias.shape) not in (sizes, (int(np.prod(sizes)),)):
             refuse(gate, "dt_bias", f"is {tuple(bias.shape)}, expected [{', '.join(wanted)}] = {sizes}")
         return x + bias.reshape(sizes), A_log
 
-    def number(self, gate, name, x):
+    def converted(self, gate, name, x):
+        """The argument `name` in float32 at least; ContractTypeError if it is no array of the library."""
         if kind(x) not in self.kinds:
             ways = " or ".join(self.kinds)
             refuse(gate, name, f"is a {kind_of(x)}, expected an array of {ways}", ContractTypeError)
@@ -73,7 +74,7 @@ ARRAYS = Gates(
     ("numpy", "cupy"),
     np.exp,
     lambda x: np.logaddexp(x.dtype.type(0), x),
-    lambda x: np.exp(-np.logaddexp(x.dtype.type(0), -x)),  # small values have all digits, of tanh not
+    lambda x: np.exp(-np.logaddexp(x.dtype.type(0), -x)),  # small values keep all digits; computed by tanh, they do not
     lambda x: x if x.dtype.itemsize > 2 else x.astype(np.float32),
 )
 

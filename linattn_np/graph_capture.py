@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from .errors import NotSupported
 
-in_graphs: list = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
+in_graphs: list = []  # arrays and pools that captured graphs use: kept for ever, as no graph tells when it is freed
 
 
 def loses_memory(home: str) -> bool:
-    """Whether the memory of an array that is made now, and freed after the call, is lost to a graph under capture.
+    """Whether a graph is being captured that would use an array's memory after the call has freed it.
 
-    An allocator other than CuPy's default one, which the caller has chosen, is taken to keep it: torch's does.
+    An allocator that the caller has chosen is trusted to keep the memory, as torch's does.
     """
     cupy = None if home == "host" else sys.modules.get("cupy")
     if cupy is None or not cupy.cuda.get_current_stream().is_capturing():
@@ -24,7 +24,10 @@ def loses_memory(home: str) -> bool:
 
 
 def refuse_lost_memory(problem, argument: str, copied: str):
-    """NotSupported where a call makes arrays that a graph under capture would lose; `copied` says which."""
+    """NotSupported if the call makes arrays that a graph under capture would lose.
+
+    argument, copied : the argument that the error names; the subject and verb of its text, such as "the copies are"
+    """
     if loses_memory(problem.home):
         problem.op.refuse(
             argument,

@@ -1,6 +1,6 @@
 """Whether calls on a GPU take the kernels of that card, where it has its own, or the portable ones of every card.
 
-No user needs to choose: a card's own kernels are the faster ones. `explain`, benchmarks and tests look at the portable
+No user needs to choose: a card's own kernels are the faster ones. `explain`, benchmarks and tests choose the portable
 ones on a card that has its own.
 """
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 KERNELS = ("auto", "portable")
-asked = ContextVar("kernels", default="auto")
+requested = ContextVar("kernels", default="auto")
 
 
 @contextmanager
 def choose_kernels(kernels: str) -> Iterator[None]:
-    """Calls in this context, and pullbacks of theirs wherever they are called, take these kernels."""
+    """Calls in this context take these kernels; so do their pullbacks, wherever they are called."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}, expected one of {', '.join(map(repr, KERNELS))}")
-    token = asked.set(kernels)
+    token = requested.set(kernels)
     try:
         yield
     finally:
-        asked.reset(token)
+        requested.reset(token)
 
 
 def portable() -> bool:
     """Whether the portable kernels were asked for."""
-    return asked.get() == "portable"
+    return requested.get() == "portable"

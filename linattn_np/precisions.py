@@ -1,8 +1,8 @@
-"""How exactly products of float32 numbers are computed on a GPU's tensor cores, which know numbers of tf32 alone.
+"""The precision of products of float32 numbers on a GPU's tensor cores, which multiply tf32 numbers at best.
 
-"float32" takes the sum of three products of tf32, near float32's own rounding (1e-6 of a whole result). "tf32" takes
-one: a relative error of 4e-4, for a third of the products. Everything that uses no tensor cores, and every other dtype,
-is the same in both.
+"float32" computes a product as a sum of three tf32 products: its error is near float32's rounding, 1e-6 of a whole
+result. "tf32" computes one: a relative error of 4e-4, for a third of the products. Results without tensor cores, and
+those in other dtypes, are the same in both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PRECISIONS = ("float32", "tf32")
-chosen = ContextVar("precision", default="float32")
+current_name = ContextVar("precision", default="float32")
 
 
 @contextmanager
@@ -30,12 +30,13 @@ def precision(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or name not in PRECISIONS:
         raise ValueError(f"precision: is {name!r}, expected one of {', '.join(map(repr, PRECISIONS))}")
-    token = chosen.set(name)
+    token = current_name.set(name)
     try:
         yield
     finally:
-        chosen.reset(token)
+        current_name.reset(token)
 
 
 def current() -> str:
-    return chosen.get()
+    """The precision of calls that do not say it, in this thread or task."""
+    return current_name.get()

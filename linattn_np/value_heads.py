@@ -10,6 +10,7 @@ def grouped_axes(axes: str, groups: int) -> str:
 
 
 def has_columns(axes: str) -> bool:
+    """Whether an array's last axis is that of the columns of v."""
     return axes.split()[-1] == "V"
 
 
@@ -32,12 +33,12 @@ def unfold(x, groups: int):
 
 
 def merged(x, shape):
-    """`x` in another shape. Where that is a copy, it moves 8 bytes at once if rows consist of such: CuPy's kernel finds
-    the place of each number by divisions."""
+    """`x` in another shape. If that needs a copy, and rows are whole 8 bytes, the copy moves 8 bytes at once: CuPy's
+    kernel finds the place of each element by divisions, so fewer elements are faster."""
     address = x.ctypes.data if hasattr(x, "ctypes") else x.data.ptr  # of NumPy or CuPy
     row = x.shape[-1] * x.dtype.itemsize
     if x.strides[-1] != x.dtype.itemsize or any(n % 8 for n in (address, row, *x.strides[:-1])):
         return x.reshape(shape)
     numbers = 8 // x.dtype.itemsize
     found = x.view("uint64").reshape((*shape[:-1], shape[-1] // numbers))
-    return (found if found.strides[-1] == 8 else found.copy()).view(x.dtype)  # rows of 8 bytes need no copy until here
+    return (found if found.strides[-1] == 8 else found.copy()).view(x.dtype)  # `view` needs contiguous rows

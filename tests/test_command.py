@@ -191,8 +191,8 @@ def test_info_goes_on_where_something_is_broken():
     def broken():
         raise RuntimeError("no libnvrtc")
 
-    assert info.told(broken) == "cannot be told: RuntimeError: no libnvrtc"
-    assert info.told(3) == "3" and info.version(12040) == "12.4"
+    assert info.fact_line(broken) == "cannot be told: RuntimeError: no libnvrtc"
+    assert info.fact_line(3) == "3" and info.version(12040) == "12.4"
 
 
 def test_quantise_writes_nothing_that_cannot_be_read_again(tmp_path, capsys, monkeypatch):

@@ -402,7 +402,7 @@ compiles = pytest.mark.skipif(not interop.TRACED, reason="a graph holds a call f
 def test_an_older_compiler_leaves_its_graph(rng):
     """With one warning, and with gradients."""
     inputs = [torch.tensor(x, requires_grad=True) for x in draw(GLA, rng, SIZES)]
-    interop.tell_of_the_break.cache_clear()
+    interop.warn_of_graph_break.cache_clear()
 
     def loss(q, k, v, g):
         return interop.gla(2 * q, k, v, g).square().sum()

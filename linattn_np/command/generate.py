@@ -678,10 +678,10 @@ class Output:
             self.file.truncate(self.size)
             raise OSError(error.errno, error.strerror, self.path) from None
 
-    def finish(self, requested) -> int:
+    def finish(self, count) -> int:
         """Sorts the texts in the file; returns their number. Writes the file again if somebody has removed it.
 
-        asked : the number of texts that were asked for; if it is 0, the file will be empty
+        count : the number of texts that were asked for; if it is 0, the file will be empty
         """
         exists = False
         if self.file:
@@ -689,7 +689,7 @@ class Output:
             with suppress(FileNotFoundError):
                 exists = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
             self.file.close()
-        if (self.lines or not requested) and not (exists and list(self.lines) == sorted(self.lines)):
+        if (self.lines or not count) and not (exists and list(self.lines) == sorted(self.lines)):
             try:
                 with replaced(self.path) as file:
                     file.writelines(self.lines[number] for number in sorted(self.lines))
