@@ -72,7 +72,7 @@ def refuse_shared(op, name, written, read):
 
 # -- on a device ------------------------------------------------------------------------------------------------------
 class Addresses:
-    """Makes `np.asarray` return an array at a device array's addresses, to be compared. Its numbers must not be read."""
+    """Makes `np.asarray` return an array at a device array's addresses, to be compared. It has no readable numbers."""
 
     def __init__(self, x):
         self.__array_interface__ = {

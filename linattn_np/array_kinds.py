@@ -32,40 +32,40 @@ def kind(x) -> str | None:
     return "cuda" if hasattr(x, "__cuda_array_interface__") else None
 
 
-def to_native(x, whose: str):
-    """`x`, of kind `whose`, as a numpy.ndarray or cupy.ndarray over the same memory."""
-    if whose in ("numpy", "cupy"):
-        return np.asarray(x) if whose == "numpy" else x  # of a memory map the plain array
-    if whose == "torch":
-        x = in_memory(x)
-    if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
+def to_native(x, library: str):
+    """`x`, of kind `library`, as a numpy.ndarray or cupy.ndarray over the same memory."""
+    if library in ("numpy", "cupy"):
+        return np.asarray(x) if library == "numpy" else x  # of a memory map the plain array
+    if library == "torch":
+        x = with_numbers_in_memory(x)
+    if library == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
         folder_for_cupy()
         import cupy
 
-        return cupy.asarray(x) if whose == "cuda" else cupy.from_dlpack(x)
+        return cupy.asarray(x) if library == "cuda" else cupy.from_dlpack(x)
     if int(x.__dlpack_device__()[0]) not in _DLPACK_HOST:
         raise TypeError(f"array of {type(x).__module__} lives on a device that is neither the host nor CUDA")
-    if whose == "torch":
+    if library == "torch":
         torch = sys.modules["torch"]
         if x.dtype == torch.bfloat16:  # NumPy's DLPack has no bfloat16: cross as 16-bit integers
             return np.from_dlpack(x.view(torch.int16)).view(BFLOAT16)
-    if whose == "jax":
+    if library == "jax":
         return np.asarray(x)
     return np.from_dlpack(x)
 
 
-def in_memory(x):
+def with_numbers_in_memory(x):
     """A tensor without its gradient whose memory holds its numbers: torch negates or zeroes none when it reads them."""
     x = x.detach() if x.requires_grad else x
     return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
 
-def from_native(native, whose: str, example):
+def from_native(native, library: str, example):
     """A result as the caller's kind of array, without a copy where that library allows it."""
-    if whose in ("numpy", "cupy", "cuda"):
+    if library in ("numpy", "cupy", "cuda"):
         return native
     bfloat16_on_host = isinstance(native, np.ndarray) and native.dtype == BFLOAT16
-    if whose == "torch":
+    if library == "torch":
         torch = sys.modules["torch"]
         if any(step < 0 for step in native.strides):  # no tensor has these: of a sequence that was turned over
             native = native.copy()
@@ -73,7 +73,7 @@ def from_native(native, whose: str, example):
             return torch.from_dlpack(native.view(np.int16)).view(torch.bfloat16)
         memory = None if isinstance(native, np.ndarray) else getattr(native.data.mem, "_owner", None)
         return view_of(memory, native) if isinstance(memory, torch.Tensor) else torch.from_dlpack(native)
-    if whose == "jax":
+    if library == "jax":
         jax = sys.modules["jax"]
         return jax.numpy.asarray(native) if bfloat16_on_host else jax.dlpack.from_dlpack(native)
     namespace = getattr(example, "__array_namespace__", None)

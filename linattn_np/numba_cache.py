@@ -1,8 +1,8 @@
 """Numba's compiled loops, cached on the disk for later processes.
 
 The folder is NUMBA_CACHE_DIR's, else one beside the module or the user's cache. If the disk fails, each process
-compiles its own loops. The import raises ImportError if Numba cannot be imported or NUMBA_DISABLE_JIT is set. A module
-of loops imports Numba only after this one, whose ImportError has NumPy compute instead.
+compiles its own loops. The import raises ImportError, and NumPy computes, if Numba cannot be imported or if
+NUMBA_DISABLE_JIT is set. Hence a module of loops imports this module before Numba.
 """
 
 import atexit
@@ -22,7 +22,7 @@ try:
     import numba
 except ImportError:
     raise
-except Exception as error:  # it does not take the value of an environment variable, such as NUMBA_NUM_THREADS=0
+except Exception as error:  # Numba refuses the value of an environment variable, such as NUMBA_NUM_THREADS=0
     raise ImportError(f"Numba cannot be imported: {error}") from error
 
 from numba.core import caching
@@ -30,19 +30,19 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.sigutils import normalize_signature
 
-config: Any = numba.config  # its settings are made as the environment has them
+config: Any = numba.config  # to a type checker it has no settings: they are made from the environment
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and NumPy computes instead of Numba's loops")
 FEATURES = (config.CPU_FEATURES or "").split(",")
 ALWAYS_THERE = {"64bit", "x87", "cmov", "cx8", "fxsr", "mmx", "sse", "sse2", "neon"}  # of a 64-bit processor
 if any(word[:1] not in ("", "+", "-") for word in FEATURES):  # LLVM would abort
     raise ImportError("NUMBA_CPU_FEATURES has a feature without + or - before it, and NumPy computes instead")
-if ALWAYS_THERE.intersection(word[1:] for word in FEATURES if word.startswith("-")):  # so it would here
+if ALWAYS_THERE.intersection(word[1:] for word in FEATURES if word.startswith("-")):  # LLVM would abort
     raise ImportError("NUMBA_CPU_FEATURES takes what every 64-bit processor has, and NumPy computes instead")
 
-COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled; without one, `say_once`
+COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled; if empty, `say_once`
 COMPILES = "compiling loops for this CPU, once, which takes 5 to 30 s"
-DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds
+DIGEST = hashlib.sha256().digest_size  # bytes of the checksum at the end of a file
 atexit.register(global_compiler_lock.acquire)  # LLVM would crash if a thread compiled while the process ends
 
 
@@ -50,7 +50,7 @@ def njit(**options):
     """`numba.njit` whose machine code is cached on the disk."""
 
     def decorate(function):
-        loop = numba.njit(no_cfunc_wrapper=True, **options)(function)  # none is called through a C pointer
+        loop = numba.njit(no_cfunc_wrapper=True, **options)(function)  # no loop is called through a C pointer
         loop._cache = cache_of(function)
         loop.compile = signals_held()(loop.compile)
         return loop
@@ -73,51 +73,53 @@ def cfunc(signature, **options):
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Inside, signals that Python handles wait. While a loop is compiled or loaded, the exception of one may leave
-    LLVM's lock taken, for which other threads wait for ever, or a callback of Numba's drops it."""
-    came: list[int] = []
-    with ExitStack() as behind:
-        if threading.current_thread() is threading.main_thread():  # no other thread has signals
-            behind.callback(lambda: deque(map(signal.raise_signal, came)))
+    """A context at whose end the signals that came inside are raised. While a loop is compiled or loaded, a handler's
+    exception might leave LLVM's lock taken, so that other threads wait for ever, or a callback might drop it."""
+    held: list[int] = []
+    with ExitStack() as at_end:
+        if threading.current_thread() is threading.main_thread():  # Python calls handlers in this thread alone
+            at_end.callback(lambda: deque(map(signal.raise_signal, held)))
             for number in signal.valid_signals():
                 handler = signal.getsignal(number)
                 if callable(handler):
-                    behind.callback(signal.signal, number, handler)
-                    signal.signal(number, lambda number, frame: came.append(number))
+                    at_end.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, frame: held.append(number))
         yield
 
 
 def cache_of(function):
+    """The cache of a function's machine code: on the disk, or none if no folder can be written."""
     try:
         return DiskCache(function)
-    except (OSError, RuntimeError):  # there is no folder that can be written
+    except (OSError, RuntimeError):
         return NoCache()
 
 
 @cache
 def say_once():
-    """Tells whoever calls from a terminal or a notebook why nothing happens for seconds."""
+    """Prints, once in a process and if it has a terminal or a notebook, why a call takes seconds."""
     with suppress(Exception):  # stderr may be missing or closed
         if sys.stderr.isatty() or hasattr(sys, "ps1"):
             print(f"linattn_np: {COMPILES}", file=sys.stderr, flush=True)
 
 
 class NoCache(caching.NullCache):
+    """A cache without contents. Numba asks it before it compiles a loop."""
+
     def load_overload(self, signature, context):
-        for tell in COMPILING or [say_once]:
-            tell()
+        for callback in COMPILING or [say_once]:
+            callback()
 
 
 def check_regular(path):
-    """ValueError of what is at a path and no file: reading a pipe or a device might never end."""
+    """ValueError if there is something else than a file at a path: reading a pipe or a device might never end."""
     if os.path.lexists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no file")
 
 
 class ChecksummedFiles(caching.IndexDataCacheFile):
-    """Numba's cache files with a checksum behind the data, and in it the loop's key: no other machine code may run.
-
-    Two processes that write at the same time may give the same name to the files of two signatures.
+    """Numba's cache files; their data begin with the loop's key and end with a checksum: no other machine code may be
+    run. Two processes that write at the same time may give the same name to the files of two signatures.
     """
 
     def save(self, key, data):

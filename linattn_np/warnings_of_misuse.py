@@ -24,13 +24,13 @@ class LinattnWarning(UserWarning):
 def layout_warnings(problem) -> tuple[str, ...]:
     """Warns of arrays that look like [B, T, H, ...] but are read as [B, H, T, ...]: they have fewer tokens than heads.
 
-    There is no warning where another argument has H or T alone, whose size was checked, or where there is no layout.
+    There is no warning if another argument confirms H or T, or if the operator has no argument `layout`.
     """
     H, T = problem.sizes.get("H", 0), problem.sizes.get("S", problem.sizes.get("T"))
-    known = problem.varlen or problem.mask is not None or problem.initial_state is not None
-    known = known or any(axes.startswith("H") for axes in problem.op.arrays.values())
-    known = known or "layout" not in problem.op.keywords.__annotations__
-    if problem.layout != "bhtd" or known or not T or T >= H:
+    confirmed = problem.varlen or problem.mask is not None or problem.initial_state is not None
+    confirmed = confirmed or any(axes.startswith("H") for axes in problem.op.arrays.values())
+    has_layout = "layout" in problem.op.keywords.__annotations__
+    if problem.layout != "bhtd" or confirmed or not has_layout or not T or T >= H:
         return ()
     name = next(iter(problem.arrays))
     return (
@@ -44,9 +44,10 @@ def gate_warnings(problem):
     for name in problem.op.decays:
         gate, T = problem.arrays[name], problem.sizes.get("T", 1)
         if T > 1 and gate.size and float(gate[0, 0, T // 2, ...].flat[0]) > 0:
-            some = gate[0, 0, :: -(-T // SAMPLES) | 1].astype(np.float64)  # odd: a pattern is seldom as long
-            mean = some.mean()
-            if some.min() > 0 and mean * T > LARGEST_SUM:
+            step = -(-T // SAMPLES) | 1  # odd: gates that repeat themselves seldom have an odd period
+            samples = gate[0, 0, ::step].astype(np.float64)
+            mean = samples.mean()
+            if samples.min() > 0 and mean * T > LARGEST_SUM:
                 yield (
                     f"{name} is above 0 at every token looked at, {mean:.3g} on average, so that the state grows by "
                     f"exp({mean * T:.3g}) over T={T} tokens. A gate is the natural log of a decay: if {name} holds "
@@ -62,10 +63,10 @@ def warn_of_call(problem):
 
 def warn(message: str):
     """Shows a warning that names the line which called this package."""
-    level, inside = 1, 1
+    level, outermost = 1, 1  # frames above this one: of the loop; of the outermost function of this package
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
-            inside = level
+            outermost = level
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, LinattnWarning, stacklevel=inside + 1)
+    warnings.warn(message, LinattnWarning, stacklevel=outermost + 1)

@@ -746,11 +746,7 @@ def request(options, line, number, state) -> Request:
     stop = [stop] if isinstance(stop, str) else stop
     try:
         Text(tokenizer, stop=stop)
-        how = sampling(
-            options,
-            vocabulary=tokenizer.size,
-            **{name: line[name] for name in SAMPLING if name in line},
-        )
+        how = sampling(options, vocabulary=tokenizer.size, **{name: line[name] for name in SAMPLING if name in line})
         return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
     except ValueError as error:
         raise ValueError(f"{options.batch_file}, line {number}: {error}") from None

@@ -165,13 +165,7 @@ def declare(parser):
         help="go on with the training in --out; on the CPU it ends with the same bits "
         "as one that was never interrupted. --steps, --minutes and --lr may differ from what it had, the others not",
     )
-    add(
-        "--version",
-        type=int,
-        choices=VERSIONS,
-        metavar="6,7",
-        help="of RWKV, of a new model (default: 6)",
-    )
+    add("--version", type=int, choices=VERSIONS, metavar="6,7", help="of RWKV, of a new model (default: 6)")
     add(
         "--from",
         dest="base",

@@ -122,7 +122,7 @@ class RankCall:
         return common
 
     def cut(self, lengths, backwards) -> Cut:
-        """The segments of ranks with `lengths` tokens: for a pass of the recurrence, or if `backwards` of its gradient."""
+        """The segments of ranks with `lengths` tokens: for a pass of the recurrence, `backwards` for its gradient."""
         op, total = self.problem.op, sum(lengths)
         if self.packed:
             try:

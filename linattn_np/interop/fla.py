@@ -270,11 +270,7 @@ fused_mul_recurrent_rwkv7 = fla_function(
     "fused_mul_recurrent_rwkv7", "rwkv7", f"r w k v kk a {STATES} reverse cu_seqlens", scale=1.0
 )
 chunk_dplr_delta_rule = fla_function(
-    "chunk_dplr_delta_rule",
-    "rwkv7",
-    f"q k v a b gk {STATES} cu_seqlens cu_seqlens_cpu {DPLR}",
-    "lower_bound",
-    gk=EMPTY,
+    "chunk_dplr_delta_rule", "rwkv7", f"q k v a b gk {STATES} cu_seqlens cu_seqlens_cpu {DPLR}", "lower_bound", gk=EMPTY
 )
 fused_recurrent_dplr_delta_rule = fla_function(
     "fused_recurrent_dplr_delta_rule", "rwkv7", f"q k v a b gk {STATES} reverse cu_seqlens", gk=EMPTY

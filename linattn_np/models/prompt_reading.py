@@ -11,10 +11,7 @@ PIECE = 512  # tokens that are read at a time
 
 
 def read(
-    model: Model,
-    prompt: Integers,
-    state: State | None = None,
-    progress: Callable[[int], object] = lambda done: None,
+    model: Model, prompt: Integers, state: State | None = None, progress: Callable[[int], object] = lambda done: None
 ) -> tuple[list[int], State | None]:
     """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state after the tokens before them.
 

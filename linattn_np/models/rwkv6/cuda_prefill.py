@@ -34,15 +34,7 @@ class MixOperations(cuda_prompts.MixOperations):
     def data_mix(self, layer, low, xx, d):
         kernel, (T, D) = kernels.DataMix.of_prompt(self.dtype), xx.shape
         self.draft.launch(
-            kernel,
-            kernel.blocks(T, D),
-            low=low,
-            up=layer.maa_up,
-            maa=layer.maa,
-            xx=xx,
-            d=d,
-            mixed=self.mixed,
-            P=1,
+            kernel, kernel.blocks(T, D), low=low, up=layer.maa_up, maa=layer.maa, xx=xx, d=d, mixed=self.mixed, P=1
         )
         return self.mixed
 
