@@ -41,18 +41,11 @@ DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32",
 PROMPT = "It is a truth universally acknowledged, that "
 ESCAPE = re.compile(r"\\(?:[\\abfnrtv'\"]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # the form of the conversations with which World models were trained
-SAMPLING = {
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": int,
-    "min_p": (int, float),
-    "presence": (int, float),
-    "frequency": (int, float),
-    "fading": (int, float),
-    "repetition": (int, float),
-    "seed": int,
-}
-LINE_FIELDS = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
+# {field of a line of --batch-file: its types}: the fields of `Sampling`, then all.
+REAL, WHOLE = (int, float), (int,)
+SAMPLING = {"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL}
+SAMPLING |= {"fading": REAL, "repetition": REAL, "seed": WHOLE}
+LINE_FIELDS = {"prompt": (str,), "tokens": WHOLE, **SAMPLING, "stop": (str, list)}
 SLOTS = 8
 LONGEST_LINE = 1 << 24  # the most bytes of a line of --batch-file
 MAX_LOADED_TWICE = 1 << 26  # the most bytes of a checkpoint that is loaded twice, see `begins_on_numpy`
@@ -729,15 +722,11 @@ def check_line(line):
         if name not in LINE_FIELDS:
             raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE_FIELDS)}")
         if not isinstance(value, LINE_FIELDS[name]) or isinstance(value, bool):
-            raise ValueError(f"{name} is a {type(value).__name__}, expected {name_of(LINE_FIELDS[name])}")
+            wanted = " or ".join(wanted_type.__name__ for wanted_type in LINE_FIELDS[name])
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {wanted}")
     for name, least in (("tokens", 1), ("seed", 0)):
         if line.get(name, least) < least:
             raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} up")
-
-
-def name_of(types):
-    """The name of a type, or of a tuple of them."""
-    return " or ".join(one.__name__ for one in (types if isinstance(types, tuple) else (types,)))
 
 
 def request(options, line, number, state) -> Request:

@@ -390,7 +390,7 @@ def report_steps(training, trained, options, ended):
         interval = Interval(training, trained)
         while training.done < 1 and not ended():
             interval.step()
-            if interval.since_shown > SHOWN:
+            if time.perf_counter() - interval.shown > SHOWN:
                 show(f"training {bar(training.done)} {interval.latest()}{time_left(training, begun)}")
             if interval.seconds > options.every and training.done < 1:
                 interval.report(folder, show, time_left(training, begun), last=False)
@@ -434,7 +434,7 @@ def save(training, folder, file):
 
 
 class Interval:
-    """The steps from one report to the next, on the rank that reports."""
+    """The steps from one report to the next, on the rank that reports. shown : the time of the last `latest`."""
 
     def __init__(self, training, trained):
         self.training, self.trained, self.losses, self.tokens_before = training, trained, [], training.tokens_read
@@ -448,11 +448,6 @@ class Interval:
     def seconds(self):
         """Seconds since the interval began."""
         return time.perf_counter() - self.start
-
-    @property
-    def since_shown(self):
-        """Seconds since `latest` was called."""
-        return time.perf_counter() - self.shown
 
     def latest(self) -> str:
         """The latest loss and the speed, for the progress bar."""

@@ -61,7 +61,7 @@ class Layer:
         def pullback(dy):
             gradients = {}
             for name, w, x in reversed(inputs):
-                gradients[name] = token_rows(dy).sum(axis=0) if w.ndim == 1 else gradient_of_matrix(dy, x)
+                gradients[name] = token_rows(dy).sum(axis=0) if w.ndim == 1 else token_rows(dy).T @ token_rows(x)
                 dy = dy if w.ndim == 1 else dy @ w
             return dy, gradients
 
@@ -184,11 +184,6 @@ def join_heads(x):
 def token_rows(x):
     """x [..., D] as [tokens, D]"""
     return x.reshape(-1, x.shape[-1])
-
-
-def gradient_of_matrix(dy, x):
-    """The gradient [M, D] of W in y = W x, for dy [..., M] and x [..., D]."""
-    return token_rows(dy).T @ token_rows(x)
 
 
 def uniform(rng, shape, inputs):
