@@ -365,10 +365,10 @@ def show(name, found):
 
 def fla_weights_of_7(weights):
     """RWKV-7's `weights` under fla's names, without axes of 1."""
-    from linattn_np.models.rwkv.names import fla, transposed
-    from linattn_np.models.rwkv7.names import in_fla
+    from linattn_np.models.rwkv.names import fla_naming, transposed
+    from linattn_np.models.rwkv7.names import fla_block_naming
 
-    naming, found = fla(partial(in_fla, weights)), {}
+    naming, found = fla_naming(partial(fla_block_naming, weights)), {}
     for name, array in weights.items():
         its_name, make = naming(name)
         found[its_name] = array.T if make is transposed else np.squeeze(array)
@@ -377,10 +377,10 @@ def fla_weights_of_7(weights):
 
 def fla_weights(weights, L):
     """RWKV-6's `weights` under fla's names: mixes in the order r w k v g, LoRAs as Linear layers have them."""
-    from linattn_np.models.rwkv6.names import FLA_ORDER, in_fla
+    from linattn_np.models.rwkv6.names import FLA_ORDER, NAMINGS
 
     plain = {name: array for name, array in weights.items() if ".att.time_" not in name}
-    found = {in_fla(name)[0]: np.squeeze(array) for name, array in plain.items()}
+    found = {NAMINGS["model.layers."](name)[0]: np.squeeze(array) for name, array in plain.items()}
     for i in range(L):
         its, att = (
             f"model.layers.{i}.attn.",

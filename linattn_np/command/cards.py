@@ -18,7 +18,7 @@ from .terminal import error_line
 
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 PATIENCE = 0.2  # seconds between two tests for a signal
-# The classes of a process's errors that the first process raises again; the last one stands for all others, too.
+# The classes of a process's errors, one of which the first process raises again: RuntimeError for all others.
 RAISED = ValueError, ImportError, OSError, MemoryError, RuntimeError
 
 
@@ -42,7 +42,7 @@ def devices(wanted) -> int:
 
 
 def tell_devices(pipe, parent):
-    """What that process does."""
+    """The main function of the process that `devices` starts: sends the number of CUDA devices."""
     begin_for(parent)
     pipe.send(cuda_devices())
 
@@ -64,9 +64,9 @@ def use(number, options):
         return
     import cupy
 
-    there = cupy.cuda.runtime.getDeviceCount()
-    if options.cards and options.cards > there:
-        raise ValueError(f"argument --cards: is {options.cards}, but this host has {there} CUDA devices")
+    count = cupy.cuda.runtime.getDeviceCount()
+    if options.cards and options.cards > count:
+        raise ValueError(f"argument --cards: is {options.cards}, but this host has {count} CUDA devices")
     cupy.cuda.Device(number).use()
 
 
@@ -95,15 +95,15 @@ class Cards:
             process.join()
 
     def begin(self, count):
-        """Starts processes until there are so many."""
+        """Starts processes until there are `count`."""
         if self.context is None:
             self.context = start_method()
             self.taken = self.context.Value("q", 0)  # how many texts processes have taken
         with no_signals():
             for card in range(len(self.started), count):
                 pipe, theirs = self.context.Pipe()
-                what = card, self.ahead, self.taken, theirs, os.getpid()
-                process = self.context.Process(target=work, args=what, daemon=True)
+                arguments = card, self.ahead, self.taken, theirs, os.getpid()
+                process = self.context.Process(target=work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()  # so that the pipe ends when the process ends
                 self.started[pipe] = card, process
@@ -148,21 +148,21 @@ def no_signals():
 
 
 def begin_for(parent):
-    """Prepares this process to work for the process `parent`: it ignores the terminal's signals, and ends when `parent`
-    ends; without prctl, that is at its next message."""
+    """Prepares this process to work for the process `parent`: it ignores the terminal's signals and ends with `parent`;
+    on systems without prctl, it ends at its next message to `parent`."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # `parent` has ended already
         os._exit(1)
 
 
-def hand_over(pipe, what):
-    """Sends a message to a process. If this has ended, `receive` will raise the error."""
+def hand_over(pipe, message):
+    """Sends a message to a process. If the process has ended, `receive` will raise the error."""
     with suppress(BrokenPipeError):
-        pipe.send(what)
+        pipe.send(message)
 
 
 def receive(pipe, card, process):
@@ -171,24 +171,25 @@ def receive(pipe, card, process):
         kind, *content = pipe.recv()
     except EOFError:
         process.join()
-        if noted.number:  # which went to all processes
+        if noted.number:  # a signal has ended this process and the others
             raise Ended(noted.number) from None
         raise OSError(f"the process of card {card} has ended with exit code {process.exitcode}") from None
     if kind == "failed":
-        number, words = content
-        raise RAISED[number](words)
+        number, message = content
+        raise RAISED[number](message)
     return content[0]
 
 
 def work(card, ahead, taken, pipe, parent):
-    """What a process does."""
+    """The main function of a process of `Cards`: gets `Cards.spread`'s arguments from the pipe, and sends messages
+    ("ready", None), ("text", (number, line)), ..., ("done", None); or ("failed", index in RAISED, message)."""
     begin_for(parent)
     try:
         ahead(card)
-        given = pipe.recv()
-        if given is None:
+        arguments = pipe.recv()
+        if arguments is None:  # there are fewer texts than processes
             return
-        prepare, count, texts = given
+        prepare, count, texts = arguments
         write = prepare(card, count)
         pipe.send(("ready", None))
         pipe.recv()
@@ -198,14 +199,14 @@ def work(card, ahead, taken, pipe, parent):
     except (EOFError, BrokenPipeError):  # the first process has ended
         return
     except Exception as error:
-        number = next((n for n, kind in enumerate(RAISED) if isinstance(error, kind)), -1)
-        words = error_line(error) if number >= 0 else f"{type(error).__name__}: {error}"
+        number = next((n for n, error_class in enumerate(RAISED) if isinstance(error, error_class)), -1)
+        message = error_line(error) if number >= 0 else f"{type(error).__name__}: {error}"
         with suppress(BrokenPipeError):
-            pipe.send(("failed", number, words))
+            pipe.send(("failed", number, message))
 
 
 def numbers(taken, texts):
-    """Takes texts that no other process has taken; yields their numbers."""
+    """Takes texts that no other process has taken, until `texts` are taken; yields their numbers."""
     while True:
         with taken.get_lock():
             number = taken.value

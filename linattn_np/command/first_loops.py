@@ -21,28 +21,29 @@ class LoopsMissing(ImportError):
 
 
 @contextmanager
-def before_compiling(tell):
-    """A context in which `tell` is called before Numba compiles a loop."""
+def before_compiling(callback):
+    """A context in which `callback()` is called before Numba compiles a loop."""
     try:
         from ..numba_cache import COMPILING
     except ImportError:
         yield
         return
-    COMPILING.append(tell)
+    COMPILING.append(callback)
     try:
         yield
     finally:
-        COMPILING.remove(tell)
+        COMPILING.remove(callback)
 
 
 class Bar:
-    """Shows the number of loops whose compilation has begun (`done`), and the seconds since the start."""
+    """Shows the number of loops whose compilation has begun (`done`), and the seconds since the start, between two
+    texts."""
 
-    def __init__(self, show, what, then=""):
-        self.show, self.what, self.then, self.done, self.start = show, what, then, 0, time.monotonic()
+    def __init__(self, show, text, end=""):
+        self.show, self.text, self.end, self.done, self.start = show, text, end, 0, time.monotonic()
 
     def draw(self):
-        self.show(f"{self.what} {bar(self.done / LOOPS)} {time.monotonic() - self.start:.0f} s{self.then}")
+        self.show(f"{self.text} {bar(self.done / LOOPS)} {time.monotonic() - self.start:.0f} s{self.end}")
 
 
 @contextmanager
@@ -64,6 +65,7 @@ def compiling(show):
 
 
 def refuse():
+    """Stops the compilation of a loop."""
     raise LoopsMissing("a loop is not compiled yet")
 
 
@@ -104,7 +106,7 @@ class LoopsBeside:
 
 
 def compile_beside(new_model, pipe, parent):
-    """What the process does; it sends a message before each loop."""
+    """The main function of `LoopsBeside`'s process; it sends a message before it compiles each loop."""
     begin_for(parent)
     with before_compiling(partial(pipe.send, None)):
         new_model()

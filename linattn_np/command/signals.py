@@ -1,7 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP end a subcommand: at once, or after its next step if it has work to finish.
 
-Within `handled` a signal raises an exception. Code that is running may lose an exception: a callback of Numba's, for
-example, drops it while a loop is loaded. So the signal is noted, too, and work in steps asks for it (`deferred`).
+Within `handled` a signal raises an exception. Code that runs at that moment may lose the exception: a callback of
+Numba's, for example, drops it while a loop is loaded. So the signal is noted, too, and work that is done in steps asks
+for it (`deferred`).
 """
 
 import os
@@ -27,30 +28,29 @@ class Ended(KeyboardInterrupt):
 
 
 class Noted:
-    """The handler of signals: the signal that it has noted, and how many it has raised. Another signal replaces a noted
-    Ctrl-C, after which work may go on.
+    """The handler of signals. It notes the first signal; another one replaces a noted Ctrl-C, as work may continue.
 
-    The first one counts. A key bounces, and a launcher passes on what its terminal has sent, too: what follows within
-    BURST is the same. Later a second Ctrl-C ends the work at once, a third one the process; other signals wait.
+    Signals within BURST of the last one are ignored: a key bounces, and a launcher passes on what its terminal has also
+    sent to this process. A later second Ctrl-C ends the work at once, a third one the process; other signals wait.
     """
 
     number: int | None = None  # the noted signal
-    asked_for = False  # whether the present work asks for it, so that the first signal raises nothing
-    raised = 0  # how many signals have raised Ended
+    asked_for = False  # whether the current work asks for `number`, so that the first signal raises nothing
+    raised = 0  # the number of signals that have raised Ended
     latest = -BURST  # the time of the latest signal
-    over = False  # the work is done, and so is its end
+    over = False  # whether `handled` has ended
 
     def __call__(self, number, frame=None):
         first, now = self.number is None, time.monotonic()
         bounced, self.latest = now - self.latest < BURST, now
-        if self.over or first and bounced and number == signal.SIGINT:  # of a Ctrl-C after which the work goes on
+        if self.over or first and bounced and number == signal.SIGINT:  # a bounce of a Ctrl-C that was forgotten
             return
         if self.number in (None, signal.SIGINT):
             self.number = number
         if first and self.asked_for or not first and (bounced or number != signal.SIGINT):
             return
         self.raised += 1
-        if OWN_PROCESS and self.raised > 2:  # in the work's own end, where nobody may catch it
+        if OWN_PROCESS and self.raised > 2:  # the work is already ending; nothing might catch the exception
             os._exit(128 + number)
         raise Ended(number)
 
@@ -62,8 +62,8 @@ noted = Noted()
 def handled() -> Iterator[None]:
     """A context in which a signal raises Ended in the main thread. Signals that are ignored, as under nohup, stay so.
 
-    Behind it one ends the command's process, or is ignored where one has ended the work: Python's own end would show a
-    traceback.
+    After the context a signal ends the command's process; if a signal has ended the work, later ones are ignored:
+    Python, which is ending, would print a traceback.
     """
     noted.__dict__.clear()
     before = {}
@@ -76,7 +76,7 @@ def handled() -> Iterator[None]:
             yield
         finally:
             noted.over = True
-    finally:  # also where one has come between these two lines
+    finally:  # this outer `finally` runs even if a signal comes inside the inner one
         last = signal.SIG_DFL if noted.number is None else signal.SIG_IGN
         for number, handler in before.items():
             signal.signal(number, last if OWN_PROCESS else handler)
@@ -84,8 +84,9 @@ def handled() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[Callable[[], int | None]]:
-    """Inside, the first signal is only noted: a function tells its number, or None. A second one raises Ended."""
-    noted.asked_for, noted.latest = True, -BURST  # a Ctrl-C here is none that bounces from what was stopped before
+    """A context in which the first signal is only noted, and a second one raises Ended. Its value is a function that
+    returns the number of the noted signal, or None."""
+    noted.asked_for, noted.latest = True, -BURST  # a Ctrl-C here is no bounce of one that stopped earlier work
     try:
         yield lambda: noted.number
     finally:

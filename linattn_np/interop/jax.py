@@ -66,9 +66,7 @@ mark_varying = partial(pcast, to="varying") if pcast else pvary
 def differentiable(op: Op):
     """The JAX function of a declared operator."""
     more = ("axis_name",) if op.state else ()
-    operator = Operator.of(
-        op, without=("out", "mask"), more=more
-    )  # keyword arguments are static, which a mask cannot be
+    operator = Operator.of(op, without=("out", "mask"), more=more)  # keywords are static, and a mask cannot be
 
     def public(*positional, **named):
         axis_name = named.pop("axis_name", None) if more else None
@@ -77,9 +75,9 @@ def differentiable(op: Op):
         state = state and tuple(as_jax(declared, "initial_state", x) for x in state)
 
         def run(arrays, state, arguments):
-            given = arrays, state and tuple(state)
-            # JAX then sums the gradients of arrays that are replicated over an axis over which others vary.
-            arrays, state = varying(given, *jax.tree.leaves(given))
+            inputs = arrays, state and tuple(state)
+            # JAX then sums the gradients of an array that is replicated over a mesh axis over which others vary.
+            arrays, state = varying(inputs, *jax.tree.leaves(inputs))
             results = result_shapes(declared, arrays, state, arguments)
             compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
             try:
@@ -143,9 +141,9 @@ def varying(results, *inputs):
 def manual_axes(x) -> frozenset:
     """The mesh axes of `shard_map` over which `x` varies; none outside of `shard_map`."""
     array_type = jax.typeof(x)
-    return (
-        array_type.mat.varying if hasattr(array_type, "mat") else getattr(array_type, "vma", frozenset())
-    )  # JAX before 0.10
+    if hasattr(array_type, "mat"):
+        return array_type.mat.varying
+    return getattr(array_type, "vma", frozenset())  # JAX before 0.10
 
 
 def shape_and_dtype(x):
@@ -178,17 +176,18 @@ def exact_argument(x):
 def new_primitive(operator, results, arguments):
     """A differentiable JAX function: (arrays, initial state's parts or None) -> (o, *final state's parts)."""
 
-    def forward(context, written, arrays, state):
-        with stream_of(context, written):
-            written, arrays, state = jax.tree.map(native, (written, arrays, state))
-            o, *parts = written
-            _, *found = operator.run(arrays, state, {**arguments, "out": o})
-            fill(parts, found)
+    # The callbacks, which write to JAX's buffers `out`.
+    def forward(context, out, arrays, state):
+        with stream_of(context, out):
+            out, arrays, state = jax.tree.map(native, (out, arrays, state))
+            o, *parts = out
+            _, *final_parts = operator.run(arrays, state, {**arguments, "out": o})
+            fill(parts, final_parts)
 
-    def backward(context, written, arrays, state, do, *dht):
-        with stream_of(context, written):
-            written, arrays, state, do, dht = jax.tree.map(native, (written, arrays, state, do, dht))
-            fill(jax.tree.leaves(written), operator.gradients(arrays, state, arguments, do, dht))
+    def backward(context, out, arrays, state, do, *dht):
+        with stream_of(context, out):
+            out, arrays, state, do, dht = jax.tree.map(native, (out, arrays, state, do, dht))
+            fill(jax.tree.leaves(out), operator.gradients(arrays, state, arguments, do, dht))
 
     def call_back(function, results, arrays, *others):
         first, *rest = arrays
@@ -215,12 +214,13 @@ def new_primitive(operator, results, arguments):
 
 
 def lower(context, x, *, op):
+    """The lowering of `not_exported`: its argument; NotSupported if JAX lowers it for an export."""
     if context.module_context.lowering_parameters.for_export:
         raise NotSupported(f"{op}: jax.export cannot take it: it calls back into Python. Export what is around {op}")
     return [x]
 
 
-not_exported = Primitive("linattn_np_not_exported")  # its argument; jax.export, which comes to lower it, is refused
+not_exported = Primitive("linattn_np_not_exported")  # the identity, which jax.export cannot lower
 not_exported.def_impl(lambda x, op: x)
 not_exported.def_abstract_eval(lambda x, op: x)
 batching.primitive_batchers[not_exported] = lambda xs, axes, op: (not_exported.bind(*xs, op=op), *axes)
@@ -246,10 +246,10 @@ def stream_of(context, buffers):
     return nullcontext() if device_type == HOST else on_stream(ordinal, context.stream)
 
 
-def fill(written, found):
-    """Copies the arrays `found` to the arrays `written`."""
-    for target, x in zip(written, found, strict=True):
-        target[...] = x
+def fill(targets, sources):
+    """Copies arrays to other arrays of the same shapes."""
+    for target, source in zip(targets, sources, strict=True):
+        target[...] = source
 
 
 if TYPE_CHECKING:

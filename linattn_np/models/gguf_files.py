@@ -29,7 +29,7 @@ STRING, ARRAY = 8, 9
 FLOATS = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 ALIGNMENT = "general.alignment"
 
-WHOLE = {
+OUTSIDE_BLOCKS = {
     "token_embd.weight": "emb.weight",
     "token_embd_norm.weight": "blocks.0.ln0.weight",
     "token_embd_norm.bias": "blocks.0.ln0.bias",
@@ -49,8 +49,8 @@ MAX_DIGITS, MAX_HALVINGS = 4, 15  # of a layer's number; of the residual, since 
 class Numbers(NamedTuple):
     """Numbers of the model in a file's header.
 
-    rescale : llama.cpp halves the residual after every so many layers; the converter has halved the matrices whose
-        products are added to it accordingly. 0 for never
+    rescale : llama.cpp halves the residual after every `rescale` layers, 0 for never. Accordingly the converter has
+        halved the matrices whose products are added to the residual
     """
 
     head_size: int
@@ -63,17 +63,17 @@ def read(data, path) -> dict[str, np.ndarray]:
     """The weights in a GGUF file with the bytes `data`. FileError if it has no RWKV-6 or RWKV-7 model, or is damaged;
     NotSupported if its weights are quantised and the package `gguf` is missing."""
     fields, tensors, start = Header(data).read()
-    kind = fields.get("general.architecture")
-    if not isinstance(kind, str) or kind not in MIXES:
-        refuse(f"is a GGUF file of the architecture {shown(kind)}", "rwkv6 or rwkv7")
+    architecture = fields.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in MIXES:
+        refuse(f"is a GGUF file of the architecture {shown(architecture)}", "rwkv6 or rwkv7")
     numbers = Numbers(
-        number(fields, f"{kind}.wkv.head_size", 64, 1),
-        number(fields, f"{kind}.rescale_every_n_layers", 0, 0),
-        fields.get(f"{kind}.attention.layer_norm_epsilon", EPS),
+        number(fields, f"{architecture}.wkv.head_size", 64, 1),
+        number(fields, f"{architecture}.rescale_every_n_layers", 0, 0),
+        fields.get(f"{architecture}.attention.layer_norm_epsilon", EPS),
     )
     if not is_real(numbers.eps) or not 0 < numbers.eps < math.inf:
         refuse(f"has the layer_norm_epsilon {shown(numbers.eps)}", "a number above 0")
-    found: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
     claimed, quantised = 0, [name for name, tensor in tensors.items() if tensor.type not in FLOATS]
     if quantised and not find_spec("gguf"):
         raise NotSupported(
@@ -85,19 +85,19 @@ def read(data, path) -> dict[str, np.ndarray]:
             refuse(f"has tensors of {claimed} bytes up to {shown(name)}", f"the {len(data)} of the file, each once")
         array = array if tensor.type in FLOATS else dequantised(array, tensor.type, name)
         try:
-            parts = official(kind, name, array, numbers)
+            parts = official(architecture, name, array, numbers)
         except FileError:
             raise
         except ValueError:
-            refuse(f"{shown(name)} is {array.shape}", f"the shape that {kind} has there")
-        if twice := sorted(found.keys() & parts.keys()):
+            refuse(f"{shown(name)} is {array.shape}", f"the shape that {architecture} has there")
+        if twice := sorted(weights.keys() & parts.keys()):
             refuse(f"has {shown(twice[0])} twice, the second time as {shown(name)}", "it once")
-        found |= parts
-    if "head.weight" not in found and "emb.weight" in found:  # the head and the embedding are one matrix
-        found["head.weight"] = found["emb.weight"]
+        weights |= parts
+    if "head.weight" not in weights and "emb.weight" in weights:  # the head and the embedding are one matrix
+        weights["head.weight"] = weights["emb.weight"]
     if numbers.eps != np.float32(EPS):
-        found["norm_eps"] = np.array([numbers.eps, GROUP_EPS])
-    return found
+        weights["norm_eps"] = np.array([numbers.eps, GROUP_EPS])
+    return weights
 
 
 def number(fields, name, default, least) -> int:
@@ -123,20 +123,20 @@ class Header:
     file's length before they cost memory or time."""
 
     def __init__(self, data):
-        self.data, self.at, self.end = data, 0, min(len(data), MAX_HEADER)
+        self.data, self.position, self.end = data, 0, min(len(data), MAX_HEADER)
 
     def read(self) -> tuple[dict, dict[str, Tensor], int]:
         """(single values by name, tensors by name, the byte at which their numbers begin)."""
-        version = (self.skip(len(MAGIC)), self.number("I"))[1]
-        if version not in VERSIONS:
+        self.skip(len(MAGIC))
+        if (version := self.number("I")) not in VERSIONS:
             refuse(f"is a GGUF file of version {version}", f"{' or '.join(map(str, VERSIONS))}, little-endian")
         tensors, fields = self.number("Q"), self.number("Q")
         values = self.named(fields, lambda: self.value(self.number("I")))
-        places = self.named(tensors, self.tensor)
+        descriptions = self.named(tensors, self.tensor)
         alignment = number(values, ALIGNMENT, 32, 1)
         if alignment & (alignment - 1):
             refuse(f"has the {ALIGNMENT} {shown(alignment)}", "a power of 2")
-        return values, places, self.at + -self.at % alignment
+        return values, descriptions, self.position + -self.position % alignment
 
     def named(self, count, read) -> dict:
         """{name: read()} for the next `count` entries."""
@@ -160,7 +160,7 @@ class Header:
             for _ in range(count):
                 self.skip(self.number("Q"))
         else:
-            refuse(f"has a value of type {inner} at byte {self.at}", "numbers, texts, and arrays of them")
+            refuse(f"has a value of type {inner} at byte {self.position}", "numbers, texts, and arrays of them")
         return None
 
     def tensor(self) -> Tensor:
@@ -183,10 +183,10 @@ class Header:
 
     def skip(self, size) -> int:
         """Skips `size` bytes; returns the first of them."""
-        start = self.at
+        start = self.position
         if size > self.end - start:
             refuse(f"is damaged: its header has {size} more bytes at byte {start} of {self.end}", "a sound GGUF file")
-        self.at += size
+        self.position += size
         return start
 
 
@@ -228,11 +228,11 @@ def dequantised(array, type, name) -> np.ndarray:
 
 
 # -- names and shapes -------------------------------------------------------------------------------------------------
-def official(kind, name, array, numbers) -> dict[str, np.ndarray]:
+def official(architecture, name, array, numbers) -> dict[str, np.ndarray]:
     """{official name: array} of a tensor, or of the several parameters that it holds. A tensor without an official name
     keeps its own."""
-    if name in WHOLE:
-        return {WHOLE[name]: array}
+    if name in OUTSIDE_BLOCKS:
+        return {OUTSIDE_BLOCKS[name]: array}
     if not name.startswith("blk.") or name.count(".") != 3:
         return {name: array}
     _, i, part, ending = name.split(".")
@@ -240,31 +240,31 @@ def official(kind, name, array, numbers) -> dict[str, np.ndarray]:
     if part in NORMS:
         return {f"{block}.{NORMS[part]}.{ending}": array.reshape(-1)}
     module, _, leaf = part.removeprefix("channel_").removeprefix("time_").partition("_")
-    to = f"{block}.{'ffn' if part.startswith('channel_') else 'att'}"
+    prefix = f"{block}.{'ffn' if part.startswith('channel_') else 'att'}"
     if leaf in LINEAR:
-        return {f"{to}.{leaf}.weight": rescaled(array, to, leaf, i, numbers)}
+        return {f"{prefix}.{leaf}.weight": rescaled(array, prefix, leaf, i, numbers)}
     if leaf == "lerp_fused":
-        weights = array.reshape(len(MIX_ORDER[kind]), 1, 1, -1)
-        return {f"{to}.{MIXES[kind].format(mix)}": weight for mix, weight in zip(MIX_ORDER[kind], weights)}
+        mixes, order = MIXES[architecture], MIX_ORDER[architecture]
+        weights = array.reshape(len(order), 1, 1, -1)
+        return {f"{prefix}.{mixes.format(mix)}": weight for mix, weight in zip(order, weights)}
     if leaf.startswith("lerp_"):
-        return {f"{to}.{MIXES[kind].format(leaf[-1])}": array.reshape(1, 1, -1)}
+        return {f"{prefix}.{MIXES[architecture].format(leaf[-1])}": array.reshape(1, 1, -1)}
     if leaf in LOW_RANK:
         array = array.swapaxes(-1, -2)
-    if kind == "rwkv7":
-        heads = leaf == "r_k"
-        shape = (-1, numbers.head_size) if heads else (1, 1, -1) if leaf not in LOW_RANK else array.shape
-        return {f"{to}.{leaf}": array.reshape(shape)}
+    if architecture == "rwkv7":
+        shape = array.shape if leaf in LOW_RANK else (-1, numbers.head_size) if leaf == "r_k" else (1, 1, -1)
+        return {f"{prefix}.{leaf}": array.reshape(shape)}
     if leaf == "first":
-        return {f"{to}.time_faaaa": array.reshape(-1, numbers.head_size)}
+        return {f"{prefix}.time_faaaa": array.reshape(-1, numbers.head_size)}
     if leaf in ("w1", "w2"):
         leaf = f"maa_{leaf}"
-    return {f"{to}.time_{leaf}": array.reshape(1, 1, -1) if leaf == "decay" else array}
+    return {f"{prefix}.time_{leaf}": array.reshape(1, 1, -1) if leaf == "decay" else array}
 
 
-def rescaled(array, to, leaf, i, numbers):
+def rescaled(array, prefix, leaf, i, numbers):
     """The matrix `leaf` of layer i as it was before the converter halved it, see `Numbers`."""
-    for_residual = leaf == "output" or to.endswith(".ffn") and leaf == "value"
-    if not for_residual or not numbers.rescale or not i.isdecimal() or len(i) > MAX_DIGITS:
+    is_added = leaf == "output" or prefix.endswith(".ffn") and leaf == "value"  # to the residual
+    if not is_added or not numbers.rescale or not i.isdecimal() or len(i) > MAX_DIGITS:
         return array
     if (halvings := int(i) // numbers.rescale) > MAX_HALVINGS:
         refuse(f"has a residual that is halved {halvings} times by layer {i}", f"at most {MAX_HALVINGS}")
