@@ -52,7 +52,7 @@ def loss(mixes_class, weights, tokens, products, dropout, cut=WHOLE):
 
 # -- the operations of a mix -------------------------------------------------------------------------------------------
 class RecordingOperations:
-    """The operations of mixes that all versions have in common (see `rwkv6.math.MixOperations`), with their pullbacks.
+    """`mix_operations.CommonOperations` on arrays, with their pullbacks.
 
     Each mix of each layer has an object of its own and calls each operation once, but `product` once for each matrix.
     An operation stores its pullback, or the arrays that the mix's pullback needs, in the object. The pullbacks of

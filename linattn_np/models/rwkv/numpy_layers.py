@@ -90,8 +90,7 @@ def in_float32(field, weight, arrays):
 
 @dataclass
 class MixOperations:
-    """The operations of mixes that all versions have in common, on NumPy arrays; `rwkv6.math.MixOperations` specifies
-    them.
+    """`mix_operations.CommonOperations` on NumPy arrays.
 
     The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place. Each call of the layers
     makes an object of its own.

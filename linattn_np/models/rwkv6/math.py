@@ -8,21 +8,11 @@ GPU it takes fewer and larger kernels than there are operations (`cuda_decode`);
 
 from typing import Protocol
 
+from ..rwkv.mix_operations import CommonOperations
 
-class MixOperations(Protocol):
-    """The operations of which the mixes consist. `layer` has the arrays of `weights.LAYER` as attributes; an operation
-    that serves several weights gets their names.
 
-    The residual x and all that is computed from it are rows of tokens [..., D]; where there are several of a kind, they
-    are stacked along a leading axis. `shift` (the previous token's normed x) and `wkv` (the recurrence's state) are the
-    layer's part of the model's state; the operations that get them read and update them.
-    """
-
-    def shift_mix(self, layer, norm: str, maa: str, x, shift):
-        """``(xx + d maa [n, ..., D], xx, d)`` with xx = LN(x) and d = xx_{t-1} - xx_t."""
-
-    def product(self, layer, name: str, x):
-        """x W^T."""
+class MixOperations(CommonOperations, Protocol):
+    """The operations of the mixes. `low` is the product of a mix and the first matrix, `_down`, of a low-rank pair."""
 
     def data_mix(self, layer, low, xx, d):
         """xx + d (maa + tanh(low) maa_up), [5, ..., D] for w k v r g."""
@@ -35,12 +25,6 @@ class MixOperations(Protocol):
 
     def gated_norm(self, layer, o, gate):
         """GroupNorm_H(o; ln_x) silu(gate)."""
-
-    def relu_squared(self, x):
-        """relu(x)^2."""
-
-    def add_product(self, layer, name: str, x, y):
-        """x + y W^T; x may be written to."""
 
     def add_gated(self, x, gate, value):
         """x + sigmoid(gate) value; x may be written to."""
@@ -57,6 +41,7 @@ def time_mix(ops: MixOperations, layer, x, shift, wkv):
 
 
 def channel_mix(ops: MixOperations, layer, x, shift):
+    """The residual after a layer's channel mix."""
     (mixed_k, mixed_r), _, _ = ops.shift_mix(layer, "ln2", "ffn_maa", x, shift)
     k = ops.relu_squared(ops.product(layer, "ffn_key", mixed_k))
     gate = ops.product(layer, "ffn_receptance", mixed_r)

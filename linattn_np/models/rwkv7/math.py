@@ -8,30 +8,20 @@ for prompts, `cuda_decode`).
 
 from typing import Protocol
 
+from ..rwkv.mix_operations import CommonOperations
+
 DECAY = 0.6065306597126334  # exp(-1/2): the decay of a token is exp(-DECAY sigmoid(...)), from 0.545 to 1
 LEAST_NORM = 1e-12  # a removal key is divided by its norm, or by this if the norm is less
 
 
-class MixOperations(Protocol):
-    """The operations of which the mixes consist. `layer` has the arrays of `weights.LAYER` as attributes; an operation
-    that serves several weights gets their names.
-
-    The residual x and all that is computed from it are rows of tokens [..., D]; where there are several of a kind, they
-    are stacked along a leading axis. `shift` (the previous token's normed x) and `wkv` (the recurrence's state) are the
-    layer's part of the model's state; the operations that get them read and update them.
-    """
-
-    def shift_mix(self, layer, norm: str, maa: str, x, shift):
-        """``(xx + d maa [n, ..., D], xx, d)`` with xx = LN(x) and d = xx_{t-1} - xx_t."""
-
-    def product(self, layer, name: str, x):
-        """x W^T."""
+class MixOperations(CommonOperations, Protocol):
+    """The operations of the mixes. `low` is the product of a mix and the first matrix, `_down`, of a low-rank pair."""
 
     def log_decay(self, layer, low):
         """-exp(-1/2) sigmoid(decay + tanh(low) decay_up)."""
 
     def learning_rate(self, layer, low):
-        """sigmoid(icl + low icl_up)."""
+        """The in-context learning rate icl = sigmoid(icl + low icl_up)."""
 
     def output_gate(self, layer, low):
         """sigmoid(low) gate_up."""
@@ -50,12 +40,6 @@ class MixOperations(Protocol):
 
     def bonus_norm(self, layer, o, r, k, v, gate):
         """(GroupNorm_H(o; ln_x) + (sum_N r k bonus) v) gate."""
-
-    def relu_squared(self, x):
-        """relu(x)^2."""
-
-    def add_product(self, layer, name: str, x, y):
-        """x + y W^T; x may be written to."""
 
 
 def time_mix(ops: MixOperations, layer, x, shift, wkv):
@@ -81,5 +65,6 @@ def gated(ops: MixOperations, layer, mixed, wkv):
 
 
 def channel_mix(ops: MixOperations, layer, x, shift):
+    """The residual after a layer's channel mix."""
     (mixed_k,), _, _ = ops.shift_mix(layer, "ln2", "ffn_mix", x, shift)
     return ops.add_product(layer, "ffn_value", x, ops.relu_squared(ops.product(layer, "ffn_key", mixed_k)))

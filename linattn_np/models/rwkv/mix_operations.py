@@ -1,0 +1,25 @@
+"""The protocol of the operations that the mixes of every RWKV version call, in the modules `math` of the versions."""
+
+from typing import Protocol
+
+
+class CommonOperations(Protocol):
+    """`layer` has the arrays of the version's `weights.LAYER` as attributes; an operation that serves several weights
+    gets their names.
+
+    The residual x and all that is computed from it are [..., D] with axes of tokens, or [n, ..., D] for a stack of n.
+    `shift` (the previous token's normed x) and `wkv` (the recurrence's state) are the layer's part of the state; the
+    operations that get them read and update them.
+    """
+
+    def shift_mix(self, layer, norm: str, maa: str, x, shift):
+        """``(xx + d maa [n, ..., D], xx, d)`` with xx = LN(x) and d = xx_{t-1} - xx_t."""
+
+    def product(self, layer, name: str, x):
+        """x W^T."""
+
+    def relu_squared(self, x):
+        """relu(x)^2."""
+
+    def add_product(self, layer, name: str, x, y):
+        """x + y W^T; x may be written to."""
