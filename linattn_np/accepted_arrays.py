@@ -24,14 +24,14 @@ def accepted(name, x, use: str = "computed", operator: str | None = None):
     `use` says what the call does with `x`: "computed", "written" or only "copied". `operator` is the name of the
     differentiable function in linattn_np.interop, which the error recommends; None where there is none.
     """
-    whose = array_kinds.kind(x)
-    if whose is None:
+    library = array_kinds.kind(x)
+    if library is None:
         way_out = f": np.asarray({name}) is one" if isinstance(x, (list, tuple, int, float, np.generic)) else ""
         raise Refusal(f"is a {kind_of(x)}, expected an array{way_out}")
-    if whose in REFUSALS and (refusal := REFUSALS[whose](x, use, operator)):
+    if library in REFUSALS and (refusal := REFUSALS[library](x, use, operator)):
         raise Refusal(refusal)
     try:
-        return array_kinds.to_native(x, whose), whose
+        return array_kinds.to_native(x, library), library
     except (AttributeError, BufferError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Refusal(f"cannot be read: {error}") from error
 
@@ -53,10 +53,11 @@ def contents(numbers, kinds):
 
 
 def differentiable(operator, library) -> str:
+    """The end of an error: the differentiable function to use instead, or "" if `operator` is None."""
     return f": import {operator} from linattn_np.interop.{library}" if operator else ""
 
 
-# -- why a library's array is refused, or None if it is accepted -------------------------------------------------------
+# -- why a library's array is refused, or None if it is accepted; arguments as in `accepted` ---------------------------
 def numpy_refusal(x, use, operator) -> str | None:
     if type(x) in PLAIN:
         return None

@@ -128,14 +128,12 @@ def whole_of(text: str) -> int | None:
 
 
 def array_on_host(name: str, x, refuse) -> np.ndarray:
-    """`x`, an array of any library or a list, as a NumPy array; ``refuse(complaint, error)`` where it is not read.
-
-    A ragged list is NumPy's ValueError.
-    """
+    """`x`, an array of any library or a list, as a NumPy array. If that is not possible, ``refuse(complaint, error)``
+    must raise the error; for a ragged list NumPy raises ValueError."""
     try:
-        found = accepted_arrays.accepted(name, x, "copied")[0] if array_kinds.kind(x) else np.asarray(x)
+        array = accepted_arrays.accepted(name, x, "copied")[0] if array_kinds.kind(x) else np.asarray(x)
     except (TypeError, RuntimeError) as error:  # a Refusal is a TypeError
         refuse(f"{name} {error}", ContractTypeError)
-    if not isinstance(found, np.ndarray):
+    if not isinstance(array, np.ndarray):
         refuse(f"{name} is on the GPU, expected an array on the host", ContractTypeError)
-    return found
+    return array

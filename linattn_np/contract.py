@@ -105,7 +105,7 @@ class Op(Declaration):
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
-        state_v_first = self.flag("state_v_first", state_v_first)  # first, as an array has no truth value
+        state_v_first = self.flag("state_v_first", state_v_first)  # before it is used: an array has no truth value
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
@@ -147,18 +147,19 @@ class Op(Declaration):
         """The checks of values in which calls with the same key may differ; derived classes override it."""
 
     def taken_apart(self, positional, named, signature=None):
-        """(the declaration, the arrays, a dictionary of the other arguments) of a call with these positional and named
-        arguments. `signature`: that of the function that was called, by default the public function's.
+        """(the declaration, the arrays, {name: value} of the other arguments) of a call with these arguments.
+
+        signature : of the function that was called, by default the public function's
 
         TypeError for a missing or unknown argument, as Python has it.
         """
         try:
-            given = (signature or self.signature).bind(*positional, **named).arguments
+            arguments = (signature or self.signature).bind(*positional, **named).arguments
         except TypeError as error:  # Signature.bind's message lacks the function's name
             raise TypeError(f"{self.name}: {error}") from None
-        optional = [given.pop(name, None) for name in self.optional_arrays]
-        op, arrays = self.fitting((*(given.pop(name) for name in self.arrays), *optional))
-        return op, arrays, given
+        optional = [arguments.pop(name, None) for name in self.optional_arrays]
+        op, arrays = self.fitting((*(arguments.pop(name) for name in self.arrays), *optional))
+        return op, arrays, arguments
 
     def fitting(self, arrays):
         """(the declaration of a call with these arrays, the arrays without an optional one that is None)."""
@@ -181,8 +182,8 @@ class Op(Declaration):
         return views, next(iter(kinds.values()))
 
     def groups(self, views, layout) -> int:
-        """How many heads of v share each head of the other arrays. It is 1 if v has as many heads, and also if the
-        other arrays' heads differ, which `sizes` refuses."""
+        """The number of heads of v that share each head of the other arrays. It is 1 if v has as many heads, and if the
+        others differ in theirs: `sizes` then raises the error."""
         if not self.state or self.out != "B H T V":
             return 1
         heads = {
@@ -239,8 +240,8 @@ class Op(Declaration):
                 floats = ", ".join(str(f) for f in array_kinds.FLOATS)
                 way_out = f": {cast(name, single, library)} is one" if view.dtype.kind in "biuf" else ""
                 self.refuse(name, f"has dtype {view.dtype}, expected one of {floats}{way_out}", ContractTypeError)
-        own = [view.dtype for name, view in views.items() if name not in self.gates + self.computed]
-        dtype = Counter(own).most_common(1)[0][0]
+        main_dtypes = [view.dtype for name, view in views.items() if name not in self.gates + self.computed]
+        dtype = Counter(main_dtypes).most_common(1)[0][0]
         for name, view in views.items():
             allowed = {dtype} | ({single} if name in self.gates and dtype.itemsize == 2 else set())
             if name in self.computed:
@@ -252,6 +253,7 @@ class Op(Declaration):
         return dtype
 
     def spans(self, cu_seqlens, sizes) -> varlen.Spans:
+        """The token range of each sequence; without `cu_seqlens` the one range of all B rows."""
         if cu_seqlens is None:
             return varlen.dense(sizes.get("T", 1))
         if sizes["B"] != 1:

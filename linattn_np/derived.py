@@ -103,18 +103,18 @@ class RepeatedKeyHeads:
 
 
 def order_of_axes(g) -> Literal["K", "C"]:
-    """The memory order of what is made of g: that of g ("K"), but "C" where a stride of 0 leaves the order open."""
+    """The argument `order` for an array that is made of g: g's order ("K"), or "C" if a stride of 0 leaves it open."""
     return "C" if 0 in g.strides else "K"
 
 
 def in_groups(repeated, x):
-    """A view of `repeated` [B, H, ...] as [B, HK, H // HK, ...], as only one axis is split; HK: heads of `x`."""
+    """`repeated` [B, H, ...] as [B, HK, H // HK, ...], where x has HK heads. It is a view, as one axis is split."""
     return repeated.reshape(*x.shape[:2], repeated.shape[1] // max(x.shape[1], 1), *x.shape[2:])
 
 
 @contextmanager
 def on_device_of(problem: Problem):
-    """Makes the arrays' device the current one and silences floating-point warnings."""
+    """A context in which the problem's device is the current one and floating-point warnings are off."""
     on_host = problem.home == "host"
     device = nullcontext() if on_host else sys.modules["cupy"].cuda.Device(int(problem.home.split(":")[1]))
     with device, np.errstate(all="ignore"):

@@ -18,8 +18,8 @@ import numpy as np
 
 
 class Transition(Enum):
-    """The form of a token's transition, and of a segment's, which is a product of such: except that a product of
-    RANK_ONE transitions is a full matrix."""
+    """The form of a token's transition. A segment's transition, the product of its tokens', has the same form, but for
+    RANK_ONE: the product is a full matrix."""
 
     NONE = "none"  # S_t = S_{t-1} + k_t v_t^T
     SCALAR = "scalar"  # exp(g_t) S_{t-1} + ..., one decay a head
@@ -63,7 +63,7 @@ class Summary:
         return Summary(self.transition, own, factors)
 
     def transitioned(self, S):
-        """F S. A factor that growth has made infinite counts as 0 where it meets only zeros of S: 0 times it is NaN.
+        """F S. A factor that growth has made infinite is replaced by 0 if it multiplies zeros alone: inf * 0 is NaN.
 
         The factor is replaced and not the product, so that JAX's gradients of zeros are right where factors are finite.
         """
@@ -72,16 +72,16 @@ class Summary:
         xp = getattr(S, "__array_namespace__", lambda: np)()
         F, *columns = (for_value_heads(factor, S.shape[1]) for factor in self.factors)
         if self.transition is Transition.RANK_ONE:
-            meets_zeros = (S == 0).all(-1)[..., None, :]
+            times_zeros = (S == 0).all(-1)[..., None, :]
         else:
             F = F[..., None, None] if self.transition is Transition.SCALAR else F[..., None]
-            F, meets_zeros = F * columns[0][..., None, :] if columns else F, S == 0
-        F = xp.where(meets_zeros & ~xp.isfinite(F), F.dtype.type(0), F)
+            F, times_zeros = F * columns[0][..., None, :] if columns else F, S == 0
+        F = xp.where(times_zeros & ~xp.isfinite(F), F.dtype.type(0), F)
         return F @ S if self.transition is Transition.RANK_ONE else F * S
 
 
 def for_value_heads(factor, heads: int):
-    """[N, HV, ...] of [N, H, ...]: the value heads of a group share the factor of their head."""
+    """`factor` [N, H, ...] as [N, heads, ...]: the value heads of a group share the factor of their head of keys."""
     groups = heads // factor.shape[1]
     return factor if groups == 1 else factor.repeat(groups, axis=1)
 
