@@ -1,4 +1,4 @@
-"""The sizes and the first values of the parameters of an RWKV-6 model to be trained."""
+"""The sizes and the initial values of the parameters of an RWKV-6 model to be trained."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from ..rwkv import parameters
 from ..rwkv.version import name_in_block
 from .names import VERSION
 
-# What the first outputs of a layer are scaled by: at first the residual passes everything by.
+# Factors of initial values: with 0 in a layer's last matrix, the layer at first adds nothing to the residual.
 SCALES = {
     "att.output.weight": 0,
     "ffn.value.weight": 0,
@@ -20,7 +20,7 @@ SCALES = {
 
 
 class Layout(parameters.Layout):
-    """Where each parameter lies in the vector.
+    """The place of each parameter in the vector; see `rwkv.parameters.Layout`.
 
     Example
     -------
@@ -38,10 +38,10 @@ class Layout(parameters.Layout):
         return {"F": width * 7 // 2, "A": A, "5A": 5 * A, "W": W}
 
     def initial_value(self, name, shape, rng):
-        """The first value of a parameter, or what broadcasts to it (Peng et al., "Eagle and Finch", 2024, appendix)."""
+        """The initial value, or an array that broadcasts to it (Peng et al., "Eagle and Finch", 2024, appendix)."""
         D, L, part = self.sizes["D"], self.sizes["L"], name_in_block(name)
         depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
-        rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
+        rising, falling = depth / max(1, L - 1), 1 - depth / L  # by layers: 0 to 1; 1 to almost 0
         channel = np.arange(D) / D
         if part == "emb.weight":
             return rng.normal(0, 0.1, shape)

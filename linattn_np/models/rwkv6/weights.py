@@ -1,8 +1,8 @@
-"""Which arrays RWKV-6's layers take, and the parameters that each of them holds."""
+"""The arrays of RWKV-6's layers, and the parameters that each of them holds: {field: `version.Weight`}."""
 
 from ..rwkv.version import linear, low_rank, norm, vector
 
-# The matrices come in the order in which a training's files have them.
+# Matrices are in the order of a training's vector, which its files have.
 LAYER = {
     "kvrg": linear("att", "key", "value", "receptance", "gate"),
     "output": linear("att", "output"),

@@ -41,7 +41,7 @@ class MixOperations(cuda_prompts.MixOperations):
         opening, (rate, gate, share) = rwkv6_model_kernels.Openings.of_prompt(self.dtype, kernels.DOWNS), self.openings
         arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
         self.draft.launch(opening, opening.blocks(T, D), **arrays, R=low.shape[-1])
-        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # these mixes are not read any more
+        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # memory of mixes that are not read any more
         arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.arrays.first, "a": a, "b": b}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T * H), **arrays, rows=T * H)
@@ -58,7 +58,7 @@ class MixOperations(cuda_prompts.MixOperations):
         hidden = self.relu_squared(self.product(layer, "ffn_key", mixed))
         if self.dtype != np.float16:
             return self.add_product(layer, "ffn_value", x, hidden[0])
-        value = self.product(layer, "ffn_value", hidden)  # in a unit that keeps it in float16's range
+        value = self.product(layer, "ffn_value", hidden)  # divided by `version.unit_of_squares`; GatedAdd multiplies
         kernel = rwkv6_model_kernels.GatedAdd(self.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=None, value=value, count=x.size)
         return x

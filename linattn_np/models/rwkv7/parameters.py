@@ -1,4 +1,4 @@
-"""The sizes and the first values of the parameters of an RWKV-7 model to be trained."""
+"""The sizes and the initial values of the parameters of an RWKV-7 model to be trained."""
 
 import numpy as np
 
@@ -7,13 +7,13 @@ from ..rwkv.version import name_in_block
 from .names import VERSION
 
 RANKS = {"W": 2.5, "A": 2.5, "Q": 1.7, "G": 5.0}  # of the low-rank matrices, times the root of the width
-# What the first outputs of a layer are scaled by: at first the residual passes everything by.
+# Factors of initial values: with 0 in a layer's last matrix, the layer at first adds nothing to the residual.
 SCALES = {"att.output.weight": 0, "ffn.value.weight": 0, "att.key.weight": 0.1, "head.weight": 0.5}
 MIX_POWERS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 class Layout(parameters.Layout):
-    """Where each parameter lies in the vector.
+    """The place of each parameter in the vector; see `rwkv.parameters.Layout`.
 
     Example
     -------
@@ -31,10 +31,10 @@ class Layout(parameters.Layout):
         return {"F": 4 * width, **ranks}
 
     def initial_value(self, name, shape, rng):
-        """The first value of a parameter, or what broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
+        """The initial value, or an array that broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
         D, L, N, part = self.sizes["D"], self.sizes["L"], self.sizes["N"], name_in_block(name)
         depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
-        rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
+        rising, falling = depth / max(1, L - 1), 1 - depth / L  # by layers: 0 to 1; 1 to almost 0
         channel, place = np.arange(D) / D, np.arange(D) / max(1, D - 1)
         zigzag = 2 * (np.arange(D) % N) / max(1, N - 1) - 1  # in every head from -1 to 1, most of it near 0
         zigzag *= np.abs(zigzag)

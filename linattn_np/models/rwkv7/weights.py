@@ -1,8 +1,8 @@
-"""Which arrays RWKV-7's layers take, and the parameters that each of them holds."""
+"""The arrays of RWKV-7's layers, and the parameters that each of them holds: {field: `version.Weight`}."""
 
 from ..rwkv.version import linear, low_rank, norm, vector
 
-# The matrices come in the order in which a training's files have them. The first layer has no `value*`.
+# Matrices are in the order of a training's vector, which its files have. The first layer has no `value*`.
 LAYER = {
     "kvr": linear("att", "key", "value", "receptance"),
     "output": linear("att", "output"),
