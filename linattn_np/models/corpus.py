@@ -31,9 +31,9 @@ def read(path, tokenizer: Tokenizer) -> np.ndarray:
     path = Path(path)
     try:
         if path.suffix == ".jsonl":
-            return of_lines(path, tokenizer)
+            return read_lines(path, tokenizer)
         if path.suffix in (".bin", ".idx"):
-            return of_binidx(path)
+            return read_binidx(path)
         text = contents(path)
         return np.frombuffer(text, np.uint8) if tokenizer.size == 256 else ids(tokenizer.encode(text), tokenizer)
     except ContractError as error:
@@ -45,9 +45,9 @@ def ids(tokens, tokenizer) -> np.ndarray:
     return np.array(tokens, np.uint8 if tokenizer.size <= 256 else np.uint16 if tokenizer.size <= 65536 else np.uint32)
 
 
-def of_lines(path, tokenizer):
+def read_lines(path, tokenizer):
     """The ids in a file of JSON lines."""
-    found = [ids([], tokenizer)]
+    texts = [ids([], tokenizer)]
     end = [tokenizer.end] if tokenizer.end is not None else tokenizer.encode("\n")
     with opened(path) as file:
         for number, line in lines(file, LONGEST_LINE):
@@ -56,13 +56,13 @@ def of_lines(path, tokenizer):
                     text = json_object(line).get("text")
                     if not isinstance(text, str):
                         refuse(f'its text is {shown(text)}, expected {{"text": "..."}}')
-                    found.append(ids(tokenizer.encode(text) + end, tokenizer))
+                    texts.append(ids(tokenizer.encode(text) + end, tokenizer))
                 except ContractError as error:
                     refuse(f"line {number}: {error}")
-    return np.concatenate(found)
+    return np.concatenate(texts)
 
 
-def of_binidx(path):
+def read_binidx(path):
     """The ids in a .bin, after checking its .idx."""
     index = mapped(path.with_suffix(".idx"), "an index of token ids")
     head = index[:HEAD]
@@ -76,9 +76,9 @@ def of_binidx(path):
     if len(data) % dtype.itemsize:
         refuse(f"its .bin has {len(data)} bytes, expected a multiple of {dtype.itemsize}")
     texts, documents = struct.unpack("<QQ", head[18:])
-    sound = len(index) == HEAD + 12 * texts + 8 * documents
-    sizes = np.frombuffer(index, "<i4", texts if sound else 0, HEAD)
-    if not sound or (sizes < 0).any():
+    has_right_size = len(index) == HEAD + 12 * texts + 8 * documents
+    sizes = np.frombuffer(index, "<i4", texts if has_right_size else 0, HEAD)  # of the texts, in ids
+    if not has_right_size or (sizes < 0).any():
         refuse(f"its .idx of {len(index)} bytes claims {texts} texts and {documents} documents, expected a sound one")
     if (count := int(sizes.sum(dtype=np.int64))) != len(data) // dtype.itemsize:
         refuse(f"its .bin has {len(data) // dtype.itemsize} ids, expected the {count} of its .idx")

@@ -51,9 +51,9 @@ def cuda_devices() -> int:
 
 def may_be_several() -> bool:
     """Whether this process may see more than one CUDA device, judged without loading the driver."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
-    return len(nodes) != 1 and (shown is None or "," in shown)
+    return len(nodes) != 1 and (visible is None or "," in visible)
 
 
 def uses_cuda() -> bool:
@@ -91,8 +91,8 @@ def cuda_driver():
 
 
 class NotCopied:
-    """The base of classes whose objects store addresses of a device's memory, in arguments of kernels and in graphs. A
-    copy would use the same memory, so `copy`, `deepcopy` and `pickle` raise NotSupported."""
+    """The base of classes whose objects store addresses of a device's memory, in arguments of kernels and in graphs. As
+    a copy would use the same memory, `copy`, `deepcopy` and `pickle` raise NotSupported."""
 
     def __reduce_ex__(self, protocol):
         raise NotSupported(

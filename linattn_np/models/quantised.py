@@ -48,14 +48,14 @@ class Stored:
     @staticmethod
     def matrix(stack: list[Stored]) -> Matrix:
         """The `Matrix` of one of these, or of several of the same shape and format."""
-        q, scales = (np.stack([getattr(one, name) for one in stack]) for name in ("q", "scales"))
+        q, scales = (np.stack([getattr(stored, name) for stored in stack]) for name in ("q", "scales"))
         if stack[0].format == "int4":
             q, scales = np.stack([q & 15, q >> 4], -1).reshape(*q.shape[:-1], -1), scales.view(np.uint16)
         shape = stack[0].shape if len(stack) == 1 else (len(stack), *stack[0].shape)
         return of_rows(stack[0].format, q, scales, shape)
 
 
-def collected(weights: Mapping) -> dict:
+def with_stored_matrices(weights: Mapping) -> dict:
     """`weights` with a `Stored` in place of each matrix and its scales; ContractError if these do not fit."""
     found = {name: array for name, array in weights.items() if not name.endswith(SCALES)}
     for name, scales in weights.items():
@@ -78,20 +78,20 @@ def collected(weights: Mapping) -> dict:
     return found
 
 
-def of_bits(weights: Mapping, names, format: str) -> dict:
-    """The arrays of a file for `weights`, with the matrices `names` [out, in] in `format`, "int8" or "int4"."""
-    found = {}
+def file_arrays(weights: Mapping, names, format: str) -> dict:
+    """The arrays of a quantised file for `weights`: the matrices `names` [out, in] in `format`, "int8" or "int4"."""
+    arrays = {}
     for name, array in weights.items():
         if name not in names:
-            found[name] = array
+            arrays[name] = array
             continue
         q, scales = (part[0] for part in quantised(np.asarray(array)[None], format))
         if format == "int4":
             if q.shape[1] % 2:
                 refuse(f"{shown(name)} has {q.shape[1]} columns, expected an even number for int4")
             q, scales = q[:, ::2] | q[:, 1::2] << 4, scales.view(BFLOAT16)
-        found[name], found[name + SCALES] = q, scales
-    return found
+        arrays[name], arrays[name + SCALES] = q, scales
+    return arrays
 
 
 def refuse(complaint: str) -> NoReturn:

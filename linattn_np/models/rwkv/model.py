@@ -22,7 +22,7 @@ from .. import checkpoint
 from ..devices import check_device, on_host
 from ..number_checks import whole
 from ..prompt_reading import read
-from ..quantised import Stored, collected, of_bits
+from ..quantised import Stored, file_arrays, with_stored_matrices
 from ..sampling import Sampling
 from ..training_products import HostProducts
 from . import names
@@ -115,7 +115,7 @@ class Model:
         """
         weights = {
             name: array if isinstance(array, Stored) else array_on_host(name, array, cls.version.refuse)
-            for name, array in collected(weights).items()
+            for name, array in with_stored_matrices(weights).items()
         }
         official_weights, sizes = names.parameters(cls.version, completed(cls.version, weights, config))
         check_sizes(cls.version, weights, config, sizes)
@@ -182,7 +182,7 @@ class Model:
             name: np.asarray(array).astype(BFLOAT16) if name in to_bfloat16 else array
             for name, array in weights.items()
         }
-        return weights if dtype == "bfloat16" else of_bits(weights, large, dtype)
+        return weights if dtype == "bfloat16" else file_arrays(weights, large, dtype)
 
     def initial_state(self, batch: int = 1) -> State:
         """The state before the first token of `batch` sequences: zeros, or the trained state among the weights."""
