@@ -16,10 +16,10 @@ CUPYS_FOLDER = "~/.cupy/kernel_cache"  # without CUPY_CACHE_DIR
 
 @cache
 def folder_for_cupy():
-    """Gives CuPy another folder for kernels if its own cannot be written: CuPy could not be imported without one.
+    """Gives CuPy another folder for kernels if its own cannot be written: CuPy cannot be imported without one.
 
-    The new folder lives as long as the process. If CuPy is imported already, kernels stay in memory. LinattnWarning
-    tells either; NotSupported tells that no folder can be written.
+    The new folder lives as long as the process. If CuPy is imported already, kernels stay in memory. A LinattnWarning
+    says either; NotSupported if no folder can be written. Call this before an import of CuPy.
     """
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser(CUPYS_FOLDER)
     try:
@@ -28,14 +28,14 @@ def folder_for_cupy():
         return
     except OSError as error:
         wrong = f"CuPy cannot keep kernels in {folder} ({error.strerror})"
-    way = "CUPY_CACHE_DIR names another folder"
+    way_out = "CUPY_CACHE_DIR names another folder"
     if "cupy" in sys.modules:
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     else:
         try:
-            own = tempfile.mkdtemp(prefix="linattn_np-")
+            new_folder = tempfile.mkdtemp(prefix="linattn_np-")
         except OSError:
-            raise NotSupported(f"{wrong}, nor in {tempfile.gettempdir()}: {way}") from None
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
-        os.environ["CUPY_CACHE_DIR"] = own
-    warnings.warn(f"{wrong}: every process compiles its own. {way}", LinattnWarning, stacklevel=2)
+            raise NotSupported(f"{wrong}, nor in {tempfile.gettempdir()}: {way_out}") from None
+        atexit.register(shutil.rmtree, new_folder, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = new_folder
+    warnings.warn(f"{wrong}: every process compiles its own. {way_out}", LinattnWarning, stacklevel=2)

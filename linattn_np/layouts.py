@@ -9,6 +9,7 @@ def swap_heads(array, axes: str, layout: str):
 
 
 def in_layout(axes: str, layout: str) -> str:
+    """The axes of the caller's array, for errors: "B H T K" as "[B, T, H, K]" in layout "bthd"."""
     names = axes.split()
     if layout == "bthd" and names[1:3] in (["H", "T"], ["HK", "T"], ["HK", "S"]):
         names[1:3] = names[2], names[1]

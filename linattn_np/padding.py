@@ -4,10 +4,10 @@ import numpy as np
 
 
 def fill(x, padding, value=0.0):
-    """`x` [B, H, T, ...] itself, `value` where `padding` [B, T] is True; whatever stood there, NaN too."""
+    """Writes `value` to x [B, H, T, ...] where `padding` [B, T] is True, also in place of NaN; returns x."""
     bits = x.view(f"u{x.dtype.itemsize}")  # NumPy has no casts from Python's numbers to bfloat16
     B, T = padding.shape
-    where = np.broadcast_to(padding.reshape(B, 1, T, *(1,) * (x.ndim - 3)), x.shape)  # CuPy's for CuPy's
+    where = np.broadcast_to(padding.reshape(B, 1, T, *(1,) * (x.ndim - 3)), x.shape)  # a CuPy array if `padding` is one
     np.copyto(bits, int(np.array(value, x.dtype).view(bits.dtype)), where=where)
     return x
 

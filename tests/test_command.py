@@ -291,8 +291,8 @@ def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
 
 
 def test_larger_models_take_more():
-    assert [blas_threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
-    assert blas_threads.wanted(1 << 40, 1) == 1
+    assert [blas_threads.best_count(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
+    assert blas_threads.best_count(1 << 40, 1) == 1
 
 
 def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):

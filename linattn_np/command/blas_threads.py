@@ -30,9 +30,9 @@ def blas_threads(device: str, size: int, why: str):
     if device != "cpu" or any(map(os.environ.get, VARIABLES)):
         yield
         return
-    from ..backends.numpy.cores import workers  # late, as cards need none of it
+    from ..backends.numpy.cores import workers  # imported here, as GPUs do not need it
 
-    count = wanted(size, workers())
+    count = best_count(size, workers())
     if count == workers():
         yield
         return
@@ -56,6 +56,6 @@ def where(device: str, library: str) -> str:
     return f"on the GPU ({cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)['name'].decode()})"
 
 
-def wanted(size: int, most: int) -> int:
-    """The number of threads for matrices of so many bytes, at most `most`."""
+def best_count(size: int, most: int) -> int:
+    """The number of threads, at most `most`, for matrices of `size` bytes."""
     return max(1, min(most, size // SHARE))

@@ -16,20 +16,22 @@ def print_load_error(kind, error, trace):
 
 
 def interrupted(number, frame):
-    """Ctrl-C ends the process here: Python's own would be raised, and shown where a callback of an import drops it."""
+    """The handler of Ctrl-C, which ends the process. Python's own raises an exception; where a callback of an import
+    drops the exception, Python prints it."""
     signal.signal(number, signal.SIG_DFL)
     say(INTERRUPTED)
     os.kill(os.getpid(), number)
 
 
 def say(why):
+    """Prints a line on stderr, if the process has one."""
     if sys.stderr is not None:
         print(f"linattn-np: {' '.join(why.split())}", file=sys.stderr, flush=True)
 
 
 def is_command(argv, original) -> bool:
     """Whether a process is the command: its script, or `python -m linattn_np`. While Python imports a package for -m,
-    `argv` is [-m, arguments] without its name; the whole command line, `original`, has the name in place of -m."""
+    `argv` is [-m, arguments], without the package's name, which the whole command line, `original`, has."""
     if argv[:1] == ["-m"]:
         return original[-len(argv)] == "linattn_np"
     return os.path.basename("".join(argv[:1])) == "linattn-np"

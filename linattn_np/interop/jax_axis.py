@@ -4,8 +4,8 @@
 
 for a device's tokens a + 1 ... b, where S_own is their final state if their initial state is 0. Every device computes
 S_own and the product of its decays. An all-gather sends both to all devices: K * V + K numbers per head, or K * V + K *
-K for the delta rules, whose transition is a matrix. Each device applies those of the devices before it to the initial
-state of the sequence. It computes its outputs from the result. JAX differentiates all of this, collectives included.
+K for the delta rules, whose transition is a matrix. Each device applies the maps of all earlier devices to the initial
+state of the sequence, and computes its outputs from the result. JAX differentiates all of this, collectives included.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def along(axis_name, run, problem, arrays, state, arguments):
     dtype, v_first = problem.compute_dtype, problem.state_v_first
     arguments = {**arguments, "state_v_first": False, "state_dtype": dtype}
     own, factors = jax.lax.all_gather(summary(run, problem, arrays, arguments), axis_name)
-    place, count = jax.lax.axis_index(axis_name), own[0].shape[0]
+    index, count = jax.lax.axis_index(axis_name), own[0].shape[0]
     start = [jnp.zeros_like(part[0]) for part in own]
     if state is not None:
         start = [with_axes_swapped(part, v_first).astype(dtype) for part in state]
-    before = start
+    states = start
     for device in reversed(range(count)) if problem.reverse else range(count):
-        is_earlier = device > place if problem.reverse else device < place
+        is_earlier = device > index if problem.reverse else device < index
         device_summary = ([part[device] for part in parts] for parts in (own, factors))
-        joined = Summary(problem.op.transition, *device_summary).apply(before)
-        before = [jnp.where(is_earlier, after, x) for after, x in zip(joined, before, strict=True)]
-    o, *final = run(arrays, before, arguments)
-    is_last = place == (0 if problem.reverse else count - 1)
+        joined = Summary(problem.op.transition, *device_summary).apply(states)
+        states = [jnp.where(is_earlier, new, old) for new, old in zip(joined, states, strict=True)]
+    o, *final = run(arrays, states, arguments)
+    is_last = index == (0 if problem.reverse else count - 1)
     return o, *(
         jax.lax.psum(jnp.where(is_last, with_axes_swapped(part, v_first), 0), axis_name).astype(problem.state_dtype)
         for part in final

@@ -19,22 +19,22 @@ def over_devices(run, problem, arrays, state):
     of_arrays, of_state, of_o = axes_of(problem)
     names = [*problem.op.arrays, *["initial_state"] * len(state or ())]
     inputs = [*of_arrays, *(of_state if state else ())]
-    mesh, cut = None, {}
+    mesh, sharded = None, {}
     for name, axes, x in zip(names, inputs, [*arrays, *(state or ())], strict=True):
         sharding = sharding_of(x)
         if sharding is None:
             continue
         mesh = sharding.mesh
-        for axis, over in zip(axes, sharding.spec):
-            if over is None:
+        for axis, mesh_axis in zip(axes, sharding.spec):
+            if mesh_axis is None:
                 continue
-            check(problem, name, axis, over, cut)
-            cut[axis[0]] = over
-    if not cut:
+            check(problem, name, axis, mesh_axis, sharded)
+            sharded[axis[0]] = mesh_axis
+    if not sharded:
         return None
 
     def specs(parts):
-        return [PartitionSpec(*(cut.get(axis[0]) for axis in axes)) for axes in parts]
+        return [PartitionSpec(*(sharded.get(axis[0]) for axis in axes)) for axes in parts]
 
     results = [of_o, *(of_state if problem.output_final_state else ())]
     in_specs = specs(of_arrays), specs(of_state) if state else None
@@ -52,8 +52,11 @@ def sharding_of(x):
     return found
 
 
-def check(problem, name, axis, over, cut):
-    """Refuses array `name` if its axis may not be sharded over mesh axis `over`, or another array's is otherwise."""
+def check(problem, name, axis, mesh_axis, sharded):
+    """ContractError if array `name` may not be sharded along `axis`, or if another array's axis is sharded otherwise.
+
+    sharded : {letter of an axis: the mesh axis over which other arrays are sharded along it}
+    """
     op = problem.op
     if axis[0] not in free_axes(problem):
         why = {
@@ -61,13 +64,16 @@ def check(problem, name, axis, over, cut):
             "b": "where sequences are packed: cut heads",
             "t": "which jax.shard_map with axis_name= takes",
         }.get(axis, "which meets in every state")
-        op.refuse(name, f"is cut over {over!r} along {axis.upper()}, {why}")
-    if cut.get(axis[0], over) != over:
-        op.refuse(name, f"is cut over {over!r} along {axis[0].upper()}, but another array over {cut[axis[0]]!r}")
+        op.refuse(name, f"is cut over {mesh_axis!r} along {axis.upper()}, {why}")
+    if sharded.get(axis[0], mesh_axis) != mesh_axis:
+        op.refuse(
+            name, f"is cut over {mesh_axis!r} along {axis[0].upper()}, but another array over {sharded[axis[0]]!r}"
+        )
 
 
 def axes_of(problem):
-    """The axes of (the arrays, the state's parts, o) in the caller's order: b, h, t, k, v, and hg for grouped heads."""
+    """The axes of (the arrays, the state's parts, o) in the caller's order, as letters b, h, t, k, v, and hg for the
+    heads of grouped values."""
     op = problem.op
 
     def letters(axes, swapped=None):

@@ -24,11 +24,11 @@ def as_torch(tensor):
 
     device = tensor.device
     stream = torch.cuda.current_stream(device).cuda_stream
-    with on_stream(device.index, stream), cupy.cuda.using_allocator(partial(lent, device)):
+    with on_stream(device.index, stream), cupy.cuda.using_allocator(partial(memory_of_torch, device)):
         yield
 
 
-def lent(device, size: int):
+def memory_of_torch(device, size: int):
     """CuPy memory of `size` bytes, owned by a torch tensor, which `array_kinds.from_native` finds again."""
     import cupy
 
