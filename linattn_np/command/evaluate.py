@@ -13,11 +13,10 @@ from sys import float_info
 import numpy as np
 
 from ..models import corpus
+from ..models.prompt_reading import PIECE
 from .blas_threads import blas_for
 from .generate import DTYPES, load, tokenizer_of
 from .terminal import add_device, add_tokenizer, bar, put, status, whole
-
-PIECE = 512  # tokens that are read at a time
 
 
 def declare(parser):

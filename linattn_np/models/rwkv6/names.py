@@ -145,4 +145,4 @@ VERSION = Version(
     fla_eps=1e-6,
     fla_group_eps_factor=lambda weights: 1,
 )
-official, parameters = partial(names.official, VERSION), partial(names.parameters, VERSION)
+official = partial(names.official, VERSION)
