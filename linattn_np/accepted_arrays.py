@@ -40,16 +40,16 @@ def host_array(numbers):
     """Numbers on the host (one, or a list, tuple or array of them) as a NumPy array; None for anything else."""
     plain = isinstance(numbers, (list, tuple, int, float, np.generic))
     try:
-        found = np.asarray(numbers) if plain else accepted("", numbers, "copied")[0]
+        array = np.asarray(numbers) if plain else accepted("", numbers, "copied")[0]
     except (Refusal, ValueError):  # a ragged list
         return None
-    return found if isinstance(found, np.ndarray) and found.dtype.kind in "biuf" else None
+    return array if isinstance(array, np.ndarray) and array.dtype.kind in "biuf" else None
 
 
 def contents(numbers, kinds):
     """A hashable of the numbers that `host_array` finds, if their dtype is one of `kinds`; else None."""
-    found = None if array_kinds.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
-    return None if found is None or found.dtype.kind not in kinds else (found.dtype, found.shape, found.tobytes())
+    array = None if array_kinds.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
+    return None if array is None or array.dtype.kind not in kinds else (array.dtype, array.shape, array.tobytes())
 
 
 def differentiable(operator, library) -> str:

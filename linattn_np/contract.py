@@ -177,8 +177,8 @@ class Op(Declaration):
             views[name] = self.logical(name, native, self.arrays[name], layout)
         for by_name, what in ((kinds, "library"), (homes, "device")):
             if len(set(by_name.values())) > 1:
-                given = ", ".join(f"{name}: {value}" for name, value in by_name.items())
-                self.refuse("arrays", f"must share one {what}, got {given}", ContractTypeError)
+                values = ", ".join(f"{name}: {value}" for name, value in by_name.items())
+                self.refuse("arrays", f"must share one {what}, got {values}", ContractTypeError)
         return views, next(iter(kinds.values()))
 
     def groups(self, views, layout) -> int:
@@ -221,13 +221,13 @@ class Op(Declaration):
     def refuse_sizes(self, views, layout, axis, groups):
         """Raises the error for an axis on which arrays differ: about an array whose size most others do not have."""
         axes = {name: self.callers_axes(name, groups).split() for name in views}
-        found = {name: view.shape[axes[name].index(axis)] for name, view in views.items() if axis in axes[name]}
-        usual = Counter(found.values()).most_common(1)[0][0]
-        name = next(name for name, size in found.items() if size != usual)
+        axis_sizes = {name: view.shape[axes[name].index(axis)] for name, view in views.items() if axis in axes[name]}
+        usual = Counter(axis_sizes.values()).most_common(1)[0][0]
+        name = next(name for name, size in axis_sizes.items() if size != usual)
         shape = tuple(swap_heads(views[name], self.arrays[name], layout).shape)
         self.refuse(
             name,
-            f"has {axis}={found[name]}, but {axis}={usual} elsewhere; {name} is {shape}, "
+            f"has {axis}={axis_sizes[name]}, but {axis}={usual} elsewhere; {name} is {shape}, "
             f"expected {in_layout(self.callers_axes(name, 1), layout)}",
         )
 

@@ -108,17 +108,17 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
         name = choose(problem, backend)
     except NotSupported:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    found = backend_module(name).describe(inner_call_layout(problem), moved)
-    found["copies"] = (*copies(problem), *found["copies"])
-    found["reasons"] = reasons | found.get("reasons", {})
-    return Explanation(problem.op.name, name, bytes=moved, **found)
+    description = backend_module(name).describe(inner_call_layout(problem), moved)
+    description["copies"] = (*copies(problem), *description["copies"])
+    description["reasons"] = reasons | description.get("reasons", {})
+    return Explanation(problem.op.name, name, bytes=moved, **description)
 
 
 def copies(problem: Problem) -> list[str]:
     """Why arrays are copied before a backend gets them."""
-    found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
-    found += [f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else []
-    return found + ([problem.op.derived.copy_note] if problem.op.derived else [])
+    reasons = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
+    reasons += [f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else []
+    return reasons + ([problem.op.derived.copy_note] if problem.op.derived else [])
 
 
 def bytes_moved(problem: Problem) -> int:

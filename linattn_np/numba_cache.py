@@ -126,12 +126,12 @@ class ChecksummedFiles(caching.IndexDataCacheFile):
         super().save(key, (self._source_stamp, key, data))
 
     def load(self, key):
-        found = super().load(key)
-        if found is None:
+        stored = super().load(key)
+        if stored is None:
             return None
-        if found[:2] != (self._source_stamp, key):
+        if stored[:2] != (self._source_stamp, key):
             raise ValueError("the file holds another loop")
-        return found[2]
+        return stored[2]
 
     def _dump(self, obj):
         data = super()._dump(obj)
@@ -158,13 +158,13 @@ class DiskCache(caching.FunctionCache):
         self._cache_file.__class__ = ChecksummedFiles
 
     def load_overload(self, signature, context):
-        found = None
+        code = None
         try:
-            found = super().load_overload(signature, context)
+            code = super().load_overload(signature, context)
         except Exception:  # Numba reads a file that was cut short again and again, unless it is emptied
             with suppress(Exception):
                 self.flush()
-        return found or NoCache().load_overload(signature, context)
+        return code or NoCache().load_overload(signature, context)
 
     def save_overload(self, signature, data):
         with suppress(Exception):  # the disk is full, or the folder is gone

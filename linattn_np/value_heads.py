@@ -40,5 +40,5 @@ def merged(x, shape):
     if x.strides[-1] != x.dtype.itemsize or any(n % 8 for n in (address, row, *x.strides[:-1])):
         return x.reshape(shape)
     numbers = 8 // x.dtype.itemsize
-    found = x.view("uint64").reshape((*shape[:-1], shape[-1] // numbers))
-    return (found if found.strides[-1] == 8 else found.copy()).view(x.dtype)  # `view` needs contiguous rows
+    words = x.view("uint64").reshape((*shape[:-1], shape[-1] // numbers))
+    return (words if words.strides[-1] == 8 else words.copy()).view(x.dtype)  # `view` needs contiguous rows

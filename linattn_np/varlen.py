@@ -91,13 +91,13 @@ def parse(cu_seqlens, total: int) -> Spans:
         raise ValueError(f"must run from 0 to T={total}, got {bounds[0]} to {bounds[-1]}")
     outside = (bounds < 0) | (bounds > total)  # before any arithmetic, which could wrap
     if outside.any():
-        at = int(np.argmax(outside))
-        raise ValueError(f"must lie between 0 and T={total}, got {bounds[at]} at index {at}")
+        index = int(np.argmax(outside))
+        raise ValueError(f"must lie between 0 and T={total}, got {bounds[index]} at index {index}")
     bounds = bounds.astype(np.int64)
     shrinks = np.diff(bounds) < 0
     if shrinks.any():
-        at = int(np.argmax(shrinks))
-        raise ValueError(f"must not decrease, got {bounds[at]} then {bounds[at + 1]} at index {at + 1}")
+        index = int(np.argmax(shrinks))
+        raise ValueError(f"must not decrease, got {bounds[index]} then {bounds[index + 1]} at index {index + 1}")
     return Spans(bounds)
 
 

@@ -28,11 +28,11 @@ def devices(wanted) -> int:
         return 0
     if not may_be_several():
         return 1
-    pipe, theirs = multiprocessing.Pipe(duplex=False)
-    process = start_method().Process(target=tell_devices, args=(theirs, os.getpid()), daemon=True)
+    pipe, child_pipe = multiprocessing.Pipe(duplex=False)
+    process = start_method().Process(target=tell_devices, args=(child_pipe, os.getpid()), daemon=True)
     with no_signals():
         process.start()  # another process, since those forked from one that has loaded the driver cannot use it
-    theirs.close()
+    child_pipe.close()
     try:
         return pipe.recv()
     except EOFError:
@@ -101,11 +101,11 @@ class Cards:
             self.taken = self.context.Value("q", 0)  # how many texts processes have taken
         with no_signals():
             for card in range(len(self.started), count):
-                pipe, theirs = self.context.Pipe()
-                arguments = card, self.ahead, self.taken, theirs, os.getpid()
+                pipe, child_pipe = self.context.Pipe()
+                arguments = card, self.ahead, self.taken, child_pipe, os.getpid()
                 process = self.context.Process(target=work, args=arguments, daemon=True)
                 process.start()
-                theirs.close()  # so that the pipe ends when the process ends
+                child_pipe.close()  # so that the pipe ends when the process ends
                 self.started[pipe] = card, process
 
     def spread(self, prepare, count, texts):

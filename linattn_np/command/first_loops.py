@@ -78,11 +78,12 @@ class LoopsBeside:
 
     def __init__(self, new_model):
         self.new_model = new_model
-        self.pipe, theirs = multiprocessing.Pipe(duplex=False)
-        self.process = start_method().Process(target=compile_beside, args=(new_model, theirs, os.getpid()), daemon=True)
+        self.pipe, child_pipe = multiprocessing.Pipe(duplex=False)
+        arguments = new_model, child_pipe, os.getpid()
+        self.process = start_method().Process(target=compile_beside, args=arguments, daemon=True)
         with no_signals():
             self.process.start()
-        theirs.close()
+        child_pipe.close()
 
     def hasten(self, model):
         """Gives the model layers of Numba's loops, if the process has ended."""

@@ -82,9 +82,9 @@ def operator_on_ranks(op: Op) -> Callable[..., Any]:
     return function
 
 
-def compute(op: Op, inputs, **given):
+def compute(op: Op, inputs, **options):
     """The operator's results for this rank's tokens."""
-    return Forward(RankCall(op, inputs, **given)).result()
+    return Forward(RankCall(op, inputs, **options)).result()
 
 
 def documentation(op: Op, names) -> str:
@@ -150,11 +150,11 @@ def vjp(op, *arrays, **arguments):
         )
     declaration, bound = OPERATORS[op], inspect.signature(op).bind(*arrays, **arguments)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    inputs = tuple(given.pop(name) for name in (*declaration.arrays, *declaration.optional_arrays))
-    if given["out"] is not None:
+    options = dict(bound.arguments)
+    inputs = tuple(options.pop(name) for name in (*declaration.arrays, *declaration.optional_arrays))
+    if options["out"] is not None:
         declaration.refuse("out", "cannot be given to vjp")
-    forward = Forward(RankCall(declaration, inputs, gradient=True, **given))
+    forward = Forward(RankCall(declaration, inputs, gradient=True, **options))
     result = forward.result()
 
     def pullback(do, dht=None, *, summed=True):

@@ -39,14 +39,14 @@ class RankCall:
     comparison : the exchange that compares this call with the other ranks'; it has begun
     """
 
-    def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **given):
-        self.comm, self.segment_size, self.gradient, self.given = comm, segment_size, gradient, given
+    def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **arguments):
+        self.comm, self.segment_size, self.gradient, self.arguments = comm, segment_size, gradient, arguments
         self.declared, inputs = op.fitting(inputs)
         if not is_engine(comm):
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
-        key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
+        key, _ = call_key(self.declared, inputs, self.arguments | {"gradient": gradient, "segment_size": segment_size})
         check = partial(self.check, inputs)
         self.comparison = CallComparison(comm, self.declared.name, check, key)
         self.problem, self.state, self.mask, self.bounds = self.comparison.check_result
@@ -55,7 +55,8 @@ class RankCall:
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]  # of states [N, ...]
         self.sequences = len(self.bounds) - 1 if self.packed else 1
-        self.options = {name: self.given[name] for name in (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS) if name in self.given}
+        options = (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS)  # of every segment's call
+        self.options = {name: arguments[name] for name in options if name in arguments}
         self.options |= {"scale": self.problem.scale, "reverse": self.problem.reverse}
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -64,20 +65,20 @@ class RankCall:
 
         `needs_values`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
         """
-        given, checked = self.given, (*COMPUTE_OPTIONS[:4], *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
-        options = {name: given[name] for name in checked if name in given}
+        arguments, checked = self.arguments, (*COMPUTE_OPTIONS[:4], *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
+        options = {name: arguments[name] for name in checked if name in arguments}
         problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
         if needs_values:  # if no backend can compute the call, no rank begins
-            choose(problem, given["backend"])
+            choose(problem, arguments["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home
         self.check_home(op, home)
         if self.segment_size is not None and (type(self.segment_size) is not int or self.segment_size < 1):
             op.refuse("segment_size", f"is {self.segment_size!r}, expected a positive int or None")
         bounds = self.checked_bounds(op, sizes)
-        mask = op.mask(given.get("mask"), sizes, home, given["cu_seqlens"])
+        mask = op.mask(arguments.get("mask"), sizes, home, arguments["cu_seqlens"])
         count = sizes["B"] if bounds is None else len(bounds) - 1
         state = op.initial_state(
-            given["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
+            arguments["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
         )
         common = self.shared_values(problem, state, bounds, sizes) if needs_values else None
         return (problem, state, mask, bounds), sizes["T"], common
@@ -94,16 +95,16 @@ class RankCall:
 
     def checked_bounds(self, op, sizes):
         """cu_seqlens, or None. Whether it ends where the tokens do is checked once all lengths are known: see `cut`."""
-        given = self.given["cu_seqlens"]
-        if given is None:
+        cu_seqlens = self.arguments["cu_seqlens"]
+        if cu_seqlens is None:
             return None
-        bounds = host_array(given) if contents(given, "iu") else None
+        bounds = host_array(cu_seqlens) if contents(cu_seqlens, "iu") else None
         total = int(bounds[-1]) if bounds is not None and bounds.ndim == 1 and bounds.size else 0
-        return op.spans(given, sizes | {"T": total}).bounds
+        return op.spans(cu_seqlens, sizes | {"T": total}).bounds
 
     def shared_values(self, problem, state, bounds, sizes):
         """{name for an error: value} of all that must be the same on all ranks."""
-        given = self.given
+        arguments = self.arguments
         common = {"a gradient": self.gradient, "the size of segments": self.segment_size}
         common |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
         common |= {"the heads of v": sizes["H"] * problem.groups}
@@ -116,7 +117,8 @@ class RankCall:
             "output_final_state": problem.output_final_state,
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
-        common |= {name: given[name] for name in (*COMPUTE_OPTIONS, "feature_map", "normalize") if name in given}
+        options = (*COMPUTE_OPTIONS, "feature_map", "normalize")
+        common |= {name: arguments[name] for name in options if name in arguments}
         if "log_decay" in problem.options:
             common["log(gamma)"] = problem.options["log_decay"].tolist()
         return common

@@ -5,7 +5,7 @@ The state after a segment is F S_in + S_own: S_own is the segment's final state 
 product of its tokens' transitions. For the gradient dS_in = F^T dS_out + dS_own, where dS_own is the initial state's
 gradient if the final state's is zero.
 
-In this module `arrays` are those of the operator for a segment's tokens, and `given` its other arguments.
+In this module `arrays` are those of the operator for a segment's tokens, and `arguments` its other arguments.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Recurrence:
         """The shape of each factor of F in a message; () if every rank can compute them by itself."""
         return factor_shapes(self.problem.op, rows, self.heads["K"], self.heads["V"], self.K, self.V)
 
-    def factors(self, arrays, given):
+    def factors(self, arrays, arguments):
         """The factors of F for these tokens, as in `Summary`. Gates are summed in float64: the sum of a million weak
         gates would lose digits in float32."""
         if self.problem.op.transition is Transition.RANK_ONE:
-            return self.whole_pass(self.declared, arrays, given)[1]
+            return self.whole_pass(self.declared, arrays, arguments)[1]
         named = dict(zip(self.problem.op.arrays, arrays))
-        return [total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.decays]
+        return [total_decay(named[name], arguments.get("mask"), self.dtype) for name in self.problem.op.decays]
 
     def summary_of_message(self, message, tokens, backwards=False) -> Summary:
         """The map of the state from a segment's message [*own, *factors]; if `backwards`, that of the gradient."""
@@ -61,7 +61,7 @@ class Recurrence:
         factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
         return on_device_of(factor[None], next(iter(self.problem.arrays.values())))
 
-    def summary(self, arrays, given, gradient=False):
+    def summary(self, arrays, arguments, gradient=False):
         """(the parts of S_own, the factors of F, summaries). `summaries` are what `dispatch.call` can use again for o.
 
         Hopper's kernels cut a long sequence into segments and summarise these first; the call that computes o does not
@@ -69,27 +69,28 @@ class Recurrence:
         read q and o again, write o again, and round o twice.
         """
         if self.problem.op.transition is Transition.RANK_ONE:
-            return *self.whole_pass(self.declared, arrays, given), ()
-        summary = summarise(self.declared, arrays, gradient=gradient, **given)
+            return *self.whole_pass(self.declared, arrays, arguments), ()
+        summary = summarise(self.declared, arrays, gradient=gradient, **arguments)
         if summary is None:
-            return self.whole_pass(self.declared, arrays, given)[0], self.factors(arrays, given), ()
+            return self.whole_pass(self.declared, arrays, arguments)[0], self.factors(arrays, arguments), ()
         own, decays, summaries = summary
-        return list(own), self.factors(arrays, given) if decays is None else self.factors_of_decays(decays), summaries
+        factors = self.factors(arrays, arguments) if decays is None else self.factors_of_decays(decays)
+        return list(own), factors, summaries
 
-    def final_state(self, declared, arrays, given):
+    def final_state(self, declared, arrays, arguments):
         """The parts of S_own, without computing o if the backend can do so."""
-        summary = summarise(declared, arrays, **given)
-        return self.whole_pass(declared, arrays, given)[0] if summary is None else list(summary[0])
+        summary = summarise(declared, arrays, **arguments)
+        return self.whole_pass(declared, arrays, arguments)[0] if summary is None else list(summary[0])
 
-    def whole_pass(self, declared, arrays, given):
+    def whole_pass(self, declared, arrays, arguments):
         """(the parts of S_own, [F, if transitions have rank one]), by a whole call of the operator.
 
         F is then computed as the final state of K more columns, whose initial state is the identity and whose values
         are zeros.
         """
-        given, columns = given | {"output_final_state": True, "state_dtype": self.dtype}, self.V
+        arguments, columns = arguments | {"output_final_state": True, "state_dtype": self.dtype}, self.V
         if self.problem.op.transition is not Transition.RANK_ONE:
-            final = call(declared, arrays, **given)[1]
+            final = call(declared, arrays, **arguments)[1]
             return list(final) if isinstance(final, tuple) else [final], []
         named = dict(zip(self.problem.op.arrays, arrays))
         v = named[self.problem.op.value]
@@ -97,7 +98,7 @@ class Recurrence:
         start = np.zeros_like(v, shape=(len(v), self.heads["V"], self.K, columns + self.K), dtype=self.dtype)
         for channel in range(self.K):
             start[..., channel, columns + channel] = 1
-        final = call(declared, tuple(named.values()), **given, initial_state=start)[1]
+        final = call(declared, tuple(named.values()), **arguments, initial_state=start)[1]
         return [final[..., :columns]], [final[:, :: self.problem.groups, :, columns:]]  # heads of a group share F
 
     def factors_of_decays(self, decays):
@@ -116,7 +117,7 @@ class Recurrence:
         one_factor = len(self.factor_shapes(0)) < 2 and self.problem.op.transition is not Transition.RANK_ONE
         return len(self.problem.op.state) == 1 and one_factor
 
-    def gradient_summary(self, arrays, do, given):
+    def gradient_summary(self, arrays, do, arguments):
         """dS_own = scale * sum_t exp(g_1 + ... + g_t) q_t do_t^T, for RWKV-6 without g_t itself.
 
         It is the final state of the same recurrence from the last token to the first, with q in the place of k and do
@@ -129,7 +130,7 @@ class Recurrence:
             q = np.repeat(q, self.heads["K"] // q.shape[1], axis=1)
         gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.decays]
         dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
-        given = given | {"reverse": not given["reverse"]}
+        arguments = arguments | {"reverse": not arguments["reverse"]}
         if problem.op.gates:
             g = gates[0]
             if not problem.op.reads_before_write:
@@ -140,7 +141,7 @@ class Recurrence:
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
         derived = problem.op.derived
         inner = derived.inner if derived else GLA if problem.op.reads_before_write else self.declared
-        (dS,) = self.final_state(inner, (q, q, do, *gates), given)
+        (dS,) = self.final_state(inner, (q, q, do, *gates), arguments)
         dS = dS * problem.scale
         if "log_decay" in problem.options:  # one decay per head, by which the sum may be multiplied
             dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).transitioned(dS)

@@ -154,7 +154,7 @@ class Forward(Pass):
         with lasting_memory(problem.home):  # a graph that is captured now uses this memory later
             results, final_states = self.run(self.comparison.remembered_lengths() or self.comparison.agreed_lengths())
             o = next(iter(results.values())) if self.o is None else self.o
-            result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
+            result = call.array_to_caller(o, problem.op.out) if call.out is None else call.arguments["out"]
             if not problem.output_final_state:
                 return result
             dtypes = [problem.state_dtype] * len(problem.op.state)
@@ -170,8 +170,9 @@ class Forward(Pass):
 
     def prepare(self, segment):
         arrays, options = self.call.call_of_segment(segment)
-        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, only_summaries=True, **options):
-            *_, self.summaries[segment.index] = found
+        options |= {"gradient": self.call.gradient, "only_summaries": True}
+        if summary := summarise(self.call.declared, arrays, **options):
+            *_, self.summaries[segment.index] = summary
 
     def compute(self, segment, states):
         call, problem = self.call, self.call.problem
@@ -236,8 +237,8 @@ class Backward(Pass):
         call, recurrence, do = self.call, self.recurrence, self.do
         start, stop = tokens_of(segment, piece)
         pullback = self.pullbacks[segment.index]
-        if len(segment.pieces) == 1 and (found := pullback.summarise(do[:, :, start:stop])):
-            added, decays, self.summaries[segment.index] = found
+        if len(segment.pieces) == 1 and (summary := pullback.summarise(do[:, :, start:stop])):
+            added, decays, self.summaries[segment.index] = summary
             return [*added, *recurrence.factors_of_decays(decays)]
         arrays, options = call.call_of_tokens(start, stop)
         if recurrence.reversal_gives_gradient:
@@ -248,8 +249,8 @@ class Backward(Pass):
         return [*added, *recurrence.factors(arrays, options)]
 
     def prepare(self, segment):
-        if found := self.pullbacks[segment.index].summarise(self.do[:, :, segment.start : segment.stop]):
-            *_, self.summaries[segment.index] = found
+        if summary := self.pullbacks[segment.index].summarise(self.do[:, :, segment.start : segment.stop]):
+            *_, self.summaries[segment.index] = summary
 
     def compute(self, segment, states):
         summaries, do = self.summaries.pop(segment.index, ()), self.do[:, :, segment.start : segment.stop]

@@ -44,12 +44,12 @@ def over_devices(run, problem, arrays, state):
 
 def sharding_of(x):
     """The NamedSharding of a sharded array; None for any other array."""
-    found = getattr(jax.typeof(x), "sharding", None)
-    if not isinstance(x, jax.core.Tracer) and not any(getattr(found, "spec", ())):
-        found = x.sharding
-    if not isinstance(found, NamedSharding) or not any(found.spec) or getattr(found.mesh, "manual_axes", ()):
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if not isinstance(x, jax.core.Tracer) and not any(getattr(sharding, "spec", ())):
+        sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or not any(sharding.spec) or getattr(sharding.mesh, "manual_axes", ()):
         return None
-    return found
+    return sharding
 
 
 def check(problem, name, axis, mesh_axis, sharded):

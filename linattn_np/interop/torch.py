@@ -167,8 +167,8 @@ class CallOnRanks:
             result, self.pullback = distributed.vjp(self.function, *arrays, **arguments)
             return tuple(flattened(result))
 
-    def gradients(self, given):
-        *_, (do, *dht) = self.call.taken_apart(given)
+    def gradients(self, tensors):
+        *_, (do, *dht) = self.call.taken_apart(tensors)
         with as_torch(do):
             return tuple(flattened(self.pullback(do, tuple(dht) or None)))
 

@@ -70,13 +70,13 @@ class Call:
             arrays, state, arguments, _ = self.taken_apart(as_cupy(tensors))
             return tuple(map(tensor, self.operator.run(arrays, state, arguments)))
 
-    def gradients(self, given) -> tuple:
+    def gradients(self, tensors) -> tuple:
         """The gradients of the arrays and of the initial state's parts.
 
-        `given`: the call's tensors, then the gradients of o and of the final state's parts.
+        `tensors`: the call's tensors, then the gradients of o and of the final state's parts.
         """
-        with as_torch(given[0]):
-            arrays, state, arguments, (do, *dht) = self.taken_apart(as_cupy(given))
+        with as_torch(tensors[0]):
+            arrays, state, arguments, (do, *dht) = self.taken_apart(as_cupy(tensors))
             return tuple(map(tensor, self.operator.gradients(arrays, state, arguments, do, dht)))
 
     def outline(self, tensors):
@@ -183,9 +183,9 @@ class ComputeGradients(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call, *given):
+    def forward(call, *tensors):
         text = graph_text(call)
-        return tuple(graph_backward(list(given), text)) if text else call.gradients(given)
+        return tuple(graph_backward(list(tensors), text)) if text else call.gradients(tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -227,9 +227,9 @@ def shapes_forward(tensors, call):
     return [tensors[0].new_empty(x.shape, dtype=TORCH_DTYPES[x.dtype]) for x in results]
 
 
-def shapes_backward(given, call):
+def shapes_backward(tensors, call):
     """Empty tensors with the shapes and dtypes of `Call.gradients`'s results."""
-    arrays, state, *_ = Call.of_text(call).taken_apart(given)
+    arrays, state, *_ = Call.of_text(call).taken_apart(tensors)
     return [x.new_empty(x.shape) for x in (*arrays, *(state or ()))]
 
 

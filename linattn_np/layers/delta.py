@@ -220,17 +220,17 @@ class DeltaLayer(Layer):
         raise NotImplementedError
 
     # -- weights -----------------------------------------------------------------------------------------------------
-    def weight_shapes(self, found) -> dict:
+    def weight_shapes(self, given) -> dict:
         """As in `Layer`."""
-        (HK, D), (HV, _) = (found[name].shape for name in SIZED)
+        (HK, D), (HV, _) = (given[name].shape for name in SIZED)
         for name, size, heads in (("q_proj.weight", HK, self.heads), ("v_proj.weight", HV, self.v_heads)):
             if not size or size % heads:
-                self.refuse(f"{name} is {found[name].shape}, with {size} channels for {heads} heads to share")
-        convolutions = [name for name in CONVOLVED if f"{name}.weight" in found]
+                self.refuse(f"{name} is {given[name].shape}, with {size} channels for {heads} heads to share")
+        convolutions = [name for name in CONVOLVED if f"{name}.weight" in given]
         if 0 < len(convolutions) < len(CONVOLVED):
             self.refuse(f"{', '.join(convolutions)} without the others, expected all of {', '.join(CONVOLVED)} or none")
-        window = found[f"{CONVOLVED[0]}.weight"].shape[-1] if convolutions else 1
-        ranks = {name: found[name].shape[0] for name in self.low_rank if name in found}
+        window = given[f"{CONVOLVED[0]}.weight"].shape[-1] if convolutions else 1
+        ranks = {name: given[name].shape[0] for name in self.low_rank if name in given}
         return self.shapes(D, self.heads, self.v_heads, HK // self.heads, HV // self.v_heads, window, ranks)
 
     @classmethod

@@ -189,18 +189,18 @@ class GatedLinearAttention(Layer):
         return gradient.reshape(*gradient.shape[:-2], self.kv_heads, -1, gradient.shape[-1]).sum(axis=-2)
 
     # -- checks ------------------------------------------------------------------------------------------------------
-    def weight_shapes(self, found) -> dict:
+    def weight_shapes(self, given) -> dict:
         """As in `Layer`."""
-        if convolutions := sorted(name for name in found if "conv1d" in name):
+        if convolutions := sorted(name for name in given if "conv1d" in name):
             self.refuse(
                 f"{', '.join(convolutions)} is none of this layer's weights: short convolutions are not supported"
             )
-        if set(NORMS) <= found.keys():
+        if set(NORMS) <= given.keys():
             self.refuse(f"{' and '.join(NORMS)} are two names of one weight, and both were given")
-        (HK, D), (_, HV), (R, _) = (found[name].shape for name in SIZED)
+        (HK, D), (_, HV), (R, _) = (given[name].shape for name in SIZED)
         for name, size in (("q_proj.weight", HK), ("o_proj.weight", HV)):
             if not size or size % self.heads:
-                self.refuse(f"{name} is {found[name].shape}, with {size} channels for num_heads={self.heads} to share")
+                self.refuse(f"{name} is {given[name].shape}, with {size} channels for num_heads={self.heads} to share")
         return weight_shapes(D, HK, HV, R, self.heads, self.kv_heads)
 
     @classmethod

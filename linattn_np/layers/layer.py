@@ -41,7 +41,7 @@ class Layer:
             f"{v.shape[0] // count}{other_heads}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
         )
 
-    def weight_shapes(self, found) -> dict:
+    def weight_shapes(self, given) -> dict:
         """{name: shape} of all possible weights, from the given ones, {name: array} with two axes for those of `sized`.
         ContractError if these do not fit the layer's heads."""
         raise NotImplementedError
@@ -100,31 +100,31 @@ class Layer:
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked_copies(self, weights: Mapping) -> dict:
         """Copies of `weights` in the layer's dtype, after checking them; sets `home` and `dtype`."""
-        found = {}
+        given = {}
         for name, x in weights.items():
             try:
-                found[name], _ = accepted_arrays.accepted(name, x, "copied")
+                given[name], _ = accepted_arrays.accepted(name, x, "copied")
             except accepted_arrays.Refusal as refusal:
                 self.refuse(f"{name} {refusal}", ContractTypeError)
-        if missing := [name for name in self.required if name not in found]:
+        if missing := [name for name in self.required if name not in given]:
             self.refuse(f"{', '.join(missing)} missing from the weights")
         for name in self.sized:
-            if found[name].ndim != 2:
-                self.refuse(f"{name} is {found[name].shape}, expected two axes")
-        wanted = self.weight_shapes(found)
-        if unknown := sorted(found.keys() - wanted):
+            if given[name].ndim != 2:
+                self.refuse(f"{name} is {given[name].shape}, expected two axes")
+        wanted = self.weight_shapes(given)
+        if unknown := sorted(given.keys() - wanted):
             self.refuse(f"{', '.join(unknown)} is none of this layer's weights: {', '.join(wanted)}")
-        for name, x in found.items():
+        for name, x in given.items():
             if x.shape != wanted[name]:
                 self.refuse(f"{name} is {x.shape}, expected {wanted[name]}")
             if x.dtype not in array_kinds.FLOATS:
                 self.refuse(f"{name} has dtype {x.dtype}, expected floats", ContractTypeError)
-        homes = {array_kinds.home(x) for x in found.values()}
+        homes = {array_kinds.home(x) for x in given.values()}
         if len(homes) > 1:
             self.refuse(f"the weights live on {' and '.join(sorted(homes))}, expected one place", ContractTypeError)
         (self.home,) = homes
-        self.dtype = np.dtype(np.float64 if all(x.dtype == np.float64 for x in found.values()) else np.float32)
-        return {name: found[name].astype(self.dtype, order="C") for name in wanted if name in found}
+        self.dtype = np.dtype(np.float64 if all(x.dtype == np.float64 for x in given.values()) else np.float32)
+        return {name: given[name].astype(self.dtype, order="C") for name in wanted if name in given}
 
     def checked_input(self, name, x, ndim):
         """`x` in the dtype of the layer, after checking its axes [..., D], `ndim` of them, and its device."""

@@ -156,11 +156,11 @@ class LowRank(BesideBase):
         self.matrices = sorted((name for name in large if name_in_layer(name) in chosen), key=block_of)
 
     def shapes(self):
-        found = {}
+        shapes = {}
         for name in self.matrices:
             out, inputs = self.base.weights[name].shape
-            found |= {adapter_name(name, LORA_A): (self.rank, inputs), adapter_name(name, LORA_B): (out, self.rank)}
-        return found
+            shapes |= {adapter_name(name, LORA_A): (self.rank, inputs), adapter_name(name, LORA_B): (out, self.rank)}
+        return shapes
 
     def constants(self):
         return {LORA_ALPHA: np.full(1, self.alpha, np.float32)}

@@ -24,12 +24,12 @@ def checked_bias(bias) -> dict[int, float]:
     """`bias` sorted by id; ContractError if it is no mapping of ids to numbers below inf."""
     if not isinstance(bias, Mapping):
         raise ContractError(f"Sampling: bias is a {type(bias).__name__}, expected a mapping from ids to numbers")
-    found = {}
+    by_id = {}
     for id, value in bias.items():
         id = whole("Sampling", "an id of bias", id, 0)
         banned = is_real(value) and value == -np.inf
-        found[id] = -np.inf if banned else real("Sampling", f"bias[{id}]", value, f"-inf, or {PENALTY}", moderate)
-    return dict(sorted(found.items()))
+        by_id[id] = -np.inf if banned else real("Sampling", f"bias[{id}]", value, f"-inf, or {PENALTY}", moderate)
+    return dict(sorted(by_id.items()))
 
 
 def moderate(x):
@@ -199,14 +199,14 @@ class Sampler:
 # -- many sequences ----------------------------------------------------------------------------------------------------
 def complaints(samplers, logits) -> dict[int, str]:
     """{index of a sampler: its `complaint`}, for the samplers that cannot draw from their row of `logits`."""
-    found = {}
+    by_index = {}
     groups = [(sampler.how.vocabulary, bool(sampler.biased_ids)) for sampler in samplers]
     for (_, biased), indices, rows in grouped_rows(logits, groups):
         finite = np.zeros(len(rows), bool) if biased else np.isfinite(rows.max(axis=1))  # biased rows: looked at singly
         for row in np.flatnonzero(~finite):
             if complaint := samplers[indices[row]].complaint(logits[indices[row]]):
-                found[indices[row]] = complaint
-    return found
+                by_index[indices[row]] = complaint
+    return by_index
 
 
 def draw_each(samplers, logits) -> list[int]:

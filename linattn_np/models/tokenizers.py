@@ -152,7 +152,7 @@ class World(Tokenizer):
             if len(token) >= START:
                 lengths[token[:START]].add(len(token))
         # {the first START bytes of tokens: the lengths of those tokens and SHORT, falling}
-        self.lengths = {start: (*sorted(found, reverse=True), *SHORT) for start, found in lengths.items()}
+        self.lengths = {start: (*sorted(several, reverse=True), *SHORT) for start, several in lengths.items()}
 
     @classmethod
     def from_file(cls, path: str | Path) -> World:
@@ -179,35 +179,34 @@ class World(Tokenizer):
         """The ids of `text`, a str in UTF-8."""
         # The next START bytes leave few lengths to try. Looking these up in a dict is faster than a trie in Python.
         data, ids, lengths = self.utf8(text), self.ids, self.lengths
-        found, start = [], 0
+        ids_of_text, start = [], 0
         while start < len(data):
             for length in lengths.get(data[start : start + START], SHORT):
                 id = ids.get(data[start : start + length])
                 if id is not None:
-                    found.append(id)
+                    ids_of_text.append(id)
                     start += length  # beyond the end if fewer bytes were left, which were then the last token
                     break
-        return found
+        return ids_of_text
 
 
 def read_vocabulary(path) -> list[bytes]:
     """The tokens in a vocabulary's file, in the order of their ids."""
-    found: dict[bytes, int] = {}  # the line of each token so far
+    line_of_token: dict[bytes, int] = {}  # the line of each token so far
     try:
         with files.opened(path) as file:
             for number, line in files.lines(file, MAX_LINE):
                 token = parse(line.rstrip(b"\r\n"), number)
-                if token in found:
-                    refuse_line(
-                        number, f"has the token {shortened(token)} of line {found[token]} again, expected a new one"
-                    )
-                found[token] = number
+                if token in line_of_token:
+                    earlier = f"the token {shortened(token)} of line {line_of_token[token]}"
+                    refuse_line(number, f"has {earlier} again, expected a new one")
+                line_of_token[token] = number
     except ContractError as error:
         comma = "," if str(error).startswith("line ") else ""
         raise ContractError(f"World.from_file: {path}{comma} {error}") from None
-    if len(found) < TOKENS:
-        raise ContractError(f"World.from_file: {path} ends after {len(found)} lines, expected {TOKENS}")
-    return list(found)
+    if len(line_of_token) < TOKENS:
+        raise ContractError(f"World.from_file: {path} ends after {len(line_of_token)} lines, expected {TOKENS}")
+    return list(line_of_token)
 
 
 def parse(line: bytes, number: int) -> bytes:

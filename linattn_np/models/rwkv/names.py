@@ -184,7 +184,7 @@ def refuse_other_versions(version, weights):
     for name in weights:
         for part in name.split("."):
             if part in foreign_parts:
-                found = foreign_parts[part]
-                if found == "RWKV-5" and not any("ln_x" in other for other in weights):
-                    found = "RWKV-4"  # RWKV-4 has RWKV-5's names, but no group norm
-                refuse_file(f"{shown(name)} belongs to {found}", f"the parameters of {version.title}")
+                other_version = foreign_parts[part]
+                if other_version == "RWKV-5" and not any("ln_x" in other for other in weights):
+                    other_version = "RWKV-4"  # RWKV-4 has RWKV-5's names, but no group norm
+                refuse_file(f"{shown(name)} belongs to {other_version}", f"the parameters of {version.title}")

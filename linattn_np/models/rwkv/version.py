@@ -120,13 +120,13 @@ class Version:
     def checked_dtype(self, dtype, accepted, purpose=""):
         """`dtype` as a NumPy dtype; ContractTypeError if it is none of `accepted`. `purpose` ends the error's text."""
         try:
-            found = np.dtype(dtype)
+            checked = np.dtype(dtype)
         except TypeError:
-            found = repr(dtype)
-        if not any(found == one for one in accepted):
+            checked = repr(dtype)
+        if not any(checked == accepted_dtype for accepted_dtype in accepted):
             expected = f"expected {', '.join(map(str, accepted))}{purpose}"
-            self.refuse(f"dtype is {found}, {expected}", ContractTypeError)
-        return found
+            self.refuse(f"dtype is {checked}, {expected}", ContractTypeError)
+        return checked
 
     # -- parameters --------------------------------------------------------------------------------------------------
     def parameter_axes(self, layers, has_initial_state=False) -> dict[str, str]:
