@@ -350,6 +350,8 @@ def test_misfits_are_refused(rng):
     q, k, v, g = map(torch.from_numpy, arrays)
     with pytest.raises(ContractTypeError, match="gla: k is a numpy.ndarray, expected a torch.Tensor: torch.as_tensor"):
         interop.gla(q, arrays[1], v, g)
+    with pytest.raises(ContractTypeError, match="gla: g is a builtins.NoneType, expected a torch.Tensor$"):
+        interop.gla(q, k, v, None)
     with pytest.raises(ContractTypeError, match="gla: initial_state is a builtins.list, expected a torch.Tensor"):
         interop.gla(q, k, v, g, initial_state=[q])
     with pytest.raises(ContractError, match="gla: v has T=3, but T=21 elsewhere"):

@@ -64,8 +64,8 @@ def differentiable(op: Op):
         tensors = [*arrays, *(state or ()), *mask]
         for name, x in zip([*declared.arrays, *["initial_state"] * len(state or ()), "mask"], tensors):
             if not isinstance(x, torch.Tensor):
-                wanted = "expected a torch.Tensor: torch.as_tensor(x) is one"
-                declared.refuse(name, f"is a {kind_of(x)}, {wanted}", ContractTypeError)
+                way_out = "" if x is None else ": torch.as_tensor(x) is one"
+                declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor{way_out}", ContractTypeError)
         tensors[: len(arrays)] = under_autocast(declared, arrays)
         counts = len(arrays), len(state or ()), bool(mask)
         call = Call(operator, counts, {name: unchangeable(x) for name, x in arguments.items()})
