@@ -147,7 +147,7 @@ def test_the_readme_is_short():
 
 def test_code_is_not_cut_at_the_right():
     """A page of GitHub's or of the documentation shows 88 columns of code."""
-    for page in PAGES:
+    for page in (*PAGES, *NOTES):
         for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             assert not [line for line in block.splitlines() if len(line) > 88], page.name
 
