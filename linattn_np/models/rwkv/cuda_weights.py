@@ -38,17 +38,17 @@ def array_of(load, dtype, field, weight, names):
     if not weight.matrix:
         return load(FLOAT32, names)
     if field in AS_STORED:
-        rows = kernels.DecodeFew.ROWS if names[1:] else 1
-        return load(BFLOAT16 if dtype == INT8 else dtype, names, False, rows)
+        row_multiple = kernels.DecodeFew.ROWS if names[1:] else 1
+        return load(BFLOAT16 if dtype == INT8 else dtype, names, False, row_multiple)
     return load(dtype, names, weight.inputs_first, kernels.DecodeFew.ROWS)
 
 
-def stacked(device, version, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
+def stacked(device, version, weights, loaded, dtype, names, transposed=False, row_multiple=1, blocks=None):
     """The named parameters on the device, in one array [L, len(names), rows of a matrix, ...].
 
     blocks : L, the number of blocks to whose prefixes the names are appended; None for full names and L = 1
-    rows : memory for each matrix's rows is rounded up to a multiple of this, with zeros, so that kernels may read tiles
-        of so many rows. If matrices have different numbers of rows, all have the largest, rounded up
+    row_multiple : the number of each matrix's rows in memory is rounded up to a multiple of this, with zeros, so that
+        kernels may read tiles of this many rows. If numbers of rows differ, all matrices have the largest, rounded up
     loaded : called with each array once it has been copied
 
     A parameter that a block does not have is zeros; the last block has all. With int8 the result is a pair, numbers and
@@ -58,11 +58,11 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
     shapes = [weights[prefixes[-1] + name].shape[:: -1 if transposed else 1] for name in names]
     most_rows, *columns = max(shapes)
     if min(shapes) != max(shapes):
-        most_rows = ceil_div(most_rows, rows) * rows
+        most_rows = ceil_div(most_rows, row_multiple) * row_multiple
 
     def buffer(*columns, dtype):
-        memory = device.zeros((len(prefixes), len(names), ceil_div(most_rows, rows) * rows, *columns), dtype)
-        return memory[:, :, :most_rows]
+        rows = ceil_div(most_rows, row_multiple) * row_multiple
+        return device.zeros((len(prefixes), len(names), rows, *columns), dtype)[:, :, :most_rows]
 
     stacks = [buffer(*columns, dtype=dtype)]
     if dtype == INT8:

@@ -11,6 +11,8 @@ from .names import VERSION
 
 
 class TimeMix(Mix):
+    """`math.time_mix` and its pullback."""
+
     NORM = "ln1"
 
     def __init__(self, ops, layer):
@@ -22,7 +24,7 @@ class TimeMix(Mix):
         ops, layer = self.ops, self.layer
         self.xx, self.previous_xx, self.mixed_x = xx, previous_xx, ops.mix(xx, previous_xx, layer.maa_x)
         self.low = ops.activated("Tanh", ops.product(self.mixed_x, layer.maa_down))
-        self.m = ops.product(five(self.low), layer.maa_up)
+        self.m = ops.product(split_mixes(self.low), layer.maa_up)
         self.mixed = ops.mix(xx, previous_xx, layer.maa, self.m)
         self.decay_low = ops.activated("Tanh", ops.product(self.mixed[0], layer.decay_down))
         self.w = ops.log_decay(ops.product(self.decay_low, layer.decay_up), layer.decay)
@@ -50,14 +52,14 @@ class TimeMix(Mix):
         dlow = ops.activation_backward("Tanh", ops.product(dlow, transposed(layer.decay_up)), self.decay_low)
         ops.gradient(self.mixed[0], dlow, grads.decay_down)
         ops.product(dlow, transposed(layer.decay_down), dmixed[0])
-        for n, d in enumerate((dk, dv, dr, dgate)):
-            ops.gradient(self.mixed[1 + n], d, grads.kvrg[n])
-            ops.product(d, transposed(layer.kvrg[n]), dmixed[1 + n])
+        for n, gradient in enumerate((dk, dv, dr, dgate)):
+            ops.gradient(self.mixed[1 + n], gradient, grads.kvrg[n])
+            ops.product(gradient, transposed(layer.kvrg[n]), dmixed[1 + n])
 
         dm, dxx, dd = ops.mix_backward(dmixed, self.m, layer.maa, self.xx, self.previous_xx, grads.maa)
-        ops.gradient(five(self.low), dm, grads.maa_up)
+        ops.gradient(split_mixes(self.low), dm, grads.maa_up)
         dlow = ops.empty(*self.low.shape)
-        ops.product(dm, transposed(layer.maa_up), five(dlow))
+        ops.product(dm, transposed(layer.maa_up), split_mixes(dlow))
         ops.activation_backward("Tanh", dlow, self.low)
         ops.gradient(self.mixed_x, dlow, grads.maa_down)
         return InputGradients(
@@ -66,6 +68,8 @@ class TimeMix(Mix):
 
 
 class ChannelMix(Mix):
+    """`math.channel_mix` and its pullback."""
+
     NORM = "ln2"
 
     def forward(self, xx, previous_xx, site):
@@ -90,8 +94,8 @@ class ChannelMix(Mix):
         return InputGradients(dmixed=dmixed, maa=layer.ffn_maa, maa_out=grads.ffn_maa, previous_xx=self.previous_xx)
 
 
-def five(low):
-    """[tokens, 5 A] as [5, tokens, A]."""
+def split_mixes(low):
+    """`low` [tokens, 5 A], the low-rank products of the five mixes w k v r g, as [5, tokens, A]."""
     return low.reshape(len(low), 5, -1).swapaxes(0, 1)
 
 

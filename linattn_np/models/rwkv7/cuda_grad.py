@@ -17,6 +17,8 @@ from .names import VERSION
 
 
 class TimeMix(Mix):
+    """`math.time_mix` and its pullback."""
+
     NORM = "ln1"
 
     def forward(self, xx, previous_xx, site):
@@ -41,6 +43,8 @@ class TimeMix(Mix):
 
 
 class ChannelMix(Mix):
+    """`math.channel_mix` and its pullback."""
+
     NORM = "ln2"
 
     def forward(self, xx, previous_xx, site):
