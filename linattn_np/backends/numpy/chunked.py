@@ -36,6 +36,7 @@ def run(member, o, states=None):
 
 
 def forward(schedule, o, states):
+    """`run` for a schedule; `states` may be None."""
     final = schedule.member.initial_state()
     blocks = compiled(schedule, o, final, states) if schedule.loops else schedule.blocks
     if schedule.materialize and blocks is schedule.blocks:
@@ -71,12 +72,12 @@ def compiled(schedule, o, final, states):
         o_rows = rowwise(o_block if o_block.dtype == schedule.dtype else np.empty(o_block.shape, schedule.dtype))
         initial = rowwise(block_final)
         block_states = np.empty((len(o_rows), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
-        last, undone = initial.copy(), np.empty(undone_rows[rows].shape, bool)
+        last_states, undone = initial.copy(), np.empty(undone_rows[rows].shape, bool)
         schedule.loops.gated_rows(
-            *arrays, rowwise(u), *options, initial, o_rows, last, block_states, undone.reshape(-1)
+            *arrays, rowwise(u), *options, initial, o_rows, last_states, block_states, undone.reshape(-1)
         )
         undone_rows[rows] = undone
-        block_final[~undone] = last[~undone.reshape(-1)]
+        block_final[~undone] = last_states[~undone.reshape(-1)]
         if not np.may_share_memory(o_rows, o):
             assign(o_block, o_rows.reshape(o_block.shape))
 
@@ -119,10 +120,10 @@ class Schedule:
         if self.materialize is None:  # True if there are fewer blocks of rows than cores, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
-        self.least = None if member.constant_gate else LEAST
+        self.least = None if member.constant_gate else LEAST  # `Gates.least` for gradients
         suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
         self.loops = loops(member.k.size) if suited and compiled else None
-        self.scores = None  # or a dict from `place` to the `Scores` that the forward pass keeps for the pullback
+        self.scores = None  # or a dict from `segment_key` to the `Scores` that the forward pass keeps for the pullback
 
     def keep_scores(self):
         """Makes the forward pass keep the chunks' scores for the pullback, if they are small."""
@@ -135,7 +136,7 @@ class Schedule:
 
     def scores_before(self, rows, first, segment, scratch):
         """A segment's scores for its gradients: those that the forward pass kept, or computed again."""
-        found = self.scores and self.scores.get(place(rows, first))
+        found = self.scores and self.scores.get(segment_key(rows, first))
         return found or Scores(self, rows, segment, None, scratch, backward=True)
 
     @property
@@ -226,7 +227,7 @@ def token_by_token(schedule, rows, o, initial, final, states):
             schedule.of_rows(final, rows)[:, s] = carried
 
 
-def place(rows, first):
+def segment_key(rows, first):
     """The key of a segment's scores in `Schedule.scores`: its first batch entry, head and chunk."""
     return rows[0].start, rows[1].start, first
 
@@ -236,7 +237,7 @@ def within_chunks(schedule, rows, first, segment, h, decay, scratch):
     scores = Scores(schedule, rows, segment, decay, scratch if schedule.scores is None else Scratch(schedule.dtype))
     if scores.lasting:
         scores.decay = decay.copy()
-        schedule.scores[place(rows, first)] = scores
+        schedule.scores[segment_key(rows, first)] = scores
     scores.store(h)
     return scores
 
@@ -381,15 +382,15 @@ class ChunkProducts:
 
         Returns du of each chunk, or None.
         """
-        scores, do, after, (dq, dk, dv, dg) = self.scores, self.do, dh[:, :, 1:], out
+        scores, do, dh_after, (dq, dk, dv, dg) = self.scores, self.do, dh[:, :, 1:], out
         q, k, v, u, scratch, product = scores.q, scores.k, scores.v, scores.u, self.scratch, self.scratch.product
         np.matmul(scores.A.swapaxes(-1, -2), do, out=dv)
-        dv += product("dkg", scores.kg, after)
+        dv += product("dkg", scores.kg, dh_after)
         dA = product("dA", do, v.swapaxes(-1, -2))
         diagonal_dA = diagonal(dA).copy()[..., None]  # dA_ii: no gate multiplies A_ii
         mask_future(dA, exclusive=True)
-        dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, after.swapaxes(-1, -2))
-        dlog_decay = self.flow(h, after)
+        dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, dh_after.swapaxes(-1, -2))
+        dlog_decay = self.flow(h, dh_after)
         gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, dlog_decay, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):
             weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))
@@ -400,24 +401,27 @@ class ChunkProducts:
             else (diagonal_dA.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
         )
 
-    def flow(self, h, after):
-        """The gradient of each chunk's log decay through the states: decay * sum_v h dh, [B, H, n, K or 1]."""
+    def flow(self, h, dh_after):
+        """The gradient of each chunk's log decay through the states: decay * sum_v h dh, [B, H, n, K or 1].
+
+        `h`: the states before the chunks; `dh_after`: the gradients of the states after them.
+        """
         decay = self.scores.decay
-        flow = decay * np.vecdot(h, after)
+        flow = decay * np.vecdot(h, dh_after)
         return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
-def backward_token_by_token(schedule, rows, do, states, of_final, of_initial, gradients):
-    """Computes what `backward` does token by token. `of_final` is the gradient of the final states; that of the initial
-    states is written to `of_initial`."""
+def backward_token_by_token(schedule, rows, do, states, final_gradient, initial_gradient, gradients):
+    """Computes what `backward` does token by token. `final_gradient` is the gradient of the final states; that of the
+    initial states is written to `initial_gradient`."""
     member, chunking, carried = schedule.member, schedule.chunking, None
     for c, segment in reversed(schedule.single_chunks):
         arrays = (member.q, member.k, member.v, member.g, do)
         *inputs, do_chunk = (segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in arrays)
         if (s := chunking.ends.get(c)) is not None:
-            carried = schedule.of_rows(of_final, rows)[:, s]
+            carried = schedule.of_rows(final_gradient, rows)[:, s]
         options = schedule.bonus(rows), member.exclusive, states[rows][:, :, c], carried
         carried, du, *parts = by_token.backward(*inputs, member.scale * do_chunk, *options)
         gradients.put(rows, segment, c, None if du is None else du[:, :, None], [x[:, :, None] for x in parts])
         if (s := chunking.begins.get(c)) is not None:
-            schedule.of_rows(of_initial, rows)[:, s] = carried
+            schedule.of_rows(initial_gradient, rows)[:, s] = carried

@@ -23,6 +23,7 @@ class Chunking:
 
     @property
     def count(self):
+        """The number of chunks."""
         return len(self.table)
 
     def of_sequence(self, states, rows, s):
@@ -30,10 +31,11 @@ class Chunking:
         return states.reshape(len(states) // self.sequences, self.sequences, *states.shape[1:])[rows[0], s, rows[1]]
 
     def scan(self, rows, first, decay, h, states, written=None):
-        """States h [B, H, n + 1, K, V] from chunk to chunk; h_{c+1} comes in holding what chunk c adds.
+        """Completes the states h [B, H, n + 1, K, V] of n chunks from chunk `first` on: to h_{c+1}, which must hold
+        what the values of chunk c add, adds diag(decay_c) h_c + written(c, h_c).
 
-        h_{c+1} += diag(decay_c) h_c + written(c, h_c). `states` [N, H, K, V] holds the initial states and receives the
-        final ones.
+        h_0 must hold the state before the chunks, unless a sequence begins there. `states` [N, H, K, V] holds the
+        initial states and receives the final ones of sequences that end here.
         """
         carried = np.empty(h[:, :, 0].shape, h.dtype)
         chunks = (np.moveaxis(x, 2, 0) for x in (decay[..., None], h[:, :, :-1], h[:, :, 1:]))
@@ -48,10 +50,11 @@ class Chunking:
                 self.of_sequence(states, rows, s)[:] = after
 
     def scan_back(self, rows, first, decay, dh, dstates, read=None):
-        """Carry the state's gradient through the chunks, last chunk first; dh_c comes in holding what chunk c adds.
+        """Completes the gradients dh [B, H, n + 1, K, V] of these states, last chunk first: to dh_c, which must hold
+        what the outputs of chunk c add, adds diag(decay_c) dh_{c+1} + read(c, dh_{c+1}).
 
-        dh_c += diag(decay_c) dh_{c+1} + read(c, dh_{c+1}). `dstates` holds the final states' gradients, receives the
-        initial states'.
+        dh_n must hold the gradient of the state after the chunks, unless a sequence ends there. `dstates` [N, H, K, V]
+        holds the final states' gradients and receives the initial states' of sequences that begin here.
         """
         for c in reversed(range(dh.shape[2] - 1)):
             if (s := self.ends.get(first + c)) is not None:

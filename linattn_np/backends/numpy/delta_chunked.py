@@ -11,10 +11,10 @@ b and k decayed to its end, and Aqk, Aqb, Aak, Aab are the scores of q and a wit
 
 Only ad S and Zb^T (ad S) are computed chunk after chunk; all else is computed for all chunks at once. The values that
 tokens write along b, N (Aak V + ad S), are not computed for o: with similar keys they are differences of large numbers,
-while W, B and Z are as small as q and b if no transition enlarges a state. Gradients take the same matrices; C is the
+while W, B and Z are as small as q and b if no transition enlarges a state. Gradients take the same matrices; dS is the
 gradient of the state after the chunk, and dO that of o:
 
-    E = Zb C,   R = E + scale H^T dO,   dV = Zk C + scale B^T dO,       C <- diag(decay) C + scale W^T dO + ad^T E
+    E = Zb dS,  R = E + scale H^T dO,   dV = Zk dS + scale B^T dO,      dS <- diag(decay) dS + scale W^T dO + ad^T E
 
 For the delta rule B = H and Zk = Zb. If gates are above 0, later tokens may reduce again what these have enlarged; W is
 then a difference of large numbers, which the recurrence is not. So a block of rows is computed token by token if gates
@@ -234,14 +234,14 @@ class Chunks:
         """Zb^T (ad S) for chunk c and the state S before it: what tokens write after they have read S."""
         return self.Zb[:, :, c].swapaxes(-1, -2) @ (self.ad[:, :, c] @ S)
 
-    def read(self, c, C):
-        """The adjoint of `written`: ad^T (Zb C)."""
-        return self.ad[:, :, c].swapaxes(-1, -2) @ (self.Zb[:, :, c] @ C)
+    def read(self, c, dS):
+        """The adjoint of `written`: ad^T (Zb dS)."""
+        return self.ad[:, :, c].swapaxes(-1, -2) @ (self.Zb[:, :, c] @ dS)
 
-    def through(self, h, after):
-        """The gradient of each chunk's log decay through the states `h` before it and the gradients `after` it,
-        [B, H, n, K or 1]."""
-        flow = self.decay * np.vecdot(h, after)
+    def through(self, h, dh_after):
+        """The gradient of each chunk's log decay through the states, [B, H, n, K or 1]. `h`: the states before the
+        chunks; `dh_after`: the gradients of the states after them."""
+        flow = self.decay * np.vecdot(h, dh_after)
         return flow.sum(-1, keepdims=True) if self.decay.shape[-1] == 1 else flow
 
 
@@ -250,23 +250,23 @@ class DeltaRuleChunks(Chunks):
 
     def make(self, q, k, v, beta, g=None):
         self.k, self.beta, self.gated, written = k, beta, g is not None, beta * k
-        self.of_q = self.pair("q", q, written, own=True)
-        self.of_a = self.pair("a", -k, written)
-        self.ad, self.N = self.of_a.decayed, inverse(self.of_a.A)
-        self.H = self.B = self.of_q.A @ self.N
-        self.W = self.of_q.decayed + self.H @ self.ad
-        self.Zb = self.Zk = self.N.swapaxes(-1, -2) @ self.of_q.to_end
+        self.q_pairs = self.pair("q", q, written, own=True)
+        self.a_pairs = self.pair("a", -k, written)
+        self.ad, self.N = self.a_pairs.decayed, inverse(self.a_pairs.A)
+        self.H = self.B = self.q_pairs.A @ self.N
+        self.W = self.q_pairs.decayed + self.H @ self.ad
+        self.Zb = self.Zk = self.N.swapaxes(-1, -2) @ self.q_pairs.to_end
 
-    def vjp(self, h, after, do):
-        """The gradients of the call's arrays. `h`: the states before the chunks; `after`: the gradients of the states
-        after them; `do`: scale dO."""
-        R = self.Zb @ after
+    def vjp(self, h, dh_after, do):
+        """The gradients of the call's arrays. `h`: the states before the chunks; `dh_after`: the gradients of the
+        states after them; `do`: scale dO."""
+        R = self.Zb @ dh_after
         R += self.H.swapaxes(-1, -2) @ do
-        U = self.N @ (self.v + self.ad @ h)
+        U = self.N @ (self.v + self.ad @ h)  # the values that tokens write along beta k
         h_T, U_T = h.swapaxes(-1, -2), U.swapaxes(-1, -2)
-        dto_end = U @ after.swapaxes(-1, -2)
-        dq, dwritten, dg = self.of_q.vjp(do @ U_T, do @ h_T, dto_end, self.through(h, after))
-        da, dwritten_by_a, dg_by_a = self.of_a.vjp(R @ U_T, R @ h_T)
+        dto_end = U @ dh_after.swapaxes(-1, -2)
+        dq, dwritten, dg = self.q_pairs.vjp(do @ U_T, do @ h_T, dto_end, self.through(h, dh_after))
+        da, dwritten_by_a, dg_by_a = self.a_pairs.vjp(R @ U_T, R @ h_T)
         dwritten += dwritten_by_a
         dg += dg_by_a
         dk = self.beta * dwritten - da
@@ -278,27 +278,27 @@ class Rwkv7Chunks(Chunks):
     """`Chunks` of rwkv7."""
 
     def make(self, r, w, k, v, a, b):
-        self.of_rk, self.of_rb = self.pair("rk", r, k, own=True), self.pair("rb", r, b, own=True)
-        self.of_ak, self.of_ab = self.pair("ak", a, k, before=True), self.pair("ab", a, b, before=True)
-        self.ad, self.N = self.of_ab.decayed, inverse(self.of_ab.A)
-        self.H = self.of_rb.A @ self.N
-        self.W = self.of_rb.decayed + self.H @ self.ad
-        self.B = self.of_rk.A + self.H @ self.of_ak.A
-        self.Zb = self.N.swapaxes(-1, -2) @ self.of_ab.to_end
-        self.Zk = self.of_rk.to_end + self.of_ak.A.swapaxes(-1, -2) @ self.Zb
+        self.rk_pairs, self.rb_pairs = self.pair("rk", r, k, own=True), self.pair("rb", r, b, own=True)
+        self.ak_pairs, self.ab_pairs = self.pair("ak", a, k, before=True), self.pair("ab", a, b, before=True)
+        self.ad, self.N = self.ab_pairs.decayed, inverse(self.ab_pairs.A)
+        self.H = self.rb_pairs.A @ self.N
+        self.W = self.rb_pairs.decayed + self.H @ self.ad
+        self.B = self.rk_pairs.A + self.H @ self.ak_pairs.A
+        self.Zb = self.N.swapaxes(-1, -2) @ self.ab_pairs.to_end
+        self.Zk = self.rk_pairs.to_end + self.ak_pairs.A.swapaxes(-1, -2) @ self.Zb
 
-    def vjp(self, h, after, do):
+    def vjp(self, h, dh_after, do):
         """As in `DeltaRuleChunks`."""
-        R = self.Zb @ after
+        R = self.Zb @ dh_after
         R += self.H.swapaxes(-1, -2) @ do
-        dv = self.Zk @ after
+        dv = self.Zk @ dh_after
         dv += self.B.swapaxes(-1, -2) @ do
-        P = self.N @ (self.ad @ h + self.of_ak.A @ self.v)
-        h_T, after_T, v_T, P_T = (x.swapaxes(-1, -2) for x in (h, after, self.v, P))
-        dr, dk, dw = self.of_rk.vjp(do @ v_T, do @ h_T, self.v @ after_T, self.through(h, after))
-        da, db, dw_by_ab = self.of_ab.vjp(R @ P_T, R @ h_T, P @ after_T)
+        P = self.N @ (self.ad @ h + self.ak_pairs.A @ self.v)  # the values that tokens write along b
+        h_T, dh_after_T, v_T, P_T = (x.swapaxes(-1, -2) for x in (h, dh_after, self.v, P))
+        dr, dk, dw = self.rk_pairs.vjp(do @ v_T, do @ h_T, self.v @ dh_after_T, self.through(h, dh_after))
+        da, db, dw_by_ab = self.ab_pairs.vjp(R @ P_T, R @ h_T, P @ dh_after_T)
         dw += dw_by_ab
-        for pair, dA, drows, dcolumns in ((self.of_rb, do @ P_T, dr, db), (self.of_ak, R @ v_T, da, dk)):
+        for pair, dA, drows, dcolumns in ((self.rb_pairs, do @ P_T, dr, db), (self.ak_pairs, R @ v_T, da, dk)):
             for gradient, term in zip((drows, dcolumns, dw), pair.vjp(dA)):
                 gradient += term
         return [dr, dw, dk, dv, da, db]

@@ -136,34 +136,34 @@ def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
         gates.queries, gates.keys = (scratch("queries", q.shape), scratch("keys", k.shape)) if keep else (qg, kg)
         factored(q, k, gates, exclusive, qg, kg, A, decay)
     if gates.strong is not None:
-        at = gates.strong
-        gates.halves = halves = Halves(q[at], k[at], gates.g[at], exclusive, keep)
-        qg[at], kg[at], A[at], decay[at] = halves.q, halves.k, halves.A, halves.decay[:, 0]
+        strong = gates.strong
+        gates.halves = halves = Halves(q[strong], k[strong], gates.g[strong], exclusive, keep)
+        qg[strong], kg[strong], A[strong], decay[strong] = halves.q, halves.k, halves.A, halves.decay[:, 0]
     return qg, kg, A
 
 
 def factored(q, k, gates, exclusive, qg, kg, A, decay):
     """Writes qg, kg, A and decay of all chunks in the factored way, which is right for weak gates. Also writes
     `gates.queries` = q exp(c) and `gates.keys` = k exp(-c), which may have the memory of qg and kg."""
-    E, queries, keys = gates.decay, gates.queries, gates.keys
-    decay_query(q, E, exclusive, out=queries)
-    np.divide(k, E, out=keys)
+    decays, queries, keys = gates.decay, gates.queries, gates.keys
+    decay_query(q, decays, exclusive, out=queries)
+    np.divide(k, decays, out=keys)
     np.matmul(queries, keys.swapaxes(-1, -2), out=A)
     mask_future(A, exclusive)
     after = slice(exclusive, None)  # if exclusive, the first query is not decayed
     np.multiply(queries[..., after, :], gates.start, out=qg[..., after, :])
     if exclusive:
         qg[..., :1, :] = queries[..., :1, :]
-    np.multiply(keys, E[..., -1:, :], out=kg)
-    np.multiply(gates.start, E[..., -1:, :], out=decay[..., None, :])
+    np.multiply(keys, decays[..., -1:, :], out=kg)
+    np.multiply(gates.start, decays[..., -1:, :], out=decay[..., None, :])
 
 
-def decay_query(q, E, exclusive, out=None):
-    """q_i exp(d_i) from E = exp(b): d = b, or b of the token before."""
+def decay_query(q, decays, exclusive, out=None):
+    """q_i exp(d_i) from decays = exp(b): d = b, or b of the token before."""
     if not exclusive:
-        return np.multiply(q, E, out=out)
+        return np.multiply(q, decays, out=out)
     out = np.empty(q.shape, q.dtype) if out is None else out
-    np.multiply(q[..., 1:, :], E[..., :-1, :], out=out[..., 1:, :])
+    np.multiply(q[..., 1:, :], decays[..., :-1, :], out=out[..., 1:, :])
     out[..., :1, :] = q[..., :1, :]
     return out
 
@@ -207,51 +207,51 @@ def factored_vjp(gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
 
     with i > t if exclusive. The first sum is equal to sum_{i < t} (k dk - q dq) of A.
     """
-    E, queries, keys = gates.decay, gates.queries, gates.keys
+    decays, queries, keys = gates.decay, gates.queries, gates.keys
     after = slice(int(exclusive), None)  # the queries that come after the first token's gate
     dqg[..., after, :] *= gates.start
-    read = np.multiply(queries, dqg, out=scratch("read", dqg.shape))
-    of_query = scratch.product("of_query", dA, keys)
-    dqg += of_query
-    decay_query(dqg, E, exclusive, out=dq)
-    of_key = scratch.product("of_key", dA.swapaxes(-1, -2), queries)
-    dkg *= E[..., -1:, :]
-    np.add(of_key, dkg, out=dk)
-    dk /= E
+    read_terms = np.multiply(queries, dqg, out=scratch("read_terms", dqg.shape))
+    query_terms = scratch.product("query_terms", dA, keys)
+    dqg += query_terms
+    decay_query(dqg, decays, exclusive, out=dq)
+    key_terms = scratch.product("key_terms", dA.swapaxes(-1, -2), queries)
+    dkg *= decays[..., -1:, :]
+    np.add(key_terms, dkg, out=dk)
+    dk /= decays
 
-    of_query *= queries
-    of_key *= keys
+    query_terms *= queries
+    key_terms *= keys
     dkg *= keys
-    gate_sums(*(channels_of(gates.g, x) for x in (of_query, of_key, read, dkg)), exclusive, scratch, dg)
+    gate_sums(*(channels_of(gates.g, x) for x in (query_terms, key_terms, read_terms, dkg)), exclusive, scratch, dg)
     dg += through[..., None, :]
 
 
-def gate_sums(of_query, of_key, read, stored, exclusive, scratch, dg):
+def gate_sums(query_terms, key_terms, read_terms, write_terms, exclusive, scratch, dg):
     """Writes the sums of `factored_vjp` over a chunk's tokens to dg, in two products: one for the gates of each half of
     the chunk. Of the two equal sums over A, that with fewer terms is taken.
 
-    of_query, of_key : q dq and k dk of A
-    read, stored : qg dqg and kg dkg
+    query_terms, key_terms : q dq and k dk through A
+    read_terms, write_terms : qg dqg and kg dkg, the terms through the states
     """
-    C = of_query.shape[-2]
+    C = query_terms.shape[-2]
     half = C // 2
     first, second = (..., slice(0, half), slice(None)), (..., slice(half, C), slice(None))
-    of_first, of_second = half_sums(C, dg.dtype, exclusive)
-    terms = scratch("terms", (*of_query.shape[:-2], half + C, of_query.shape[-1]))
-    before, behind = terms[..., :half, :], terms[..., half:, :]
-    np.subtract(of_key[first], of_query[first], out=before)
-    before += stored[first]
-    behind[...] = read
-    np.matmul(of_first, terms, out=dg[first])
+    sums_of_first, sums_of_second = half_sums(C, dg.dtype, exclusive)
+    terms = scratch("terms", (*query_terms.shape[:-2], half + C, query_terms.shape[-1]))
+    earlier, later = terms[..., :half, :], terms[..., half:, :]
+    np.subtract(key_terms[first], query_terms[first], out=earlier)
+    earlier += write_terms[first]
+    later[...] = read_terms
+    np.matmul(sums_of_first, terms, out=dg[first])
 
-    before, behind = terms[..., :C, :], terms[..., C:, :]
-    before[...] = stored
-    np.subtract(of_query[second], of_key[second], out=behind)
-    behind += read[second]
-    np.matmul(of_second, terms, out=dg[second])
+    earlier, later = terms[..., :C, :], terms[..., C:, :]
+    earlier[...] = write_terms
+    np.subtract(query_terms[second], key_terms[second], out=later)
+    later += read_terms[second]
+    np.matmul(sums_of_second, terms, out=dg[second])
     if exclusive:
-        dg[first] -= of_query[first]
-        dg[second] -= of_key[second]
+        dg[first] -= query_terms[first]
+        dg[second] -= key_terms[second]
 
 
 @constant
@@ -315,10 +315,10 @@ class Halves:
     def __init__(self, q, k, g, exclusive, keep):
         m, C, _ = q.shape
         decay = np.exp(g)
-        self.of_query = None if exclusive else decay  # if exclusive, a query is not decayed by its token's own gate
+        self.query_decay = None if exclusive else decay  # if exclusive, a query is not decayed by its token's own gate
         self.q, self.k = q.copy() if exclusive else q * decay, k.copy()
         self.A, self.levels = np.zeros((m, C, C), q.dtype), []
-        self.own = self.q.copy() if keep and not exclusive else None
+        self.decayed_queries = self.q.copy() if keep and not exclusive else None  # by their tokens' own gates
         if not exclusive:
             diagonal(self.A)[...] = np.vecdot(q, k)
         for level in doubling(C):
@@ -335,9 +335,11 @@ class Halves:
         self.decay = decay
 
     def vjp(self, dA, dqg, dkg, through):
-        """(dq, dk, dg), by the loop of `__init__` backwards. `flow` [m, blocks, K or 1]: the term of the gradient that
-        all gates of a block have in common."""
-        dq, dk, flow = dqg.copy(), dkg.copy(), through[:, None]
+        """(dq, dk, dg), by the loop of `__init__` backwards; dA is 0 on and above the diagonal."""
+        dq, dk = dqg.copy(), dkg.copy()
+        flow = through[
+            :, None
+        ]  # [m, blocks, K or 1]: the term of the gradient that all gates of a block have in common
         for level, first, second, queries, keys in reversed(self.levels):
             n, square = level[0], square_of(dA, level)
             dqueries, dkeys = halves_of(dq, level)[1], halves_of(dk, level)[0]
@@ -348,7 +350,7 @@ class Halves:
             flow = np.concatenate([across.reshape(len(dq), 2 * n, -1), flow[:, n:]], axis=1)
             dqueries += square @ keys
             dkeys += square.swapaxes(-1, -2) @ queries
-        if self.own is not None:
-            flow = flow + channels_of(flow, self.own * dq)
-            dq *= self.of_query
+        if self.decayed_queries is not None:
+            flow = flow + channels_of(flow, self.decayed_queries * dq)
+            dq *= self.query_decay
         return dq, dk, flow

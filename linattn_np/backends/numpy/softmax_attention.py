@@ -32,7 +32,7 @@ def run(problem, o):
     """Fills o [B, H, T, V]; returns (L [B, H, T],) if the problem asks for it, else ()."""
     attention = Attention(problem, thread_scratch(problem.compute_dtype))
     attention.forward(o)
-    return attention.finals()
+    return attention.log_sums()
 
 
 def vjp(problem, o):
@@ -44,10 +44,10 @@ def vjp(problem, o):
 
     def pull(do, dht):
         do = cast(do, precise.dtype)
-        own = np.vecdot(do, precise)
-        return attention.backward(do, own - dht[0].astype(own.dtype) if dht else own), None
+        delta = np.vecdot(do, precise)
+        return attention.backward(do, delta - dht[0].astype(delta.dtype) if dht else delta), None
 
-    return attention.finals(), pull
+    return attention.log_sums(), pull
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Attention:
         """The L2 norms of the keys, [B, HK, S]."""
         return np.sqrt(np.vecdot(self.k, self.k))
 
-    def finals(self):
+    def log_sums(self):
         """(L,), with L = m + log l in units of 1, if the problem asks for it, else ()."""
         if not self.problem.output_final_state:
             return ()
@@ -168,8 +168,8 @@ class Attention:
         count = part.shape[2]
         return part.reshape(*part.shape[:2], -(-count // self.columns), min(count, self.columns), x.shape[-1])
 
-    def turned(self, x):
-        """A function of (block, tile) that returns transposed panels of x [b, h, n, D, columns].
+    def transposed_panels(self, x):
+        """A function of (block, tile) that returns the transposed panels [b, h, n, D, columns] of x [B, HK, S, D].
 
         Unless rows are few, whole panels are transposed in memory once, so that BLAS reads them contiguously.
         """
@@ -198,8 +198,8 @@ class Attention:
     def seen(self, queries, tile):
         """The mask [rows, keys] that tells which rows see which keys of a tile; None if all rows see all keys."""
         count = queries.tokens.stop - queries.tokens.start
-        place = tile.start - queries.tokens.start - queries.ahead  # the first key's, relative to the first query's
-        return band(place, count, tile.stop - tile.start, *self.window, self.group)
+        distance = tile.start - queries.tokens.start - queries.ahead  # from the first query to the first key
+        return mask_of_window(distance, count, tile.stop - tile.start, *self.window, self.group)
 
     # -- scores --------------------------------------------------------------------------------------------------------
     def scaled(self, q, exponents):
@@ -222,7 +222,7 @@ class Attention:
 
         They are divided by 2^exponents, except with a softcap, which brings every score into range.
         """
-        s = against(q, k, thread_scratch(self.dtype), "scores")
+        s = multiply_panels(q, k, thread_scratch(self.dtype), "scores")
         if self.softcap:
             if exponents is not None:
                 np.ldexp(s, exponents, out=s)
@@ -247,7 +247,7 @@ class Attention:
         undone = self.compiled.forward(o) if self.compiled else np.ones(self.m.shape, bool)
         if not undone.any():
             return
-        keys = self.turned(self.k)
+        keys = self.transposed_panels(self.k)
 
         def task(block, queries):
             rows = self.rows(undone, block, queries.tokens)
@@ -262,7 +262,9 @@ class Attention:
             for x, part in zip((o, self.m, self.l, self.exponents), found, strict=True):
                 self.write(x, block, queries.tokens, part, rows)
 
-        tasks = [(block, queries) for found in self.sequences() for queries in reversed(found) for block in self.blocks]
+        tasks = [
+            (block, queries) for sequence in self.sequences() for queries in reversed(sequence) for block in self.blocks
+        ]
         in_parallel(task, *zip(*tasks), caller=True)
 
     def attend(self, block, queries, keys, margin=0.0, exponents=None):
@@ -277,11 +279,12 @@ class Attention:
             return self.attend(
                 block, queries, keys, margin, self.exponents_of(rows_of_q, self.k[(*block, queries.keys)])
             )
-        (m, l), o = self.before(block, queries.tokens, exponents), np.zeros((*q.shape[:-1], self.v.shape[-1]), q.dtype)
+        m, l = self.before_keys(block, queries.tokens, exponents)
+        o = np.zeros((*q.shape[:-1], self.v.shape[-1]), q.dtype)
         margin = self.in_units(self.dtype.type(margin), exponents)
         for tile in queries.tiles:
             seen = self.seen(queries, tile)
-            s = only(self.scores(q, keys(block, tile), exponents), seen, -np.inf)
+            s = hide_unseen(self.scores(q, keys(block, tile), exponents), seen, -np.inf)
             shrink = self.weigh(s, l, m, margin, exponents)
             o *= shrink
             o += product(s, self.panels(self.v, block, tile), seen).sum(2)
@@ -302,7 +305,7 @@ class Attention:
         m[...] = new_m
         return shrink
 
-    def before(self, block, tokens, exponents):
+    def before_keys(self, block, tokens, exponents):
         """(m, l) of some rows before the first key: (sink, 1), or without a sink (the lowest number, 0)."""
         if self.sinks is None:
             m = self.rows(self.m[..., None], block, tokens)
@@ -311,54 +314,55 @@ class Attention:
         return np.maximum(self.in_units(sinks, exponents), self.range.min), (sinks > -np.inf).astype(self.dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
-    def backward(self, do, own):
-        """Gradients of q, k, v, and of the sinks if there are any; `own` [B, H, T] is do . o minus L's gradient."""
+    def backward(self, do, delta):
+        """Gradients of q, k, v, and of the sinks if there are any. `delta` [B, H, T] is do . o minus L's gradient;
+        `forward` must have set m, l and the exponents."""
         dq, dk, dv = gradients = [np.zeros(x.shape, self.dtype) for x in (self.q, self.k, self.v)]
-        blocks = self.compiled.backward(do, own, *gradients) if self.compiled else self.blocks
-        keys, values = (self.turned(x) for x in (self.k, self.v)) if blocks else (None, None)
+        blocks = self.compiled.backward(do, delta, *gradients) if self.compiled else self.blocks
+        keys, values = (self.transposed_panels(x) for x in (self.k, self.v)) if blocks else (None, None)
 
-        def task(block, found):
-            for queries in found:
-                self.pull(block, queries, keys, values, do, own, dq, dk, dv)
+        def task(block, sequence):
+            for queries in sequence:
+                self.add_gradients(block, queries, keys, values, do, delta, dq, dk, dv)
 
-        tasks = [(block, found) for found in self.sequences() for block in blocks]
+        tasks = [(block, sequence) for sequence in self.sequences() for block in blocks]
         in_parallel(task, *zip(*tasks), caller=True)
         if self.sinks is None:
             return gradients
         sinks, share = self.in_units(self.sinks[..., 0], self.exponents), np.zeros_like(self.m)
-        there = sinks > -np.inf
-        np.subtract(sinks, self.m, out=share, where=there)
-        np.divide(self.exp(share, self.exponents), self.l, out=share, where=there)
-        return [*gradients, -(np.where(there, share, 0) * own).sum((0, 2))]
+        has_sink = sinks > -np.inf
+        np.subtract(sinks, self.m, out=share, where=has_sink)
+        np.divide(self.exp(share, self.exponents), self.l, out=share, where=has_sink)
+        return [*gradients, -(np.where(has_sink, share, 0) * delta).sum((0, 2))]
 
-    def pull(self, block, queries, keys, values, do, own, dq, dk, dv):
+    def add_gradients(self, block, queries, keys, values, do, delta, dq, dk, dv):
         """Writes dq of the rows of `queries`; adds their terms of dk and dv."""
-        rows_of_q, do, own, m, l, exponents = (
-            self.rows(x, block, queries.tokens) for x in (self.q, do, own[..., None], *self.saved())
+        rows_of_q, do, delta, m, l, exponents = (
+            self.rows(x, block, queries.tokens) for x in (self.q, do, delta[..., None], *self.saved())
         )
         exponents = exponents if exponents.any() else None
-        q, do, own, dq_rows = self.scaled(rows_of_q, exponents), do / l, own / l, 0
+        q, do, delta, dq_rows = self.scaled(rows_of_q, exponents), do / l, delta / l, 0
         scaled = q if exponents is None else self.scaled(rows_of_q, None)
         for tile in queries.tiles:
             seen = self.seen(queries, tile)
             s = self.scores(q, keys(block, tile), exponents)
             slope = 1 - (s / self.softcap) ** 2 if self.softcap else None
             s -= m
-            p = only(self.exp(s, exponents), seen, 0)
-            dv[(*block, tile)] += self.turned_product(p, do, seen)
-            ds = against(do, values(block, tile), thread_scratch(self.dtype), "ds")
-            ds -= own
-            ds = only(ds, seen, 0)
+            p = hide_unseen(self.exp(s, exponents), seen, 0)
+            dv[(*block, tile)] += self.transposed_product(p, do, seen)
+            ds = multiply_panels(do, values(block, tile), thread_scratch(self.dtype), "ds")
+            ds -= delta
+            ds = hide_unseen(ds, seen, 0)
             ds *= p
             if self.softcap:
-                ds *= only(slope, seen, 0)
+                ds *= hide_unseen(slope, seen, 0)
             dq_rows = dq_rows + product(ds, self.panels(self.k, block, tile), seen).sum(2)
-            dk[(*block, tile)] += self.turned_product(ds, scaled, seen)
+            dk[(*block, tile)] += self.transposed_product(ds, scaled, seen)
         if queries.tiles:
             part = self.by_key_head(dq, block, queries.tokens)
             part[...] = self.dtype.type(self.problem.scale) * dq_rows.reshape(part.shape)
 
-    def turned_product(self, W, x, seen):
+    def transposed_product(self, W, x, seen):
         """W^T x for weights W [b, h, rows, keys], x [b, h, rows, D]. Pairs not seen add nothing, even if x is NaN."""
         count = W.shape[-1]
         columns = self.columns if count % self.columns == 0 else count
@@ -409,8 +413,8 @@ class Compiled:
         m, l, o_rows = (self.by_head(x) for x in (attention.m, attention.l, o_float32))
         group, count, tasks = o_rows.shape[1], len(o_rows), self.tasks(o_rows.shape[:2])
         tile = max(1, loops.TILE // group)
-        queries_per_task = -(-self.T * count // (tasks * tile)) * tile  # queries per task
-        heads_per_task = max(1, count // tasks) if queries_per_task >= self.T else 1  # key heads per task
+        queries_per_task = -(-self.T * count // (tasks * tile)) * tile
+        heads_per_task = max(1, count // tasks) if queries_per_task >= self.T else 1
 
         def task(head, first):
             heads = head, min(head + heads_per_task, count)
@@ -433,13 +437,13 @@ class Compiled:
         most = prod(heads) * self.T * self.S // LEAST_SCORES
         return max(1, min(TASKS * workers(), most))
 
-    def backward(self, do, own, dq, dk, dv):
+    def backward(self, do, delta, dq, dk, dv):
         """Fills dq, dk and dv; returns the blocks [(batch entry, key head)] left to NumPy, whose gradients are 0."""
         attention, loops = self.attention, self.loops
         if attention.exponents.any():
             return attention.blocks
         dkeys, dvalues = np.zeros_like(self.keys), np.zeros_like(self.values)
-        row_arrays = [self.by_head(x) for x in (do, attention.m, attention.l, own)]
+        row_arrays = [self.by_head(x) for x in (do, attention.m, attention.l, delta)]
         dq_rows = self.by_head(dq)
 
         def task(head):
@@ -470,7 +474,7 @@ def finite_largest(x, axes):
     return np.max(np.abs(x), axes, where=np.isfinite(x), initial=0, keepdims=True)
 
 
-def only(s, seen, fill):
+def hide_unseen(s, seen, fill):
     """Sets s [b, h, rows, keys] to `fill` where the row does not see the key; returns s."""
     if seen is not None:
         np.copyto(s, fill, where=~seen)
@@ -482,7 +486,7 @@ def split(x, columns):
     return x.reshape(*x.shape[:-1], -1, columns).swapaxes(2, 3)
 
 
-def against(x, panels, scratch, name):
+def multiply_panels(x, panels, scratch, name):
     """x [b, h, rows, D] times panels [b, h, n, D, columns]: [b, h, rows, n * columns] in memory `name` of `scratch`."""
     n, _, columns = panels.shape[2:]
     out = scratch(name, (*x.shape[:3], n * columns))
@@ -513,13 +517,13 @@ def key_ranges(spans, key_spans, window):
 
 
 @lru_cache(maxsize=64)
-def band(place, count, keys, left, right, group):
+def mask_of_window(first_distance, count, keys, left, right, group):
     """The mask [group * count, keys]: which of `count` queries, the same in `group` heads, see which of `keys` keys.
 
-    `place` is the first key's position minus the first query's. None if every query sees every key.
+    `first_distance` is the first key's position minus the first query's. None if every query sees every key.
     """
-    if (left < 0 or place >= count - 1 - left) and (right < 0 or place + keys - 1 <= right):
+    if (left < 0 or first_distance >= count - 1 - left) and (right < 0 or first_distance + keys - 1 <= right):
         return None
-    distance = place + np.arange(keys) - np.arange(count)[:, None]
+    distance = first_distance + np.arange(keys) - np.arange(count)[:, None]
     seen = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
     return np.tile(seen, (group, 1))
