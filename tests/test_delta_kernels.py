@@ -183,6 +183,9 @@ HARD = {  # gates, the cosine of keys, strengths
     "growth": ("weak", 0.0, 0.5),
 }
 HARD_LIMITS = {BFLOAT16: 4.5e-3, HALF: 4.5e-3 / 8}
+FEW_TOKENS = (
+    1.4  # where states grow: the few tokens that are large by then make up the errors (.83 +- .055 of the limits)
+)
 
 
 def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
@@ -227,7 +230,7 @@ def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
     wanted = function(*map(double, arrays), mode="recurrent", **options | {"initial_state": double(start)})
     options["initial_state"] = backend.asarray(start)
     found = backend.run(function, *map(backend.asarray, arrays), mode="chunk", **options)
-    limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.3)
+    limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.3) * (FEW_TOKENS if hard == "growth" else 1)
     for what, x, y in zip(("o", "state"), found, wanted, strict=True):
         assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
 
@@ -290,12 +293,13 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype,
     _, pull = backend.run(vjp, function, *map(backend.asarray, arrays), **options)
     gradients = [double(backend.tohost(x)) for x in pull(backend.asarray(do), backend.asarray(dht))]
     limit = HARD_LIMITS[dtype] * ((1.22 if qk_l2norm else 1) if op is GATED_DELTA_RULE else 1.6)
+    limit *= FEW_TOKENS if hard == "growth" else 1
     for name, given, x, y in zip((*op.arrays, "h0"), (*arrays, start), gradients, wanted, strict=True):
         size = rms(y)
         if name in op.decays:  # sums of what may cancel
             terms = np.abs(double(arrays[0]) * wanted[0])
             size = max(size, rms(terms if given.ndim == 4 else np.sum(terms, -1)))
-            if hard == "no-gates" and given.ndim == 3:
+            if hard in ("no-gates", "growth") and given.ndim == 3:  # no gate forgets
                 size = max(size, rms(terms_of_later_tokens(arrays, do, dht, start, qk_l2norm)))
         if name == "beta":
             size = rms(np.sum(of_columns(op, arrays, do, dht, start, name, alone) ** 2, 0) ** 0.5)
