@@ -1,8 +1,8 @@
 """The precision of products of float32 numbers on a GPU's tensor cores, which multiply tf32 numbers at best.
 
-"float32" computes a product as a sum of three tf32 products: its error is near float32's rounding, 1e-6 of a whole
-result. "tf32" computes one: a relative error of 4e-4, for a third of the products. Results without tensor cores, and
-those in other dtypes, are the same in both.
+"float32" computes a product as a sum of three tf32 products: the root mean square of a result's errors is 1e-6 of the
+result's own, near float32's rounding. "tf32" computes one: 4e-4, for a third of the products. Results without tensor
+cores, and those in other dtypes, are the same in both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def precision(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or name not in PRECISIONS:
         raise ValueError(f"precision: is {name!r}, expected one of {', '.join(map(repr, PRECISIONS))}")
-    token = current_name.set(name)
+    previous = current_name.set(name)
     try:
         yield
     finally:
-        current_name.reset(token)
+        current_name.reset(previous)
 
 
 def current() -> str:

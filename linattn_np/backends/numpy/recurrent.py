@@ -1,8 +1,13 @@
 """Token by token: the papers' recurrences, forward and backward. Tests compare all other forms with these.
 
-An operator's file (`equation`) has `step`, its equation for one token, and `step_vjp`, the gradient of that step. This
-module applies them to all tokens and sequences. A state is a tuple of parts: S [N, H, K, V], and for a normaliser z
-[N, H, K], where row n of N is sequence n % count of batch row n // count.
+An operator's file (`equation`) says what a token does:
+    step(problem, state, *token)                   the state after the token, and o; it may overwrite the state's parts
+                                                   unless problem.gradient is set, where `vjp` keeps them
+    step_vjp(problem, state, *token, dstate, do)   the gradients of the state before the token and of the token's arrays
+    writes(problem, S, *token)                     the decay, and [(k, u), ...]: step makes decay S + sum k u^T of S
+This module applies them to all tokens and sequences. A state is a tuple of parts: S [N, H, K, V], and for a normaliser
+z [N, H, K]. A batch row has `count` (problem.spans.count) sequences: row n of N is sequence n % count of batch row
+n // count.
 """
 
 import numpy as np
@@ -15,29 +20,30 @@ def run(problem, equation, o):
     inputs = cast_inputs(problem)
     final = initial_states(problem)
     for s, (start, stop) in enumerate(problem.spans):
-        state = sequence(final, s, problem)
+        state = state_of_sequence(final, s, problem)
         for t in range(start, stop):
             state, o[:, :, t] = equation.step(problem, state, *tokens(problem, inputs, t))
-        put_sequence(final, s, problem, state)
+        put_state(final, s, problem, state)
     return final
 
 
 def vjp(problem, equation, o):
-    """Writes o; returns (the parts of the final state, the pullback). The states before all tokens are stored."""
+    """Writes o; returns (the parts of the final state, the pullback). The state before each token is kept, no copy: the
+    problem wants gradients, so that no step overwrites it."""
     inputs = cast_inputs(problem)
     final, before = initial_states(problem), {}
     for s, (start, stop) in enumerate(problem.spans):
-        state = sequence(final, s, problem)
+        state = state_of_sequence(final, s, problem)
         for t in range(start, stop):
             before[t] = state
             state, o[:, :, t] = equation.step(problem, state, *tokens(problem, inputs, t))
-        put_sequence(final, s, problem, state)
+        put_state(final, s, problem, state)
 
     def pull(do, dht):
         gradients = [np.zeros_like(x) for x in inputs]
         dstates = cast_states(dht, problem)
         for s, (start, stop) in enumerate(problem.spans):
-            dstate = sequence(dstates, s, problem)
+            dstate = state_of_sequence(dstates, s, problem)
             for t in reversed(range(start, stop)):
                 dstate, *dtokens = equation.step_vjp(
                     problem, before[t], *tokens(problem, inputs, t), dstate, do[:, :, t].astype(problem.compute_dtype)
@@ -47,7 +53,7 @@ def vjp(problem, equation, o):
                         gradient[:, :, t] = dtoken
                     else:
                         gradient += dtoken
-            put_sequence(dstates, s, problem, dstate)
+            put_state(dstates, s, problem, dstate)
         return gradients, dstates
 
     return final, pull
@@ -80,12 +86,12 @@ def cast_states(parts, problem):
     return tuple(part.astype(problem.compute_dtype) for part in parts)
 
 
-def sequence(parts, s, problem):
+def state_of_sequence(parts, s, problem):
     """Copies [B, H, ...] of the states of sequence s of every batch row."""
     return tuple(part[s :: problem.spans.count].copy() for part in parts)
 
 
-def put_sequence(parts, s, problem, state):
+def put_state(parts, s, problem, state):
     """Writes the states [B, H, ...] of sequence s of every batch row to `parts`."""
     for part, new in zip(parts, state, strict=True):
         part[s :: problem.spans.count] = new
@@ -111,7 +117,7 @@ def decayed(problem, S, g=None):
 
 def add_outer(S, k, v):
     """S + k v^T, in place."""
-    S += np.multiply(k[..., :, None], v[..., None, :], out=thread_scratch(S.dtype)("outer", S.shape))
+    S += np.multiply(k[..., :, None], v[..., None, :], out=thread_scratch(S.dtype)("outer", S.shape))  # no new array
     return S
 
 
@@ -140,7 +146,7 @@ def step(problem, equation):
     state, rows = problem.options["state"], rows_in_use(problem)
     before = state[rows].astype(problem.compute_dtype, copy=False)
     (new,), o = equation.step(problem, (before,), *cast_inputs(problem))
-    if not np.may_share_memory(new, state):
+    if not np.may_share_memory(new, state):  # it does where `before` is a view that the step has overwritten
         state[rows] = new
     return o
 
@@ -149,8 +155,8 @@ def step_of_several(problem, equation, o):
     """Writes o [B, H, T, V] for a few tokens of every sequence, of which the caller may later reject the last ones.
 
     First those of the previous call's tokens that were accepted, the first `accepted` of the `pending` ones, are
-    applied to the state. Then this call's tokens are stored as pending. A token is stored as its decays and the vectors
-    k and u of each matrix k u^T that it adds to the state.
+    applied to the state. Then this call's tokens are stored as pending [P, H, tokens, numbers]: of a token its decays,
+    then the vectors k, then the vectors u of the matrices k u^T that it adds to the state.
     """
     inputs, rows, accepted = cast_inputs(problem), rows_in_use(problem), problem.options["accepted"]
     state, pending = problem.options["state"], problem.options["pending"]
