@@ -59,7 +59,7 @@ CASES = {
     "T1": Case(T=1),
     "T0": Case(T=0),
     "B0": Case(B=0),
-    "K1-V1": Case(K=1, V=1, T=20),
+    "K1-V1": Case(B=3, H=4, K=1, V=1, T=20),
     "wide": Case(T=20, K=100, V=70),
     "wider": Case(T=20, H=1, K=200, V=256),
     "wider-bfloat16": Case(T=40, H=1, K=200, V=70, dtype=BFLOAT16, gates=(SINGLE, SINGLE)),
