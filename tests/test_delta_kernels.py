@@ -183,9 +183,9 @@ HARD = {  # gates, the cosine of keys, strengths
     "growth": ("weak", 0.0, 0.5),
 }
 HARD_LIMITS = {BFLOAT16: 4.5e-3, HALF: 4.5e-3 / 8}
-FEW_TOKENS = (
-    1.4  # where states grow: the few tokens that are large by then make up the errors (.83 +- .055 of the limits)
-)
+# Where states grow, the few tokens that are large by then make up the errors: of some hundred draws o has 0.72 +- 0.055
+# of the limit above and dk 0.82 +- 0.034.
+FEW_TOKENS = 1.4
 
 
 def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
