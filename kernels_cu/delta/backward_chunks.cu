@@ -47,7 +47,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16;
   T q[BT * BK], k[BT * BK];
   union {
-    T states[2][COLUMNS * BK];  // S, dS
+    T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
     struct {
       Matrix<T> dq_from_k, dk_from_k, dk_from_q;  // [BT, BT]: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q
     };
@@ -108,7 +108,8 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
   cp_async_commit();
 }
 
-// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T.
+// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. A load of a state
+// gives two matrices of columns by two of channels.
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
@@ -135,8 +136,8 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
   }
 }
 
-// Adds <S, dS> over 32 columns of the 64, from `column` on: the diagonals of two products [8, 8], of which the
-// lanes hold row g = lane / 4: in dot[0] and dot[1], and in dot[2] and dot[3].
+// Adds <S, dS> over 32 of the 64 columns, from `column` on, to the diagonals of two products [8 columns, 8 columns], of
+// which a lane holds two numbers of row g = lane / 4 each: in dot[0] and dot[1], and in dot[2] and dot[3].
 template <int BK, typename T>
 __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {
   const int lane = own_lane(), matrix = lane >> 3;
@@ -183,8 +184,8 @@ template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, in
   M.at(i, j)[M.REST] = from_float<T>(x - to_float(rounded));
 }
 
-// A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of 16 rows and 8 keys; blocks that
-// have no pair j <= i are left out. Tasks 6 and 7: <S, dS>, each of half of the columns.
+// A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of 16 rows i and 8 keys j; there is
+// none for blocks without a pair j <= i. Tasks 6 and 7: <S, dS>, each of half of the columns.
 struct Task {
   static constexpr int COUNT = 8;
   bool has_pairs;
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       if (lane == 0) s.state_dots[task.column != 0] = sum;
       continue;
     }
-    float q_k[2][4] = {}, k_k[2][4] = {};  // q . k and k . k, each in two sums
+    float q_k[2][4] = {}, k_k[2][4] = {};  // q . k and k . k, each as the sum of two parts
     multiply_rows<BK>(q_k, s.q, s.k, task.row, task.key);
     multiply_rows<BK>(k_k, s.k, s.k, task.row, task.key);
 #pragma unroll

@@ -1,14 +1,12 @@
-// what      A feature map of every number: queries and keys of linear attention. The identity
-//           copies arrays.
+// what      A feature map of every number, for queries and keys of linear attention. The identity copies arrays.
 // math      y = phi(x):  x,  elu(x) + 1,  max(x, 0)  or  exp(x)
-// shapes    x y [B, H, T, C]; strides of x may be 0, `step`, that of the channels, too: x is then repeated along the
-//           axis
-// grid      a thread for every PIECE neighbours of y, or with `vectors` 0 for every number
+// shapes    x y [B, H, T, C]; a stride of x may be 0: x is then repeated along that axis
+// grid      a thread for every PIECE neighbouring numbers of y, or for every number if `vectors` is 0
 // smem      none
 // barriers  none
 // numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, section 3.2.1
-// limits    none
+// limits    `step` is 0 or 1
 #include "feature.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -18,7 +16,7 @@ template <typename T, typename Y> struct Args {
   Rows<const T> x;
   Rows<Y> y;
   i64 B, H, T_, C;
-  i64 step;     // between the channels of x
+  i64 step;     // the stride of x's channels: 1, or 0 if x has one number for all channels of a row
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 

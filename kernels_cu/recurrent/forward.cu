@@ -1,13 +1,13 @@
 // what      GLA and RWKV-6 token by token, as in the equations; GLA also with a gate of columns.
 // math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u)
-//           k_t v_t^T)); with gv S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T
+//           k_t v_t^T)); with gv S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T, * number by number
 // shapes    q k g [B, H, T, K], v o gv [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
 // grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
 //           a warp a quarter of the channels
-// smem      Shared<BK>: 16 tokens of q, k, v and decays, and the warps' parts of o
-// barriers  three every 16 tokens: tiles loaded | exps taken | parts of o written; the first also frees those parts. A
-//           fourth with gv, if a gate is above 0: gates loaded again
-// numerics  float32 throughout. Beside a gate above 0 decays are exp(g + gv), since either may leave the range alone
+// smem      Shared<BK>: 16 tokens of q, k, v and decays, and each warp's sums of o over its channels
+// barriers  three every 16 tokens: q, k, v and gates are loaded, and the sums of o read | decays are stored | the sums
+//           of o are stored. A fourth with gv, if one of the 16 tokens has a gate above 0: gates are loaded again
+// numerics  float32 throughout. With gv and a gate above 0 the decay is exp(g + gv): exp g or exp gv alone may overflow
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
 // limits    K <= BK; BK of 64, 128, 256; gv with AfterWrite
 #include "forward_arguments.cuh"
@@ -18,7 +18,7 @@
 constexpr int THREADS = 128, WARPS = THREADS / 32, TOKENS = 16, BV = 32;
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
-  Rows<const G> gv;  // null unless columns are GATED
+  Rows<const G> gv;  // null unless GATED
 };
 
 template <int BK> struct Shared {
@@ -27,10 +27,11 @@ template <int BK> struct Shared {
   float a[TOKENS * BK];  // [16, BK], gates, then decays
   float v[TOKENS * BV];  // [16, BV]
   float u[BK];
-  float partial[WARPS][TOKENS * BV];  // [16, BV], o over each warp's channels
+  float partial[WARPS][TOKENS * BV];  // [16, BV], sums of o over each warp's channels
   float av[TOKENS * BV];              // [16, BV], gates of columns, then decays
 };
 
+// GATED: whether columns have gates gv, too.
 template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int THREAD_CHANNELS = BK / WARPS;
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
     };
     load_gates();
     load_tile<TOKENS, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
-    __syncthreads();           // the tiles are in shared memory; all have read the parts of o
+    __syncthreads();           // the tiles are in shared memory; the sums of o have been read
     float largest_gate = 0.f;  // if GATED
     const auto take_exp = [&](float& x) {
       if (GATED) largest_gate = fmaxf(largest_gate, x);
@@ -69,8 +70,8 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
     for (int index = threadIdx.x; index < TOKENS * BK; index += THREADS) take_exp(s.a[index]);
     if constexpr (GATED)
       for (int index = threadIdx.x; index < TOKENS * BV; index += THREADS) take_exp(s.av[index]);
-    // Runs the tokens in shared memory. next_state(number of the state before a token, the channel's decay, the
-    // column's, k v) returns the number after it.
+    // Computes the tokens in shared memory. next_state returns a number of the state after a token, from the number
+    // before it, the decays of its channel and of its column, and k v.
     const auto run_tokens = [&](auto next_state) {
 #pragma unroll 1
       for (int r = 0; r < TOKENS; ++r) {  // rows after the last token have k = 0 and decays of 1
@@ -92,12 +93,12 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
       run_tokens(decayed);
     } else if (__syncthreads_or(largest_gate > 0.f)) {  // the decays are in shared memory
       load_gates();
-      __syncthreads();  // the gates are, in place of decays
+      __syncthreads();  // the gates are in shared memory, in place of decays
       run_tokens([](float x, float g, float gv, float kv) { return grown(x, g + gv) + kv; });
     } else {
       run_tokens(decayed);
     }
-    __syncthreads();  // the parts of o are in shared memory; the tiles may be overwritten
+    __syncthreads();  // the sums of o are in shared memory; the tiles may be overwritten
     for (int index = threadIdx.x; index < TOKENS * BV; index += THREADS) {
       const i64 row = token + index / BV, column = v_tile + index % BV;
       const float o = (s.partial[0][index] + s.partial[1][index]) + (s.partial[2][index] + s.partial[3][index]);

@@ -1,12 +1,13 @@
 // what      One token for B sequences; each state is read and written once, in place.
 // math      o = scale q^T S', S' = diag(exp g) S + k v^T   (RWKV-6: o = scale q^T (S + diag(u) k v^T))
-// shapes    q k g [B, H, K], v o [B, H, V], u [H, K], state [P, H, K, V], slots [B] or null
-// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 64 channels at a time, a lane four
-//           pieces of 16 bytes of them: 8 warps if the state is float32, 16 if it is float64, else 4. If its rows are
-//           not multiples of 16 bytes, fewer channels at a time, number by number
-// smem      the warps' parts of o, [warps, 64]
-// barriers  one: the parts of o are in shared memory
-// numerics  float32, for every type of the stored state; float64 if an array is
+// shapes    q k g [B, H, K], v o [B, H, V], u [H, K], state [P, H, K, V], slots [B] or null: sequence b has state
+//           slots[b] of the P states, or state b
+// grid      a block for every (sequence, head, 64 columns of V), sequence slowest: 8 warps if the state is float32, 16
+//           if it is float64, else 4. A block takes 64 channels at a time, a lane four pieces of 16 bytes of them. If
+//           rows of the state are not `aligned16`, a warp takes 4 channels at a time, and a piece is one number
+// smem      [warps, 64]: each warp's sums over its channels, of which o is the sum
+// barriers  one: the warps' sums are in shared memory
+// numerics  float32, for every type of the stored state; float64 if the data or the state are float64
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    the last axis of the state is contiguous
 //
@@ -21,11 +22,11 @@
 
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
-// The type of the arithmetic.
+// The type of the arithmetic, for data T and states S. Gates G do not decide: they are float64 only if T is.
 template <typename T, typename S> using Wider = decltype(Real<T>() + Real<S>());
-// Blocks on a multiprocessor, which bound registers. Without a bound the compiler's order of a half-precision state's
-// loads takes a sixth longer. From sm_100 on five blocks spill registers; a float state has no bound (0) there, since
-// even three would.
+// The least number of blocks on a multiprocessor: the compiler gives a thread no more registers than that allows.
+// Without this bound it orders the loads of a half-precision state so that they take a sixth longer. From sm_100 on
+// five blocks spill registers; a float32 state has no bound (0) there, since even three would.
 template <typename R, typename S>
 constexpr int BLOCKS = sizeof(R) == 8   ? 1
                        : sizeof(S) == 4 ? (SINCE_SM100 ? 0 : 4)
@@ -41,7 +42,7 @@ template <typename T, typename G, typename S> struct Args {
   const i64* slots;      // null: sequence b has state b
   i64 H, K, V;
   double scale;
-  i64 pieces;  // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
+  i64 aligned16;  // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
 template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
@@ -53,7 +54,7 @@ template <typename R> struct Channel {
   R q, k, decay, u;
 };
 
-// Loads channel c of the single token of batch row b and head h.
+// Loads channel c of the token of sequence b and head h.
 template <class ReadOrder, typename T, typename G, typename S>
 __device__ __forceinline__ Channel<Wider<T, S>> channel_of(const Args<T, G, S>& args, i64 b, i64 h, int c) {
   using R = Wider<T, S>;
@@ -63,29 +64,29 @@ __device__ __forceinline__ Channel<Wider<T, S>> channel_of(const Args<T, G, S>& 
 
 // The Channel that lane `lane` of the warp holds as x.
 template <class ReadOrder, typename R> __device__ __forceinline__ Channel<R> from_lane(const Channel<R>& x, int lane) {
-  const auto from_that_lane = [&](R y) { return __shfl_sync(0xffffffffu, y, lane); };
-  return {from_that_lane(x.q), from_that_lane(x.k), from_that_lane(x.decay),
-          ReadOrder::reads_before_write ? from_that_lane(x.u) : R(0)};
+  const auto shuffle = [&](R y) { return __shfl_sync(0xffffffffu, y, lane); };
+  return {shuffle(x.q), shuffle(x.k), shuffle(x.decay), ReadOrder::reads_before_write ? shuffle(x.u) : R(0)};
 }
 
 // Computes the state after the token, of a warp's channels and 64 columns from `start` on, in pieces of PIECE
-// neighbours. Stores these channels' part of o in `part` [64]. For channels and columns that do not exist the token's
-// first numbers are read instead, which takes no branch.
+// neighbouring columns. Stores the sums over these channels in `part` [64]. For channels and columns that do not exist
+// the token's first numbers are read instead, which takes no branch.
 template <class ReadOrder, int PIECE, typename T, typename G, typename S>
 __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start,
                                             int warp) {
   using R = Wider<T, S>;
   constexpr int CHANNELS = PIECE > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
-  constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, LANES = BV / (PIECE * LANE_PIECES),
-                CHANNELS_AT_ONCE = 32 / LANES, LANE_CHANNELS = CHANNELS / CHANNELS_AT_ONCE;
-  const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * PIECE, K = int(args.K);
-  const i64 column = start + first_column, channel_stride = CHANNELS_AT_ONCE * args.state.t;
+  // A lane has LANE_PIECES pieces of a row, a row ROW_LANES lanes, a warp ROWS rows at once, a lane LANE_CHANNELS rows.
+  constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, ROW_LANES = BV / (PIECE * LANE_PIECES),
+                ROWS = 32 / ROW_LANES, LANE_CHANNELS = CHANNELS / ROWS;
+  const int lane = threadIdx.x % 32, row = lane / ROW_LANES, first_column = lane % ROW_LANES * PIECE, K = int(args.K);
+  const i64 column = start + first_column, channel_stride = ROWS * args.state.t;
   const auto column_exists = [&](int m) { return column + m * 32 * PIECE < args.V; };
   S* address = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
   R o[LANE_PIECES][PIECE] = {};
   for (int first = warp * CHANNELS; first < K;
        first += WARPS<S> * CHANNELS, address += WARPS<S> * CHANNELS * args.state.t) {
-    const auto row_exists = [&](int n) { return first + row + n * CHANNELS_AT_ONCE < K; };
+    const auto row_exists = [&](int n) { return first + row + n * ROWS < K; };
     Piece<S, PIECE> state[LANE_CHANNELS][LANE_PIECES];
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n)
@@ -93,8 +94,8 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
       for (int m = 0; m < LANE_PIECES; ++m)
         if (row_exists(n) && column_exists(m))
           state[n][m] = *reinterpret_cast<const Piece<S, PIECE>*>(address + n * channel_stride + m * 32 * PIECE);
-    const int c = first + lane % CHANNELS;
-    const Channel<R> own_channel = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
+    const int c = first + lane % CHANNELS;  // each lane loads one channel, and from_lane hands it to the others
+    const Channel<R> loaded = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
     R v[LANE_PIECES][PIECE];
 #pragma unroll
     for (int m = 0; m < LANE_PIECES; ++m) {
@@ -104,14 +105,15 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
     }
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n) {
-      const Channel<R> c = from_lane<ReadOrder>(own_channel, n * CHANNELS_AT_ONCE + row);
+      const Channel<R> channel = from_lane<ReadOrder>(loaded, n * ROWS + row);
 #pragma unroll
       for (int m = 0; m < LANE_PIECES; ++m) {
 #pragma unroll
         for (int i = 0; i < PIECE; ++i) {
-          const R before = to_real(state[n][m].x[i]), kv = c.k * v[m][i], after = multiply_add(c.decay, before, kv);
-          const R read = ReadOrder::reads_before_write ? multiply_add(c.u, kv, before) : after;
-          const R sum = multiply_add(c.q, read, o[m][i]);
+          const R before = to_real(state[n][m].x[i]), kv = channel.k * v[m][i],
+                  after = multiply_add(channel.decay, before, kv);
+          const R read = ReadOrder::reads_before_write ? multiply_add(channel.u, kv, before) : after;
+          const R sum = multiply_add(channel.q, read, o[m][i]);
           o[m][i] = row_exists(n) ? sum : o[m][i];
           state[n][m].x[i] = from_real<S>(Real<S>(after));
         }
@@ -124,7 +126,7 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
   for (int m = 0; m < LANE_PIECES; ++m)
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-      for (int distance = LANES; distance < 32; distance *= 2)
+      for (int distance = ROW_LANES; distance < 32; distance *= 2)
         o[m][i] += __shfl_xor_sync(0xffffffffu, o[m][i], distance);
       if (row == 0) part[first_column + m * 32 * PIECE + i] = o[m][i];
     }
@@ -137,9 +139,9 @@ __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurre
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
   const i64 start = blockIdx.x % tiles * BV;
   const int warp = threadIdx.x / 32;
-  if (args.pieces) apply_token<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
+  if (args.aligned16) apply_token<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
   else apply_token<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
-  __syncthreads();  // the parts of o are in shared memory
+  __syncthreads();  // the warps' sums are in shared memory
   if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
   R sum = 0;
 #pragma unroll

@@ -8,10 +8,10 @@
 //           GatedDelta, Kda: u = beta (v - S'^T k), o = scale q^T S
 //           Dplr: u = v, p = (S before the token)^T a, o = scale q^T S
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], bonus [HV, K],
-//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p; slots [B]: each sequence's
-//           state in P; accepted [B]: how many pending tokens are; both may be null
+//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p; slots [B] or null: sequence b
+//           has state slots[b] of the P states, or state b; accepted [B] or null: how many pending tokens are, or none
 // grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
-//           16 bytes of columns, of LANE_CHANNELS channels
+//           LANE_COLUMNS columns of LANE_CHANNELS channels
 // smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
 // barriers  three every BV columns: all tokens are in shared memory | the products of their rows are | the last token
 //           has been read; two a token: the warps' sums are in shared memory | their totals are
@@ -29,7 +29,7 @@ constexpr int TOKENS = 8;
 template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
 
 // The rule: a recurrence, here or in delta/tokens.cuh (GatedDelta, Kda, Dplr). channel_gates: a gate for each channel,
-// otherwise one for all; own_erasure: erases with vectors a and b.
+// otherwise one for all; own_erasure: it erases with vectors a and b, not with k.
 struct Gla {
   static constexpr bool channel_gates = true, own_erasure = false;
 };
@@ -56,7 +56,7 @@ template <typename T, typename G, typename S> struct Args {
   i64 group;            // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 pieces;      // whether every row of the state is aligned to 16 bytes, and a multiple of 16 bytes long
+  i64 aligned16;   // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
 // Threads of a block, and columns at a time: chosen so that a lane's part of the state leaves enough registers.
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
       const S* from = first + n * CHANNELS_AT_ONCE * args.state.t;
       const bool exists = row + n * CHANNELS_AT_ONCE < K;
       Piece piece{};
-      if (args.pieces) {
+      if (args.aligned16) {
         if (exists && column < columns_left) piece = *reinterpret_cast<const Piece*>(from);
       } else {
 #pragma unroll
@@ -189,9 +189,9 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         for (int i = 0; i < LANE_COLUMNS; ++i) {
           piece.x[i] = from_real<S>(Real<S>(state[n][i]));
           state[n][i] = to_real(piece.x[i]);  // rounded as a later call will load it
-          if (!args.pieces && exists && column + i < columns_left) to[i] = piece.x[i];
+          if (!args.aligned16 && exists && column + i < columns_left) to[i] = piece.x[i];
         }
-        if (args.pieces && exists && column < columns_left) *reinterpret_cast<Piece*>(to) = piece;
+        if (args.aligned16 && exists && column < columns_left) *reinterpret_cast<Piece*>(to) = piece;
       }
     }
     __syncthreads();  // normalized rows and weights are in shared memory

@@ -1,21 +1,22 @@
-// what      The product of a matrix of few rows (low ranks) with a batch's vectors: K is cut into PARTS, so that there
-//           are blocks for the whole card.
-// math      the sum of y_b's parts, which the next kernel adds up, is W x_b
+// what      The product of a matrix W of few rows (a low rank) with a batch's vectors. Blocks share out K in PARTS
+//           parts, so that there are blocks for the whole card.
+// math      y_pb = the product of W and vector x_b over part p of K; the next kernel adds them: sum_p y_pb = W x_b
 // shapes    w [M, K] of type W, with int8 scales [M], x [B, K] of the type that W is multiplied as, y [PARTS, B, M]
-// grid      a block for every part of K of every 32 rows and VECTORS vectors, parts fastest, then rows; 256 threads:
-//           a warp has an eighth of every SLICE numbers of the part, a lane 8 neighbours along K of rows and vectors
-// smem      Shared: the warps' sums
+// grid      a block for every part of K of every 32 rows and VECTORS vectors, parts fastest, then rows; 256 threads: of
+//           every SLICE numbers of the part a warp multiplies an eighth, in STEPS steps. With g = lane / 4 and
+//           t = lane % 4, a lane loads numbers 8t to 8t + 7 of a step, of rows and of vectors g, g + 8, ...
+// smem      Shared: each warp's sums over its numbers of K
 // barriers  one: the warps' sums are in shared memory
-// numerics  tensor cores: x and weights as they are, int8 ones as bfloat16 numbers; float32 sums in a fixed order,
-//           times the row's scale
+// numerics  tensor cores: x and weights in their types, int8 weights as bfloat16; float32 sums in a fixed order, for
+//           int8 times the row's scale
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14, for the products
 // limits    K a multiple of 8, with int8 of 16; w and x start on 16 bytes; M K and B K below 2^31; sm_90a
 //
-// Weights are loaded to registers before the previous kernel has completed x; no kernel of a step writes weights.
+// Weights are loaded to registers before the previous kernel has completed x: no kernel of a decoding step writes them.
 #include "decode.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32, PARTS = 4;
-constexpr int STEP = 32;                     // numbers of K in a step
+constexpr int STEP = 32;                     // numbers of K that a warp multiplies in a step
 constexpr int STEPS = 2;                     // steps of a warp in a slice
 constexpr int SLICE = WARPS * STEPS * STEP;  // numbers of K that a block loads at a time
 
@@ -27,7 +28,7 @@ template <typename W> struct Args {
   i64 B, K, M;
 };
 
-// Eight neighbours in the type that tensor cores multiply.
+// Loads eight neighbours in the type that tensor cores multiply.
 template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
   if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);
   else {
@@ -37,7 +38,7 @@ template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
 }
 
 template <int VECTORS> struct Shared {
-  float sums[WARPS][VECTORS][ROWS + 8];  // no bank conflicts
+  float sums[WARPS][VECTORS][ROWS + 8];  // 8 more: no bank conflicts
 };
 
 template <typename W, int VECTORS>
@@ -56,8 +57,8 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
   const auto k_of = [&](int slice, int step) {
     return (part * slices + slice) * SLICE + (warp * STEPS + step) * STEP + 8 * t;
   };
-  // Indices beyond the arrays are clamped: the weights read there meet zeros of x (beyond K), or are of rows whose sums
-  // are not stored (beyond M).
+  // Indices beyond the arrays are clamped: the weights read there are multiplied by zeros of x (beyond K), or belong to
+  // rows whose sums are not stored (beyond M).
   const auto load_weights = [&](int slice) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
       for (int tile = 0; tile < VECTORS / 16; ++tile) {
-        // Any order of K will do if w and x have the same.
+        // The order in which w and x hold numbers of K does not matter, as it is the same.
         const uint4 &a = x[step][2 * tile], &b = x[step][2 * tile + 1];
         const u32 lower[4] = {a.x, b.x, a.y, b.y}, upper[4] = {a.z, b.z, a.w, b.w};
 #pragma unroll
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
     if (b >= B || m >= M) continue;
     float sum = 0.f;
 #pragma unroll
-    for (int of_warp = 0; of_warp < WARPS; ++of_warp) sum += s.sums[of_warp][vector][n % ROWS];
+    for (int other = 0; other < WARPS; ++other) sum += s.sums[other][vector][n % ROWS];
     args.y[(i64(part) * B + b) * M + m] = sizeof(W) > 1 ? sum : args.scales[m] * sum;
   }
 }

@@ -15,7 +15,10 @@ from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_c
 
 
 class DeltaScalarForwardSm90(TiledKernel):
-    """The forward pass of the delta rule without gates, or with one that the channels of a token share."""
+    """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`, "maps+rows"
+    are arrays both as tensor maps and as pointers with strides; `?` marks those that may be null. group: heads of
+    values that share a head of q and k; state_k, state_v: strides of the states; wide_gate, wide_beta: whether g and
+    beta are float32; normalized: whether q and k are to be divided by their lengths."""
 
     file = "delta/sm90/scalar_forward"
     arguments = members(
@@ -50,7 +53,7 @@ def why_no_chunks(problem) -> str | None:
 
 
 class ScalarOnHopper:
-    """The way by Hopper's own kernel, for half-precision data that tensor maps can describe. It cuts no sequences."""
+    """Plans a call by Hopper's own kernel, for half-precision data that tensor maps can describe. Cuts no sequences."""
 
     name = "by Hopper's own kernel"
     CHUNK_TIME = 1.45  # microseconds per chunk of a block that has a multiprocessor of an H200 for itself
@@ -66,8 +69,8 @@ class ScalarOnHopper:
         if not mappable_once_copied([problem[name] for name in "qkv"]):
             return "rows are no whole pieces of 16 bytes, or there are none"
         (N, H, V), cut = problem.shape("N H V"), CutInChunks(problem, device)
-        few = N * H * ceil_div(V, PANEL) <= device.multiprocessors
-        if few and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.pass_time:
+        few_blocks = N * H * ceil_div(V, PANEL) <= device.multiprocessors
+        if few_blocks and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.pass_time:
             return f"few heads of long sequences are faster in {cut.segments} segments"
         return None
 
@@ -84,9 +87,10 @@ class ScalarOnHopper:
 
 
 def forward_kernel(dtype, shape, multiprocessors) -> DeltaScalarForwardSm90:
-    """The instance with 64 columns per block if each of these blocks has a multiprocessor for itself, else with 128."""
-    few = all_heads(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
-    return DeltaScalarForwardSm90(dtype, TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few])
+    """The instance with PANEL = 64 columns per block if V is no more, or if each of these blocks has a multiprocessor
+    for itself; else with 128. TILES are the sizes 64 and 128."""
+    few_blocks = all_heads(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
+    return DeltaScalarForwardSm90(dtype, TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few_blocks])
 
 
 def all_heads(shape) -> int:
@@ -95,14 +99,10 @@ def all_heads(shape) -> int:
 
 
 def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, transposed=False, normalized=False):
-    """Launches the kernel of o.
-
-    tokens : (q, k, v, g or None, beta); the heads of `shape` are those of v
-    initial, final : float32 states [N, H, K, V], or [N, H, V, K] if `transposed`
-    normalized : whether q and k are to be divided by their lengths
-    """
+    """Launches the kernel on `tokens`: (q, k, v, g or None, beta). The heads of `shape` are those of v. initial, final:
+    float32 states [N, H, K, V], or [N, H, V, K] if `transposed`; None for zeros, and for a state that is not wanted."""
     q, k, v, g, beta = tokens
-    maps = {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in zip("qkvo", (q, k, v, o))}
+    maps = {name: TensorMap(x, PANEL, kernel.CHUNK, swizzled=True) for name, x in zip("qkvo", (q, k, v, o))}
     rows = {f"{name}_rows": tensor_map.array for name, tensor_map in maps.items()}
     draft.launch(
         kernel,

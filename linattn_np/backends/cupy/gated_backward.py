@@ -294,7 +294,7 @@ class HopperBackward:
     def launch_mapped(self, kernel, blocks, mapped, **args):
         """Launches `blocks` blocks of a kernel. It gets each array of `mapped` (argument -> array) twice: as a tensor
         map, and as rows, for tokens that the boxes of the map do not cover."""
-        maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
+        maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, swizzled=True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(kernel, blocks, **maps, **rows, **args, shape=self.shape, scale=self.problem.scale)
 

@@ -288,8 +288,8 @@ class HopperForward(ForwardPass):
         """The kernel's arguments that describe q, k, g, v and o: tensor maps of all five (that of o is `o_boxes`), and
         rows of the first four."""
         channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
-        maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
-        maps |= {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
+        maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, swizzled=False) for name, x in channels.items()}
+        maps |= {name: TensorMap(x, PANEL, kernel.CHUNK, swizzled=True) for name, x in columns.items()}
         return maps | {f"{name}_rows": x for name, x in zip("qkgv", (self.q, self.k, self.g, self.v))}
 
 

@@ -66,7 +66,7 @@ def stack_args(products, rows, vectors) -> list[dict]:
     K]. Tensor copies move boxes of so many `rows` of w and `vectors` of x. Stacks that are not needed have C = 0."""
 
     def tensor_map(array, rows, heads=1):
-        return TensorMap(array, SWIZZLED // array.dtype.itemsize, rows, True, heads)
+        return TensorMap(array, SWIZZLED // array.dtype.itemsize, rows, swizzled=True, heads=heads)
 
     stacks = [
         {

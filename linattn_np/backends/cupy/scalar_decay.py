@@ -294,7 +294,7 @@ class ScalarHopperForward(HopperForward):
 
     def inputs_of(self, kernel):
         return super().inputs_of(kernel) | {
-            "g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False),
+            "g": TensorMap(self.k, kernel.BK, kernel.CHUNK, swizzled=False),
             "g_rows": self.k,
             "scalar_gate": self.g,
         }
@@ -334,7 +334,7 @@ def weighted_sum(
     named = dict(zip(("q", "k", "v", "o"), arrays)) | {"partner": partner or arrays[2]}
     K, V = named["k"].shape[-1], named["v"].shape[-1]
     return {
-        **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in named.items()},
+        **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, swizzled=True) for name, x in named.items()},
         **{f"{name}_rows": x for name, x in named.items()},
         **{"initial": initial, "final": final, "output_scale": output_scale, "value_scale": value_scale},
         **{"backwards": backwards, "adds_to_o": adds},

@@ -101,9 +101,7 @@ class SoftmaxSm90(Softmax):
         return self.STORED if name in self.RESULTS else self.BOX
 
     def given(self, arrays):
-        maps = {
-            name: TensorMap(x, self.BOX, self.tokens_of(name), True) for name, x in arrays.items() if name in IN_ROWS
-        }
+        maps = {x: TensorMap(arrays[x], self.BOX, self.tokens_of(x), swizzled=True) for x in IN_ROWS if x in arrays}
         return arrays | maps | {rows: arrays[name] for name, rows in self.RESULTS.items()}
 
 

@@ -17,12 +17,12 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
 
 class RecurrentStep(GatedKernel):
     """o and the new state. `slots`: the row of `state` that each sequence uses, or null if these are 0 ... B - 1;
-    `pieces`: whether rows of the state allow accesses of 16 bytes; u: null for operators without it. The order and
+    `aligned16`: whether rows of the state allow accesses of 16 bytes; u: null for operators without it. The order and
     types are those of struct Args in the kernel's file."""
 
     file = "recurrent/step"
     arguments = members(
-        "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers pieces"
+        "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers aligned16"
     )
     shared = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of the state per block
@@ -56,7 +56,7 @@ def plan(problem, device):
     real = DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32
     u = draft.as_contiguous(problem.arrays.get("u"), "u", real)
     arrays = {"q": q, "k": k, "v": v, "g": g, "o": o, "u": u, "state": state, "slots": slots}
-    sizes = {"H": H, "K": K, "V": V, "scale": problem.scale, "pieces": aligned16(state)}
+    sizes = {"H": H, "K": K, "V": V, "scale": problem.scale, "aligned16": aligned16(state)}
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **arrays, **sizes)
     return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})
 

@@ -30,13 +30,13 @@ GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `rule` of gate
 
 class StepOfSeveral(Kernel):
     """o, the new state and the new pending tokens, by a block for each sequence and head of values. M is how many
-    tokens `pending` has room for, `group` how many heads of values share a head of q and k; `pieces`: whether rows of
-    the state allow accesses of 16 bytes."""
+    tokens `pending` has room for, `group` how many heads of values share a head of q and k; `aligned16`: whether rows
+    of the state allow accesses of 16 bytes."""
 
     file = "recurrent/step_of_several"
     arguments = members(
         "rows q k v, rows? a b, rows g, rows? beta, rows o, pointers? bonus, rows state pending, "
-        "pointers? slots accepted, integers H T_ K V M group, reals scale, integers normalized pieces"
+        "pointers? slots accepted, integers H T_ K V M group, reals scale, integers normalized aligned16"
     )
     shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, COLUMNS<Widest<{dtype}, {state}>, {BK}>>",)
     constants: ClassVar[tuple] = (("TOKENS", "TOKENS"),)
@@ -86,6 +86,6 @@ def plan(problem, device):
     arrays |= {"state": state, "pending": pending, "slots": slots, "accepted": options["accepted"], "o": o}
     arrays["bonus"] = draft.as_contiguous(problem.arrays.get("u"), "u", kernel.real)
     sizes = {"H": H, "T_": T, "K": K, "V": V, "M": pending.shape[2], "group": inputs.group}
-    options = {"scale": problem.scale, "normalized": inputs.normalized, "pieces": aligned16(state)}
+    options = {"scale": problem.scale, "normalized": inputs.normalized, "aligned16": aligned16(state)}
     draft.launch(kernel, B * H, **arrays, **sizes, **options)
     return draft.plan(draft.give_back(problem, o), tiles={"BK": kernel.BK, "BV": kernel.BV})
