@@ -1,9 +1,9 @@
 // what      Joins the segments of sequences for the backward passes: the state at each segment's start, and the
-//           gradient of the state at each segment's end, from the segments' summaries. The first two segments of either
-//           direction are complete already.
-// math      S_p = diag(decay_{p-1}) S_{p-1} + local_{p-1};   dS_{p+1} = diag(decay_{p+1}) dS_{p+2} + local_{p+1}
-// shapes    states [2, N, P, H, K, V] float32: on entry local of the segment before, in the direction; on exit S_p and
-//           dS_{p+1}; decays [2, N, P, H, K] float32
+//           gradient of the state at each segment's end, from the segments' summaries: what each gives if it starts
+//           from zero. The first two segments of either direction are complete already.
+// math      of segments numbered from 0 in the direction: S_p = diag(decay_{p-1}) S_{p-1} + summary_{p-1}
+// shapes    states [2, N, P, H, K, V] float32: on entry summary_{p-1} at segment p, on exit S_p, the state or gradient
+//           with which p starts in the direction; decays [2, N, P, H, K] float32
 // grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
 //           values each
 // smem      none
@@ -19,7 +19,7 @@ struct Args {
   float* states;
   const float* decays;
   i64 N, P, H, K, V;
-  i64 first;  // the first direction to compute: 1 if the states are known
+  i64 only_backwards;  // whether only the gradients are computed, as the states are known
 };
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const u32 pair = blockIdx.x / tiles % pairs, n = pair / H, h = pair % H;
   const bool backwards = blockIdx.x / tiles >= pairs;
   const int P = int(args.P);
-  if (index >= size || backwards < args.first) return;
+  if (index >= size || backwards < args.only_backwards) return;
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };
@@ -38,16 +38,16 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const auto decay = [&](int step) { return args.decays[segment(step) * args.K + index / u32(args.V)]; };
   float4 S = state(1);
   for (int first = 2; first < P; first += AHEAD) {
-    float4 local[AHEAD];
-    float by[AHEAD];
+    float4 summaries[AHEAD];
+    float decays[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
-      if (first + i < P) local[i] = state(first + i), by[i] = decay(first + i - 1);
+      if (first + i < P) summaries[i] = state(first + i), decays[i] = decay(first + i - 1);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < P) {
-        const float4& x = local[i];
-        const auto join = [&](float S, float own) { return S == 0.f ? own : fmaf(by[i], S, own); };
+        const float4& x = summaries[i];
+        const auto join = [&](float S, float summary) { return S == 0.f ? summary : fmaf(decays[i], S, summary); };
         S = {join(S.x, x.x), join(S.y, x.y), join(S.z, x.z), join(S.w, x.w)};
         state(first + i) = S;
       }

@@ -208,7 +208,7 @@ __device__ __forceinline__ void store_values(float (*panels)[CHUNK][32], const V
 }
 // The panels of a tile [token, channel] that have the warpgroup's 64 channels.
 template <typename X, int PANELS>
-__device__ __forceinline__ auto own_panels(X (&tile)[PANELS][CHUNK][PANEL<X>], int warpgroup) {
+__device__ __forceinline__ auto warpgroup_panels(X (&tile)[PANELS][CHUNK][PANEL<X>], int warpgroup) {
   return tile + warpgroup * (64 / PANEL<X>);
 }
 

@@ -1,26 +1,28 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
-// math      per chunk of 32 tokens, dS being the gradient of the state after it and S the state before it. Decays
-//           [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to query i, L_j from key j to
-//           the chunk's end (decays.cuh).
+// math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
+//           state before it. Decays [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to
+//           query i, L_j from key j to the chunk's end (decays.cuh).
 //           A_ij = scale q_i . D_ij k_j, dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i, A_ii = scale q_i . u k_i)
 //           dk_j = sum_i dA_ij D_ij q_i + L_j dS v_j (RWKV-6: + u q_j scale do_j . v_j)
 //           dv_j = sum_i A_ij do_i + (L_j k_j) dS
-//           dg_t = weight_t + sum_{j<t} k_j L_j dS v_j + D sum_v S dS, weight_t the query share of backward_queries
+//           dg_t = share_t + sum_{j<t} k_j L_j dS v_j + D sum_v S dS; share_t, the query share of backward_queries, is
+//           sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i scale E_i S do_i (RWKV-6: i > t)
+//           D sum_v S dS = c - sum_j k_j L_j dS v_j, c = sum_v S' dS; the chunk before: c = D sum_v S dS + query_sums
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and
-//           dh0 [N, H, K, V] float32. From backward_queries: query_share, which may be dg itself; sums [chunk, K +
-//           FLAGS], the queries' terms of sum_v S dS, and ends [N, H, K], its value at the end; checkpoints, states S
-//           (states.cuh)
-// grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
-//           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
-//           chunks. If BK = 64, the last one makes A, too, and the consumers make dv
+//           dh0 [N, H, K, V] float32. From backward_queries: query_share, which may be dg itself; query_sums [chunk,
+//           K + FLAGS], sum_i q_i scale E_i S do_i with a unit (query_share.cuh), and flags; ends [N, H, K], c of the
+//           last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token (states.cuh)
+// grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
+//           states.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A and dv; last,
+//           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv
 // smem      backward_keys_storage.cuh
 // barriers  backward_keys_storage.cuh
-// numerics  A and dA are tf32; dS: states.cuh. sum_v S dS [K] is carried from chunk to chunk: the chunk's keys' terms
-//           are subtracted, its queries' terms added. If a channel forgets within a chunk (`is_forgotten` in
-//           growth.cuh), the sum before it is set to 0: else dg, there far smaller than those terms, would be their
-//           rounding error. If gates above 0 come later, larger rests are kept, since growth may make them matter
+// numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
+//           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
+//           unless it is larger than kept_ratio c. kept_ratio is infinite, or 2^-7 (ROUNDING) if a later chunk is
+//           computed token by token, since its growth may make such a rest matter
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/backward_keys_storage.cuh"
@@ -29,49 +31,48 @@ __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether dS is tf32 in its product with v, which then needs a float32 copy of v. Otherwise dS is the sum of two
-// bfloat16 numbers, or one float16 number, and v is used as it is. With 128 channels two numbers cost more than the
-// copy. With float32 gates and float16 data dS is tf32, since dg is stored in float32 and must be more accurate.
+// bfloat16 numbers, or one float16 number, and v is used as it is. With 128 channels two bfloat16 numbers cost more
+// than the copy. With float32 gates and float16 data dS is tf32, since dg, in float32, must be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
-// Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, which leave no
-// registers for one.
+// Whether a further warpgroup makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
-// The largest magnitude of dS that float16 products take: dS is scaled to float16's range, and numbers of size 1 must
-// still be normal numbers there.
+// The largest magnitude of dS for which float16 products are used. They take dS times a power of 2 that makes its
+// largest number at most 2^14: a number of size 1 in it is then at least 2^-15, which float16 holds in 10 bits.
 constexpr float LARGEST_DS = 0x1p29f;
 
-// The largest magnitude of dS, from the largest ones of all warps.
-template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&parts)[WARPS]) {
-  float x = parts[0];
-  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, parts[other]);
-  return x;
+// The largest magnitude of dS, from the largest one of each warp's channels.
+template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&of_warps)[WARPS]) {
+  float largest = of_warps[0];
+  for (int warp = 1; warp < WARPS; ++warp) largest = fmaxf(largest, of_warps[warp]);
+  return largest;
 }
 
-// Whether the chunk is computed token by token (growth.cuh): because the first pass says so (gates are too far above 0,
-// or float16 does not hold a query share), or dS exceeds float16's range. All threads get the same result; the
-// vote tells the compiler so.
+// Whether the chunk is computed token by token (growth.cuh): because of a flag of backward_queries (gates are too far
+// above 0, or float16 does not hold a query share), or because dS exceeds float16's range. All threads get the same
+// result; the vote tells the compiler so.
 template <typename T, typename Shared>
 __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
   return __any_sync(0xffffffffu,
-                    s.growth[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
+                    s.flags[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
 }
 
-// Whether a later segment of the sequence has a chunk with large growth, by the flags of backward_queries. Thread
-// `thread` of COUNT reads some chunks' flags and returns whether one is set. Threads share all segments at once: one
+// Whether a later segment of the sequence has a chunk with a flag of backward_queries. Thread `thread` of COUNT reads
+// some chunks' flags and returns whether one is set. The threads read flags of all segments at the same time: one
 // segment after the other would take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
   const int after = int(args.P - 1 - last / H % args.P);  // later segments of the sequence
-  const int each = max(1, COUNT / max(1, after));         // threads for each of them
+  const int each = max(1, COUNT / max(1, after));         // threads for each later segment
   bool found = false;
   for (int n = 1 + thread / each; n <= after; n += COUNT / each) {
     const WorkTile work = segment_at(args.shape, u32(last + n * H), args.P);
     for (int chunk = thread % each; chunk * CHUNK < work.tokens; chunk += each) {
-      const float* sums = args.sums + (work.chunk + chunk) * (args.shape.K + FLAGS);
-      found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
+      const float* row = args.query_sums + (work.chunk + chunk) * (args.shape.K + FLAGS);
+      found |= *reinterpret_cast<const WarpFlags<BK>*>(row + args.shape.K) != 0;
     }
   }
   return found;
@@ -88,22 +89,22 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 // ---- a warpgroup that makes A and dv: a warp has 8 queries of A, and 16 of every 64 columns of dv ------------------
 
 // Computes A. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of different
-// sub-chunks: 16 by 8 for warps 0 and 2, 8 by 8 for the others.
+// sub-chunks: 16 queries by 8 keys for warps 0 and 2, 8 by 8 for the others.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                             int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool has_16_queries = warp % 2 == 0;
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
-  const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // both tf32 operands are cut off
+  const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
-  float within[2], across[4], own = 0.f;
+  float within[2], across[4], self_score = 0.f;  // self_score: q . u k of token g of the warp's sub-chunk
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      const float* shares = &s.own.shares_of(in, other)[warp][0].x + 8 * t + g;  // every eighth number is of this token
-      own += shares[0] + shares[32];
+      const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * t + g;  // every eighth is of token g
+      self_score += parts[0] + parts[32];
     }
-    own = channel_sum(own);
+    self_score = channel_sum(self_score);
   }
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   barrier_arrive(s.within);  // the queries within sub-chunks have been read: dk and dg may overwrite them
@@ -111,8 +112,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   int score = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
-    const float self_terms = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
-    put(p ? (score ^ 16) + 128 : score, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : self_terms);
+    const float diagonal = ReadOrder::reads_before_write ? scale * self_score : to_scores * within[p];
+    put(p ? (score ^ 16) + 128 : score, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : diagonal);
   }
   score = score_offset(queries, keys, lane);
 #pragma unroll
@@ -121,7 +122,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   fence_async();
 }
 
-// Starts the product (L_j k_j) dS of 64 columns of dv, columns 64 `panel` and on, and does not wait for its result.
+// Starts the product (L_j k_j) dS for dv's 64 columns from 64 `panel` on, and does not wait for its result.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
@@ -134,16 +135,16 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Sc
   wgmma_commit();
 }
 
-// Waits for the product that start_values started, adds sum_i A_ij do_i, and stores dv over v. down: dS was multiplied
-// by 1 / down for that product.
+// Waits for the product that start_values started, adds sum_i A_ij do_i, and stores dv over v. down: that product's dS
+// had been multiplied by 1 / down.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                               int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];
   Operand gradient;
   load_operand(gradient, in.do_[panel], offset);
-  each_pair([&](int n, int h) {  // queries in the order of A's columns
-    const float2 two = unpack<T>(pair_of(gradient, n, h));
+  each_neighbours([&](int n, int h) {  // queries in the order of A's columns
+    const float2 two = unpack<T>(neighbours_of(gradient, n, h));
     columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
   });
   if (IS_NARROW<T>) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and dS for dv, are in shared memory
     const bool by_token = computes_by_token<T>(s, iteration);
-    // Read before this thread arrives at `within`: consumers wait there before they write the row again.
+    // s.largest is read before this thread arrives at `within`: consumers wait there before they write the row again.
     const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
     if (by_token) barrier_arrive(s.within);
     else make_scores<ReadOrder>(s, in, float(args.scale), warp, lane);
@@ -197,14 +198,14 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
       args, [&](const Segment& segment, int chunks) { each_chunk(segment.tokens, chunks, compute_chunk); });
 }
 
-// ---- a warpgroup that makes dA and copies chunks: a warp has 8 queries of dA, and one or two of the arrays ----------
+// ---- a warpgroup that makes dA and copies chunks: a warp has 8 queries of dA, and copies one or two of the arrays ---
 
 // The loop of the warpgroup that makes dA and copies chunks, over all chunks of the block.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
-  // Not read from s.place: the compiler would not know that it is the same for all threads.
+  // Not read from s.segment: the compiler would not know that it is the same for all threads.
   const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
@@ -212,7 +213,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   int lane = threadIdx.x & 31, count = 0;  // count: with InTurn, the chunks whose copies have been started
   const auto place_of = [&](int iteration) -> const WorkTile& {
     if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
-    else return s.place;
+    else return s.segment;
   };
   const auto token_of = [&](int iteration) {
     return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
@@ -247,15 +248,15 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const auto chunk_of = [&](int iteration) {
     return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
   };
-  const auto sum_of = [&](int iteration) {  // the chunk's `sums` of this lane's channel
+  const auto query_sum_of = [&](int iteration) {  // the chunk's query sum of this lane's channel
     const i64 chunk = chunk_of(iteration);
-    return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
+    return 32 * warp + lane < K ? args.query_sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
-  const auto growth_of = [&](int iteration) {  // the chunk's flags
+  const auto flags_of = [&](int iteration) {
     const i64 chunk = chunk_of(iteration);
-    return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
+    return *reinterpret_cast<const WarpFlags<BK>*>(args.query_sums + chunk * (K + FLAGS) + K);
   };
-  const auto make_dA = [&](int iteration, float sum, WarpFlags<BK> growth) {
+  const auto make_dA = [&](int iteration, float query_sum, WarpFlags<BK> flags) {
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
@@ -275,29 +276,30 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
     }
     if (TF32_READ<T, G, BK>) {
-      if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // s.read of the previous iteration has been read
-      put_float_tile<4, T, BV>(s.read, in.v, warp, lane);
+      if (iteration)
+        barrier_wait(s.operands, (iteration - 1) & 1);  // s.float_v of the previous iteration has been read
+      put_float_tile<4, T, BV>(s.float_v, in.v, warp, lane);
     }
-    if (channel < BK) s.sums[iteration & 1][channel] = sum;
-    if (channel == 0) s.growth[iteration & 1] = growth;
+    if (channel < BK) s.query_sums[iteration & 1][channel] = query_sum;
+    if (channel == 0) s.flags[iteration & 1] = flags;
     fence_async();
-    barrier_arrive(s.pairs[iteration % VALUE_STAGES]);
+    barrier_arrive(s.dA_stored[iteration % VALUE_STAGES]);
   };
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (Schedule::in_turn ? count : tokens) make_dA(0, sum_of(0), growth_of(0));
+  if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
   const auto compute_chunk = [&](int iteration, int token, bool goes_on) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
-    const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
-    const WarpFlags<BK> growth = goes_on ? growth_of(iteration + 1) : 0;
+    const float query_sum = goes_on ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
+    const WarpFlags<BK> flags = goes_on ? flags_of(iteration + 1) : 0;
     if (!HAS_SCORE_WARPGROUP<BK>) {
       barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
       if (computes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
       else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
-    if (goes_on) make_dA(iteration + 1, sum, growth);
+    if (goes_on) make_dA(iteration + 1, query_sum, flags);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp copies to the memory whose results it has just stored
     __syncwarp();
@@ -325,24 +327,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto entry_of = [&](Lookup what) {
     return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : computed_entry<ReadOrder, T, G, BK>(what);
   };
-  const Counts<ReadOrder, G, true> own_counts;
+  const Counts<ReadOrder, G, true> computed_counts;
   const auto counts = [&] {
-    if constexpr (LOOKUPS<G, BK> > TOKENS)
-      return LookedUpCounts<ReadOrder, G>{entry_of(FROM_MIDDLE), entry_of(OFFSETS).w, entry_of(TOKENS).w};
-    else return own_counts;
+    if constexpr (LOOKUPS<G, BK> > MASKS)
+      return LookedUpCounts<ReadOrder, G>{entry_of(FROM_MIDDLE), entry_of(OFFSETS).w, entry_of(MASKS).w};
+    else return computed_counts;
   };
 
-  float& kept_share = s.kept_share[Schedule::in_turn ? warp : 0];
+  float& kept_ratio = s.kept_ratio[Schedule::in_turn ? warp : 0];
   if constexpr (Schedule::in_turn) {
-    __syncwarp();  // all lanes have read `kept_share` of the previous segment
-    if (lane == 0) kept_share = infinity();
+    __syncwarp();  // all lanes have read `kept_ratio` of the previous segment
+    if (lane == 0) kept_ratio = infinity();
   }
   const bool joins = segment.last != segment.pair;  // whether it is two segments: then a state is stored after it
-  float dS[BV / 2], u[2] = {}, end[2] = {};         // end: sum_v S dS after the chunk, of this lane's two channels
+  float dS[BV / 2], u[2] = {}, carried[2] = {};     // carried: c, of this lane's two channels
   load_state<BV>(dS, args.dht ? args.dht + segment.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[segment.head * K + channel + 8 * h];
-    if (args.dht && inside[h] && !joins) end[h] = args.ends[segment.pair * K + channel + 8 * h];
+    if (args.dht && inside[h] && !joins) carried[h] = args.ends[segment.pair * K + channel + 8 * h];
   }
 
   const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
@@ -354,37 +356,37 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
-    // From a stored state S, sum_v S dS is computed anew, so that its rounding errors do not add up.
+    // From a stored state, c is computed anew, so that its rounding errors do not add up.
     if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || joins)) {
       const float4* from =
           checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY);
-      end[0] = end[1] = 0.f;
+      carried[0] = carried[1] = 0.f;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {
         const float4 S = from[n * 2 * BK];
-        end[0] += S.x * dS[4 * n] + S.y * dS[4 * n + 1], end[1] += S.z * dS[4 * n + 2] + S.w * dS[4 * n + 3];
+        carried[0] += S.x * dS[4 * n] + S.y * dS[4 * n + 1], carried[1] += S.z * dS[4 * n + 2] + S.w * dS[4 * n + 3];
       }
-      for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
+      for (int h = 0; h < 2; ++h) carried[h] = channel_sum(carried[h]);
     }
     if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
     Gates<G, true> gates;
     Operand q, k, keys;
     StateOperand<T> queries;
-    gates.load(own_panels(in.g, warpgroup), offset);
+    gates.load(warpgroup_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    Chunk query_decays, near;  // decays of queries and of keys from their sub-chunk's middle
-    const auto near_counts = counts();
-    const auto decays_near = [&](int n) { decays_from_middle(query_decays[n], near[n], gates, near_counts, n); };
+    Chunk query_decays, key_decays;  // from the middle of the token's sub-chunk
+    const auto middle_counts = counts();
+    const auto set_decays = [&](int n) { decays_from_middle(query_decays[n], key_decays[n], gates, middle_counts, n); };
     // Sub-chunks whose decays are computed before the barriers; limited by registers.
     constexpr int AHEAD = IS_NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n) decays_near(n);
+    for (int n = 0; n < AHEAD; ++n) set_decays(n);
     if (IS_NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; s.largest is complete
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);         // q and g have been read: put_within overwrites them
     // dA, and v for its product with dS, are in shared memory.
-    barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
+    barrier_wait(s.dA_stored[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     if (computes_by_token<T>(s, iteration)) return false;
     const Scale dS_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     const bool scaled = IS_NARROW<T> && dS_scale.up != 1.f;
@@ -396,36 +398,36 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr bool SUM_FIRST = IS_NARROW<T> && !ReadOrder::reads_before_write;
     Chunk dk, dg, outer_decays;
     SubChunkDecays decays;
-    Across queries_across, keys_across;  // decayed to and from borders
-    const uint4 places = entry_of(OFFSETS);
-    const int queries_at = int(places.x), keys_at = int(places.y);
-    const PairReader dA(values.dA, 0, int(places.z));
+    Across queries_across, keys_across;  // decayed from, and to, the borders of sub-chunks
+    const uint4 offsets = entry_of(OFFSETS);
+    const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
+    const PairReader dA(values.dA, 0, int(offsets.z));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, dS, s.read, n);
+      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, dS, s.float_v, n);
       else
         read_part<BV>(from_state, columns, dS, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores dS for dv
           if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_offset(s.dS[warpgroup], offset + 2048 * tile), two);
         });
-      if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
-      SubChunk within, keys_within, sum = {};
-      float self_terms[4] = {}, scores[2] = {};  // RWKV-6: the terms of tokens with themselves
-      const float2 own = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
+      if (n + AHEAD < SUBCHUNKS) set_decays(n + AHEAD);
+      SubChunk queries_within, keys_within, sum = {};
+      float self_terms[4] = {}, self_scores[2] = {};  // RWKV-6: of tokens with themselves, in dk and in A
+      const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
       const auto add_self_pair = [&](int i, float query, float key) {
         if constexpr (ReadOrder::reads_before_write) {
           const float x = u[i / 2] * query;
-          scores[i % 2] = fmaf(x, key, scores[i % 2]);
-          self_terms[i] = (i % 2 ? own.y : own.x) * x;
+          self_scores[i % 2] = fmaf(x, key, self_scores[i % 2]);
+          self_terms[i] = (i % 2 ? weights.y : weights.x) * x;
         }
       };
-      decay_within<false, T>(within, keys_within, query_decays[n], near[n], q, k, n, add_self_pair);
-      if (SUM_FIRST) dA.add_queries(sum, within, n, n);
-      put_within(in, within, queries_at, n);
-      put_within(s.keys_within, keys_within, keys_at, n);
-      if (ReadOrder::reads_before_write) s.own.shares_of(in, warp)[n][lane] = {scores[0], scores[1]};
-      if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
+      decay_within<false, T>(queries_within, keys_within, query_decays[n], key_decays[n], q, k, n, add_self_pair);
+      if (SUM_FIRST) dA.add_queries(sum, queries_within, n, n);
+      put_within(in, queries_within, queries_offset, n);
+      put_within(s.keys_within, keys_within, keys_offset, n);
+      if (ReadOrder::reads_before_write) s.self_scores.parts_of(in, warp)[n][lane] = {self_scores[0], self_scores[1]};
+      if (!SUM_FIRST) dA.add_queries(sum, queries_within, n, n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], self_terms[i]);
+      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(key_decays[n][i], sum[i], self_terms[i]);
     }
     wgmma_wait<0>();
     wgmma_keep(from_state);
@@ -453,7 +455,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     decay_queries<false, T>(queries_across, q, start, decays, to_state, [&](auto... x) { queries.put(x...); });
     decay_keys<false, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
       const float2 two = state_values<T>(x, y);
-      pair_of(keys, n, h) = pack<T>(x, y);
+      neighbours_of(keys, n, h) = pack<T>(x, y);
       dg[n][2 * h] = two.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = two.y * from_state[4 * n + 2 * h + 1];
     });
     put_across(s.by8[warpgroup], s.by16[warpgroup], queries_across, keys_across, offset);
@@ -489,7 +491,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     for (int panel = 0; panel < DV_PANELS; ++panel) start_values(dv[panel], s, in, panel);
 
     const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of dS
-      each_pair([&](int n, int h) {
+      each_neighbours([&](int n, int h) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
           const int i = 2 * h + p;
@@ -497,31 +499,31 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
           float at_end = n == 3 ? x : decays.after(n, h) * x;  // dk's terms without the decay to the sub-chunk's end
           if (n == 1) at_end += sums_across.by16[1][i];
           if (n == 2) at_end += sums_across.by8[1][i];
-          if (n == 0) at_end += fmaf(decays.own[1][h], sums_across.by16[0][i], sums_across.by8[0][i]);
+          if (n == 0) at_end += fmaf(decays.sub[1][h], sums_across.by16[0][i], sums_across.by8[0][i]);
           dk[n][i] = fmaf(outer_decays[n][i], at_end, dk[n][i]);
         }
       });
     };
-    float sums[2];    // of the chunk's queries: their terms of sum_v S dS, with units
-    float before[2];  // sum_j k_j L_j dS v_j; then D sum_v S dS, S the state before the chunk
-    const uint4 tokens = entry_of(TOKENS);
+    float query_sums[2];  // with units
+    float before[2];      // sum_j k_j L_j dS v_j; then D sum_v S dS
+    const uint4 masks = entry_of(MASKS);
     // Sums by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16 leaves. With
     // 128 channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
     if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false>(dg, before);
-    else sum_earlier_tokens(dg, before, {tokens.x, tokens.y});
+    else sum_earlier_tokens(dg, before, {masks.x, masks.y});
     if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float rest = end[h] - before[h];
-      before[h] = is_forgotten(decays.all(h), rest, end[h], kept_share) ? 0.f : rest;
-      sums[h] = s.sums[iteration & 1][channel + 8 * h];
-      end[h] = before[h] + sums[h];
+      const float rest = carried[h] - before[h];
+      before[h] = is_forgotten(decays.all(h), rest, carried[h], kept_ratio) ? 0.f : rest;
+      query_sums[h] = s.query_sums[iteration & 1][channel + 8 * h];
+      carried[h] = before[h] + query_sums[h];
     }
-    add_query_share(dg, own_panels(in.query_share, warpgroup), before, sums, offset, tokens.z);
+    add_query_share(dg, warpgroup_panels(in.query_share, warpgroup), before, query_sums, offset, masks.z);
     barrier_wait(s.within, iteration & 1);  // the queries within sub-chunks have been read: dk and dg overwrite them
-    store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
+    store_chunk_values(warpgroup_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
     if (DV_PANELS) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
 #pragma unroll
@@ -536,11 +538,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
     barrier_arrive(s.operands);
-    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_share = ROUNDING;  // no thread reads it in this chunk
-    const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
-    compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.dS), in.q,
-                                                   in.k, in.g, in.query_share, values.v, values.do_, values.dA, u,
-                                                   scale, grew, CONSUMERS_BARRIER);
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;  // no thread reads it in this chunk
+    const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];
+    compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, carried, s.query_sums[iteration & 1],
+                                                   reinterpret_cast<float*>(s.dS), in.q, in.k, in.g, in.query_share,
+                                                   values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
     barrier_wait(s.scores, iteration & 1);
     barrier_arrive(s.done[iteration % STAGES]);
@@ -554,24 +556,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (token >= 0) compute_by_token(iteration), ++iteration, token -= CHUNK;
   }
   if (args.dh0 && segment.sequence % args.P == 0) {
-    float* first = args.dh0 + (segment.sequence / args.P * args.shape.H + segment.head) * K * args.shape.V;
-    each_of_state<BV>(dS, first, args.shape, channel,
+    float* dh0 = args.dh0 + (segment.sequence / args.P * args.shape.H + segment.head) * K * args.shape.V;
+    each_of_state<BV>(dS, dh0, args.shape, channel,
                       [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   }
 }
 
-// ReadOrder: read_order.cuh; T: the type of q, k, v and do, float16 or bfloat16; G: the gates' type; Schedule:
-// states.cuh.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6); T: the type of q, k, v and do; G: the gates' type, T or float;
+// Schedule: OneEach or InTurn.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    s.place = segment_of<true>(args.shape, args.P, args.joined);
+    s.segment = segment_of<true>(args.shape, args.P, args.joined);
     for (Barrier& full : s.full) barrier_init(full, 3 * 32);
     for (Barrier& done : s.done) barrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
     for (Barrier& arrived : s.arrived) barrier_init(arrived, 32);
-    for (Barrier& pairs : s.pairs) barrier_init(pairs, 128);
+    for (Barrier& dA_stored : s.dA_stored) barrier_init(dA_stored, 128);
     barrier_init(s.operands, CONSUMERS<BK>);
     barrier_init(s.within, 128);
     barrier_init(s.scores, 128);
@@ -582,11 +584,11 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     if (threadIdx.x < CONSUMERS<BK>)
       for (int what = 0; what < LOOKUPS<G, BK>; ++what)
         s.lookups.at(what, threadIdx.x / 128, lane_offset()) = computed_entry<ReadOrder, T, G, BK>(Lookup(what));
-  bool grown = false;
-  if (args.P > 1) grown = __syncthreads_or(later_segment_grows<BK, THREADS<BK>>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.kept_share[0] = grown ? ROUNDING : infinity();  // with InTurn each warp sets its own
+  bool later_growth = false;
+  if (args.P > 1) later_growth = __syncthreads_or(later_segment_grows<BK, THREADS<BK>>(args, threadIdx.x));
+  if (threadIdx.x == 0) s.kept_ratio[0] = later_growth ? ROUNDING : infinity();  // InTurn: each warp sets one
   fence_async();
-  __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_share` are in shared memory
+  __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_ratio` are in shared memory
   const int warpgroup = threadIdx.x / 128;
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (warpgroup < BK / 64) {

@@ -5,8 +5,8 @@
 //           Shared: the decayed queries and keys of the chunk and dS for dv, written by consumers and read by the warps
 //           that make A and dv; A
 // barriers  mbarriers. full, arrived: a ChannelStage, a ValueStage has been copied; done: the chunk's results are
-//           stored; pairs: dA is stored and, in float32, v; operands: the decayed queries and keys and dS for dv are
-//           stored, and the product of dS and v has ended; within: the queries and keys within sub-chunks have been
+//           stored; dA_stored: dA is stored and, in float32, v; operands: the decayed queries and keys and dS for dv
+//           are stored, and the product of dS and v has ended; within: the queries and keys within sub-chunks have been
 //           read; scores: A is stored
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
@@ -19,14 +19,15 @@ template <typename T, typename G> struct Args {
   Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
   const float *u, *dht;  // the bonus and the final state's gradient, or null
-  const float *ends, *sums;
+  const float *ends, *query_sums;
   float* checkpoints;
   float* dh0;  // or null
   Shape shape;
   double scale;
-  i64 P, joined;  // as backward_queries
-  i64 adds;       // whether dk and dg are added to what they hold, of a launch for other columns of V
-  i64 adds_dv;    // whether dv is added to what it holds, of a launch for other channels of K
+  i64 P;        // segments of a sequence
+  i64 joined;   // P = 3: whether one block computes all but the last segment
+  i64 adds;     // whether dk and dg are added to what they hold, of a launch for other columns of V
+  i64 adds_dv;  // whether dv is added to what it holds, of a launch for other channels of K
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
@@ -38,7 +39,7 @@ template <typename T, int BV> struct alignas(1024) ValueStage {
   Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
 };
 
-// A byte of every consumer warp, from the first pass: see FLAGS in query_share.cuh.
+// A byte for every consumer warp, from backward_queries.cu: see FLAGS in query_share.cuh.
 template <int BK> struct WarpFlagsOf {
   using Type = u64;
 };
@@ -47,17 +48,17 @@ template <> struct WarpFlagsOf<64> {
 };
 template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 
-// RWKV-6: the parts of q_i . u k_i over a lane's channels, of two tokens of each sub-chunk, for every consumer warp. If
+// RWKV-6: the sums of q_i . u k_i over a lane's channels, for two tokens of each sub-chunk, for every consumer warp. If
 // gates are float32, they overwrite the second half of a warpgroup's g, which queries within sub-chunks do not need.
-using OwnShares = float2[SUBCHUNKS][32];
-template <typename G, int BK> struct OwnScores {
-  OwnShares shares[BK / 16];
+using SelfScoreParts = float2[SUBCHUNKS][32];
+template <typename G, int BK> struct SelfScores {
+  SelfScoreParts parts[BK / 16];
 
-  template <class Stage> __device__ __forceinline__ OwnShares& shares_of(Stage&, int warp) { return shares[warp]; }
+  template <class Stage> __device__ __forceinline__ SelfScoreParts& parts_of(Stage&, int warp) { return parts[warp]; }
 };
-template <int BK> struct OwnScores<float, BK> {
-  template <class Stage> __device__ __forceinline__ OwnShares& shares_of(Stage& in, int warp) {
-    return reinterpret_cast<OwnShares&>(in.g[warp / 4 * 2 + 1][warp % 4 * (CHUNK / 4)]);
+template <int BK> struct SelfScores<float, BK> {
+  template <class Stage> __device__ __forceinline__ SelfScoreParts& parts_of(Stage& in, int warp) {
+    return reinterpret_cast<SelfScoreParts&>(in.g[warp / 4 * 2 + 1][warp % 4 * (CHUNK / 4)]);
   }
 };
 
@@ -66,7 +67,7 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
   T dS[BK / 64][BV][64];        // [column of V, channel], swizzled
-  FloatTile<BV> read;           // v of the next chunk, for products with dS in tf32
+  FloatTile<BV> float_v;        // v of the next chunk, for products with dS in tf32
   Tile<float, BK> keys_within;  // at within_offset; of every four channels the middle two are swapped
   Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
   float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
@@ -74,12 +75,12 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   // after they have waited for `within`, which its readers have arrived at. At a multiple of 16 bytes, since the
   // assembler joins loads to pieces of 16: others would include a number of the other row.
   alignas(16) float largest[2][BK / 16];
-  OwnScores<G, BK> own;
-  float sums[2][BK];        // [iteration % 2]: the chunk's `sums` of backward_queries
-  WarpFlags<BK> growth[2];  // [iteration % 2]: the chunk's flags
+  SelfScores<G, BK> self_scores;
+  float query_sums[2][BK];  // [iteration % 2]: the chunk's
+  WarpFlags<BK> flags[2];   // [iteration % 2]: the chunk's
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float kept_share[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
-  WorkTile place;                                       // OneEach: the block's segment; registers are scarce
+  float kept_ratio[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
+  WorkTile segment;                                     // OneEach: the block's; registers are scarce
   ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks
-  Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
+  Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], dA_stored[VALUE_STAGES], operands, within, scores;
 };

@@ -4,7 +4,7 @@
 
 // The entries. Registers are too scarce to hold them, and to compute them again takes 80 of 1,100 instructions a chunk.
 // LOOKUPS: how many entries, the first ones, are in the table: as many as fit. With 64 channels a table gains nothing.
-enum Lookup { OFFSETS, FROM_MIDDLE, TOKENS };
+enum Lookup { OFFSETS, FROM_MIDDLE, MASKS };
 template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) == 2 ? 3 : 1;
 template <int COUNT, int BK> struct Lookups {
   uint4 tables[COUNT - 1 + BK / 64][128];  // OFFSETS of each warpgroup, the others of both
@@ -20,7 +20,7 @@ template <int BK> struct Lookups<0, BK> {
 
 // Computes an entry for this thread. OFFSETS: the offsets at which this thread stores queries and keys within
 // sub-chunks (in bytes), its index in dA, and Counts::read. FROM_MIDDLE: Counts::read_from_middle and
-// written_to_middle. TOKENS: earlier_tokens, identity_of_lane and Counts::written.
+// written_to_middle. MASKS: earlier_tokens, identity_of_lane and Counts::written.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;

@@ -1,28 +1,27 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
 //           Computes dq, du, and the query share `query_share` of dg, the log gates' gradient, for the second pass.
-// math      per chunk of 32 tokens, S being the state before it. Decays [K]: D over the chunk, D_ij from key j to query
-//           i, E_i from the chunk's start to query i, L_j from key j to the chunk's end (decays.cuh).
-//           dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i)
-//           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i)
-//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j (RWKV-6: i > t) without the terms of pairs i = j and
-//           without the terms of dk_j that come from after the chunk
+// math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it. Decays [K]: D over the chunk,
+//           D_ij from key j to query i, E_i from the chunk's start to query i, L_j from key j to the chunk's end
+//           (decays.cuh).
+//           dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);  from_state_i = scale E_i S do_i
+//           dq_i = sum_j dA_ij D_ij k_j + from_state_i (RWKV-6: + u k_i scale do_i . v_i)
+//           share_t = sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i from_state_i (RWKV-6: i > t), computed as the
+//           sum of q_i (all of dq_i but the term of u) less sum_{j>=t} k_j sum_i dA_ij D_ij q_i
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
 // shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N,
-//           H, K] float32. query_share: in memory of g's type (query_share.cuh). sums [chunk, K + FLAGS] float32: sum_i
-//           q_i scale E_i S do_i of each chunk, with its unit, and flags. ends: sum_v (final state) dht. checkpoints
-//           [B, H, T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token of a
-//           sequence
-// grid      a block for every (sequence, head), sequence slowest, or for several of them (InTurn in states.cuh). A
-//           warpgroup for every 64 channels (consumers), then one of which three warps make dA and one copies chunks
-// smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and do in float32
-//           (read); consumers read all of it, and overwrite q by dq and g by query_share, which the copying warp then
-//           stores. InTurn: the places of the chunks that are being copied
-// barriers  mbarriers of each stage. arrived: v and do have been copied; full: q, k and g have; pairs: dA and do in
-//           float32 are stored; done: consumers have read the stage and stored its results. The warps that arrive at
-//           pairs have waited for arrived, so consumers need not
-// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. `query_share` sums products
-//           of the same rounded numbers for queries and keys, so that terms of pairs with both tokens after t cancel
-//           but for float32's rounding. The state: states.cuh
+//           H, K] float32. query_share: in memory of g's type (query_share.cuh). query_sums [chunk, K + FLAGS] float32:
+//           sum_i q_i from_state_i of each chunk, with its unit, and flags. ends: sum_v (final state) dht. checkpoints
+//           [B, H, T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token
+// grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
+//           states.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
+// smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and float_do; consumers
+//           read all of it, and overwrite q by dq and g by query_share, which the copying warp then stores
+// barriers  mbarriers of each stage. arrived: v and do have been copied; full: q, k and g have; dA_stored: dA and
+//           float_do are stored; done: consumers have read the stage and stored its results. The warps that arrive at
+//           dA_stored have waited for arrived, so consumers need not
+// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. The two sums of share_t have
+//           products of the same rounded numbers, so that pairs with both tokens after t cancel but for float32's
+//           rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/growth.cuh"
@@ -34,7 +33,7 @@ template <typename T, typename G> struct Args {
   Rows<T> dq_rows;
   Rows<G> query_share_rows;
   const float *u, *initial, *dht;  // null: GLA; zero; no gradient of the final state
-  float *ends, *sums, *du, *checkpoints;
+  float *ends, *query_sums, *du, *checkpoints;
   Shape shape;
   double scale;
   i64 P;       // segments of a sequence
@@ -46,16 +45,16 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BK> q, k;  // q is overwritten by dq
   Tile<G, BK> g;     // overwritten by query_share
   Tile<T, BV> v, do_;
-  FloatTile<BV> read;  // do in float32, for products with the state
-  Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
+  FloatTile<BV> float_do;  // do in float32, for products with the state
+  Pairs dA;                // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
 };
 
 constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  ChunkPlaces<Schedule, false, STAGES + 1> places;
-  WorkTile place;  // OneEach: the block's segment
-  Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
+  ChunkPlaces<Schedule, false, STAGES + 1> places;  // InTurn: of the chunks that are being copied
+  WorkTile segment;                                 // OneEach, RWKV-6: the block's
+  Barrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
 };
 
 // ---- a warp that copies chunks -------------------------------------------------------------------------------------
@@ -106,12 +105,12 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       __syncwarp();
     }
   } else {
-    const WorkTile own = segment_of<false>(args.shape, args.P, args.joined);
-    const WorkTile& work = ReadOrder::reads_before_write ? s.place : own;
-    const int tokens = own.tokens;  // the compiler knows that it is the same for all lanes, unlike s.place
+    const WorkTile segment = segment_of<false>(args.shape, args.P, args.joined);
+    const WorkTile& work = ReadOrder::reads_before_write ? s.segment : segment;
+    const int tokens = segment.tokens;  // unlike s.segment.tokens, the compiler knows that it is equal for all lanes
     if constexpr (ReadOrder::reads_before_write) {
-      // RWKV-6 lacks registers: those that this warp's code uses cost the consumers some, too.
-      if ((threadIdx.x & 31) == 0) s.place = segment_of<false>(args.shape, args.P, args.joined);
+      // In shared memory, since RWKV-6 lacks registers, and those of this warp's code leave the consumers fewer.
+      if ((threadIdx.x & 31) == 0) s.segment = segment_of<false>(args.shape, args.P, args.joined);
       __syncwarp();
     }
 #pragma unroll 1
@@ -129,11 +128,11 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // ---- three warps that make dA ---------------------------------------------------------------------------------------
 
-// Makes dA and the float32 copy of do for the chunks of a segment of `tokens` tokens. chunks: how many chunks of other
-// segments this block has computed before; block: the warp's number, 0 to 2, which selects its queries and keys.
+// Makes dA and float_do for the chunks of a segment of `tokens` tokens. chunks: how many chunks of other segments this
+// block has computed before; block: the warp's number, 0 to 2, and that of its 16 x 16 block of dA.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
-                                                int block, int lane) {
+__device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
+                                        int block, int lane) {
 #pragma unroll 1
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
@@ -157,16 +156,16 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
         *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
       }
     }
-    put_float_tile<3, T, BV>(in.read, in.do_, block, lane);
+    put_float_tile<3, T, BV>(in.float_do, in.do_, block, lane);
     fence_async();
-    barrier_arrive(s.pairs[iteration % STAGES]);
+    barrier_arrive(s.dA_stored[iteration % STAGES]);
   }
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A lane's results of a chunk: dq, and query_share: each token's q dq - k dk, before the sum over tokens. In RWKV-6
-// query_share has q dq and `key_terms` has k dk, since dg_t counts queries from t + 1 on and keys from t on.
+// A lane's results of a chunk: dq, and query_share: each token's terms of share_t, q's less k's, before the sum over
+// tokens. In RWKV-6 query_share has q's terms and key_terms k's: share_t counts queries from t + 1 on, keys from t on.
 struct Gradients {
   Chunk dq, query_share, key_terms;
 };
@@ -184,13 +183,13 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, offset);
   }
 };
-// HOLDS_INPUTS: registers hold these inputs until their last use, otherwise they are loaded twice. LOADS_EARLY: they
-// are loaded at the end of the previous chunk's iteration.
+// HOLDS_INPUTS: registers hold these inputs until their last use; otherwise there are too few, and they are loaded
+// twice. LOADS_EARLY: they are loaded at the end of the previous chunk's iteration.
 template <typename G, int BV> constexpr bool HOLDS_INPUTS = sizeof(G) == 2 && BV == 64;
 template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
-// Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: as in TokenOperands; pairs: dA's memory.
+// Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: gates were loaded so; pairs: dA's memory.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void add_pairs_within(Gradients& d, const TokenOperands<T, G>& tokens,
                                                  const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
@@ -268,7 +267,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
       d.query_share[2 + x][i] = fmaf(queries_across.by16[x][i], sums_across.by16[x][i], d.query_share[2 + x][i]);
     }
   }
-  each_pair([&](int n, int h) {
+  each_neighbours([&](int n, int h) {
     const float factor = scale * decays.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -277,7 +276,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
       float at_start = factor * x;  // dq's terms without the decay from the sub-chunk's start
       if (n % 2) at_start += sums_across.by8[n / 2][i];
       if (n == 2) at_start += sums_across.by16[0][i];
-      if (n == 3) at_start += decays.own[2][h] * sums_across.by16[1][i];
+      if (n == 3) at_start += decays.sub[2][h] * sums_across.by16[1][i];
       d.dq[n][i] = fmaf(outer_decays[n][i], at_start, d.dq[n][i]);
     }
   });
@@ -342,7 +341,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int pair_row = held_in_register(pair_index(lane >> 2, 2 * t)),
             pair_column = held_in_register(pair_index(2 * t, lane >> 2));
 
-  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + segment.chunk * (K + FLAGS) + channel;
+  float S[BV / 2], u[2] = {}, du[2] = {}, *query_sums = args.query_sums + segment.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
   if (ReadOrder::reads_before_write)
     for (int h = 0; h < 2; ++h)
@@ -354,24 +353,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   // used.
   const auto start_chunk = [&](int iteration) {
     if ((iteration - chunks) * CHUNK < tokens)
-      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and `read` are stored
+      barrier_wait(s.dA_stored[iteration % STAGES], iteration / STAGES & 1);  // dA and float_do are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    start_read<BV>(from_state, S, in.read);
+    start_read<BV>(from_state, S, in.float_do);
     if ((iteration - chunks) * CHUNK < tokens)
       barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
     if (LOADS_EARLY<ReadOrder, G, BV>)
-      operands.template load<!HOLDS_INPUTS<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup],
+      operands.template load<!HOLDS_INPUTS<G, BV>>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup],
                                                    offset);
   };
   if (!Schedule::in_turn || tokens)
     start_chunk(chunks);  // an empty segment has no stage: another segment's chunk may be copied there just now
 #pragma unroll 1
-  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, query_sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients results;
     SubChunkDecays decays;
     bool by_token;
-    const auto g_panels = own_panels(in.g, warpgroup);
+    const auto g_panels = warpgroup_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, pair_row, pair_column);
     if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
@@ -379,14 +378,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_keep(from_state);
     add_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
     const auto set_flag = [&](bool value) {  // of this warp: whether the second pass computes the chunk token by token
-      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = value;
+      if (lane == 0) reinterpret_cast<bool*>(query_sums - channel + K)[threadIdx.x / 32] = value;
     };
     // Adds the chunk's keys to S. Called in the middle of the chunk, so that other work hides its product.
     const auto write_state = [&](StateOperand<T>& keys) {
       if (by_token) {  // all else of this chunk may be infinite or NaN, and is not used
-        compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u,
-                                                          scale);
-        each_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.own[n][h] = 1.f; });
+        compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA,
+                                                          u, scale);
+        each_neighbours([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.sub[n][h] = 1.f; });
       }
       set_flag(by_token);
       decay_state<BV>(S, decays);
@@ -397,7 +396,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     add_pairs_across<HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
                                                      counts, dA, scale, by_token, offset, write_state);
 
-    float sum[2];
+    float sum[2];  // sum_i q_i from_state_i
     u32 unit[2];
     if (!by_token) {
       if constexpr (IN_UNITS<G>) {
@@ -423,7 +422,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!by_token && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
+      if (!by_token && t == 0 && inside[h]) query_sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
     const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = checkpoint_at<BK, BV>(args.checkpoints, checkpoint + next / CHECKPOINT_EVERY);
@@ -434,8 +433,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   wgmma_wait<0>();
   wgmma_keep(from_state);
-  float end[2] = {};
-  // Whether a segment of the second pass ends here, for which sum_v S dS is stored.
+  float end[2] = {};  // sum_v S dht
+  // Whether a block of the second pass, which goes backwards, starts here, from dht.
   const bool stores_end = args.dht && (!args.joined || segment.last != segment.pair);
   if (stores_end)
     each_of_state<BV, true>(S, args.dht + segment.last * K * args.shape.V, args.shape, channel,
@@ -463,7 +462,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.arrived[stage], 32);
       barrier_init(s.full[stage], 32);
-      barrier_init(s.pairs[stage], 3 * 32);
+      barrier_init(s.dA_stored[stage], 3 * 32);
       barrier_init(s.done[stage], CONSUMERS);
     }
   fence_async();
@@ -479,6 +478,6 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   const int warp = (threadIdx.x - CONSUMERS) / 32;
   if (warp == 3) return move_chunks<ReadOrder>(s, args);
   each_segment<Schedule, false>(args, [&](const Segment& segment, int chunks) {
-    multiply_tokens<ReadOrder>(s, segment.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
+    make_dA<ReadOrder>(s, segment.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
   });
 }

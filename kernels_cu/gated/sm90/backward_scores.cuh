@@ -102,14 +102,14 @@ template <typename T>
 __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
                                            int offset) {
   Operand x;
-  each_pair([&](int n, int h) {
+  each_neighbours([&](int n, int h) {
     const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
-    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+    neighbours_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
   store_operand(by8, x, offset);
-  each_pair([&](int n, int h) {
+  each_neighbours([&](int n, int h) {
     const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
-    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+    neighbours_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
   store_operand(by16, x, offset);
 }

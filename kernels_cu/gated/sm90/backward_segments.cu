@@ -1,18 +1,20 @@
 // what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: computes, for each segment, its final
 //           state S and, in the other direction, the gradient dS of the state before it; and the segment's decay.
-// math      per chunk of 32 tokens, with decays [K]: D from the chunk to the segment's border (its end for S, its start
-//           for dS), L_j from key j to the chunk's end, E_i from the chunk's start to query i (decays.cuh).
+// math      per chunk of 32 tokens (4 sub-chunks of 8), with decays [K]: D from the chunk to the segment's border (its
+//           end for S, its start for dS), L_j from key j to the chunk's end, E_i from the chunk's start to query i.
 //           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D times the chunk's decay, until D
 //           is almost 0. dS, from the first chunk to the last: dS += scale sum_i D E_i q_i do_i^T, D likewise.
-//           If gates are too far above 0: towards the border, S <- (the chunk's decay) S + sum_j L_j k_j v_j^T
+//           If gates are too far above 0, a second walk in the other direction, to the border: S <- (the chunk's decay)
+//           S + sum_j L_j k_j v_j^T, or dS <- (the chunk's decay) dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: the S and, second, the dS with which
-//           each of the N segments starts; decays [2, N, H, K]. `first` and `last` are meant in the direction of S or
-//           dS. A sequence's first of P segments starts with initial or dht [N / P, H, K, V], and its result is the
-//           second's start. Other segments start from zero: scan_both_ways.cu joins their results
+//           each of the N segments starts; decays [2, N, H, K]. A segment's start, and the first segment of a sequence,
+//           are meant in time for S, backwards in time for dS. A sequence's first of P segments starts with initial or
+//           dht [N / P, H, K, V], and its result is the second's start. Other segments start from zero:
+//           scan_both_ways.cu joins their results
 // grid      a block for every (direction, segment, head, BK channels), directions slowest. A warpgroup for every 64
 //           channels (consumers) and one warp that copies chunks
 // smem      Stage: a chunk's inputs
-// barriers  full: a chunk's inputs have been copied; WALK: consumers have read the previous chunk, and vote whether
+// barriers  full: a chunk's inputs have been copied; VOTE: consumers have read the previous chunk, and vote whether
 //           they need another one; voted: the vote's result is stored
 // numerics  S and dS in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
@@ -27,9 +29,9 @@ template <typename T, typename G> struct Args {
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 P;      // segments of a sequence
-  i64 first;  // 1 if the states are known, so that only the direction of dS is computed; else 0
-  i64 ends;   // whether only a sequence's first segment in each direction is computed
+  i64 P;               // segments of a sequence
+  i64 only_backwards;  // whether only dS is computed, as the states are known
+  i64 only_first;      // whether only a sequence's first segment in each direction is computed
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -46,14 +48,14 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   u32 wanted[STAGES];
 };
 
-constexpr int WALK = 1;  // the named barrier of consumers
+constexpr int VOTE = 1;  // the named barrier of consumers
 template <int BK> __device__ __forceinline__ u32 tiles_of(const Shape& shape) { return (u32(shape.K) + BK - 1) / BK; }
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
-// chunk. A segment takes one walk, or two. started, votes: the chunks that the first walk copied and the votes that it
-// cast, 0 in the first walk; the second one continues with the next stages and phases.
+// chunk. A segment takes one walk, or two. started, votes: the chunks and votes of the walk before, 0 for the first
+// walk; the second one continues with the next stages and phases of the barriers.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
@@ -61,7 +63,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
 
   __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& work)
       : s(s), chunks((work.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
-  // The second walk, after a first one that used `taken` chunks, and the vote for a second one.
+  // The second walk, after a first one that used `taken` chunks, and after the vote for a second one.
   __device__ __forceinline__ Walk second(int taken) const {
     Walk walk = *this;
     walk.started = copied(taken), walk.votes = taken + 1;
@@ -71,16 +73,16 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ void wait(int n) const {
     barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk has been copied
   }
-  // The n-th vote, for all consumers, when they have read the chunks before the n-th: whether any of them needs more.
+  // The n-th vote, of all consumers, when they have read the chunks before the n-th: whether any of them needs more.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes + n) % STAGES;
     fence_async();  // orders these reads before the next copies to the same stages
-    const bool any = barrier_any(WALK, CONSUMERS<BK>, wanted);
+    const bool any = barrier_any(VOTE, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
     barrier_arrive(s.voted[slot]);
     return any;
   }
-  // The result of the n-th vote, for the copying warp.
+  // Returns the result of the n-th vote to the copying warp.
   __device__ __forceinline__ bool result(int n) const {
     const int slot = (votes + n) % STAGES;
     barrier_wait(s.voted[slot], (votes + n) / STAGES & 1);
@@ -92,11 +94,11 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ int copied(int taken) const { return min(chunks, taken + STAGES - 2); }
 };
 
-// The copying warp's walk. first: the block's first channel; from_last: whether chunks are copied from the segment's
-// last one to its first. Returns how many chunks were used.
+// The copying warp's walk. backwards: whether for dS; from_last: whether chunks are copied from the segment's last one
+// to its first. Returns how many chunks were used.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& work,
-                                           int first, bool backwards, bool from_last) {
+                                           int first_channel, bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
   const auto fetch = [&](int n) {
@@ -104,8 +106,8 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     const int chunk = from_last ? walk.chunks - 1 - n : n;
     fetch_chunk(walk.s.full[walk.stage(n)], work, chunk * CHUNK, [&](auto f) {
-      f(in.g, args.g, args.g_rows, K, first);
-      f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
+      f(in.g, args.g, args.g_rows, K, first_channel);
+      f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first_channel);
       f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
     });
     __syncwarp();
@@ -123,10 +125,10 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
 
 // e^-48: a state times this decay vanishes when it is added to a state of similar size.
 constexpr float NEGLIGIBLE = 1.4251641e-21f;
-constexpr float LARGEST_DECAY = 0x1p60f;  // the largest D that products take
+constexpr float LARGEST_DECAY = 0x1p60f;  // if a gate above 0 makes D larger, products may overflow
 
-// D, the decay between a chunk and the border, of this lane's two channels: decay times down. `down` is a power of 2,
-// and registers hold S / down: float16 has no numbers as small as D.
+// D, the decay between a chunk and the border, of this lane's two channels: `decay` times `down`. `down` is a power of
+// 2, and registers hold S / down: float16 has no numbers as small as D.
 struct BorderDecay {
   float decay[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 
@@ -134,7 +136,7 @@ struct BorderDecay {
 };
 
 // Changes `down`, and S with it, so that `decay` of the chunk's token nearest to the border is near 1. FIRST_DECAYS:
-// the first token is decayed by its own gate, too. outer_decays: from the start of a sub-chunk, or to its end.
+// the chunk's first gate decays its first token (GLA's dS). outer_decays: from the start of a sub-chunk, or to its end.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const Chunk& outer_decays) {
   constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about NEGLIGIBLE
@@ -156,8 +158,8 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
 }
 
 // Computes S (BACKWARDS: dS) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
-// decays: over the segment, 0 if chunks were left out. grown: whether gates are too far above 0 for these products:
-// then S is not valid. Returns how many chunks were used.
+// decays: over the segment, 0 if chunks were left out. Sets grown if gates are too far above 0 for these products: S is
+// not valid then. Returns how many chunks were used.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& grown,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
@@ -174,8 +176,8 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     Operand loaded;
     Chunk outer_decays;
     SubChunkDecays chunk_decays;
-    gates.load(own_panels(in.g, warpgroup), offset);
-    grown |= exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
+    gates.load(warpgroup_panels(in.g, warpgroup), offset);
+    grown |= exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     decays_of(chunk_decays, gates);
     load_operand(loaded, in.keys[warpgroup], offset);
     if (BACKWARDS) decays_from_start(outer_decays, gates, counts);
@@ -183,11 +185,12 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
     wgmma_keep(S);
     if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
-    each_pair([&](int n, int h) {
-      const float2 two = unpack<T>(pair_of(loaded, n, h));
+    each_neighbours([&](int n, int h) {
+      const float2 two = unpack<T>(neighbours_of(loaded, n, h));
       const float factor =
           scale * to_border.decay[h] * (BACKWARDS ? chunk_decays.before(n, h) : chunk_decays.after(n, h));
-      pair_of(x, n, h) = pack<T>(factor * outer_decays[n][2 * h] * two.x, factor * outer_decays[n][2 * h + 1] * two.y);
+      neighbours_of(x, n, h) =
+          pack<T>(factor * outer_decays[n][2 * h] * two.x, factor * outer_decays[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
     start_write<T, BV>(S, x, in.values);
@@ -205,7 +208,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= to_border.down[i >> 1 & 1];
   for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : to_border.all(h);
-  for (int unused = n; unused < walk.copied(n); ++unused) walk.wait(unused);  // no copies are under way any more
+  for (int unused = n; unused < walk.copied(n); ++unused) walk.wait(unused);  // until no copies are under way
   return n;
 }
 
@@ -229,7 +232,8 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
 
 // ---- second walk, to the border: S <- D S + keys^T values, any gates ------------------------------------------------
 
-// S: the state with which the segment starts, then the result. segment_decay is multiplied by the segment's decay.
+// S: the state with which the segment starts, then that with which the next one starts. segment_decay is multiplied by
+// the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segment_decay)[2],
                                                 const Walk<T, G, BK, BV>& walk, const Args<T, G>& args) {
@@ -243,14 +247,14 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     Operand x;
     Chunk outer_decays;
     SubChunkDecays decays;
-    gates.load(own_panels(in.g, warpgroup), offset);
+    gates.load(warpgroup_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
     for (int h = 0; h < 2; ++h) segment_decay[h] *= decays.all(h);
-    Across unused;
+    Across unused;  // operands of scores
     QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
-    const bool growth = exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
+    const bool growth = exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     load_operand(x, in.keys[warpgroup], offset);
-    const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
+    const auto put = [&](int n, int h, float first, float second) { neighbours_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
       decays_from_start(outer_decays, gates, counts);
       query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
@@ -266,7 +270,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
         update_gradient_by_token<ReadOrder, T, G, BV>(S, in.keys, in.g, in.values, float(args.scale),
                                                       first_channel_of_lane(), [](int) {});
       else update_state_by_token<T, G, BV>(S, in.keys, in.g, in.values, first_channel_of_lane());
-      each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
+      each_neighbours([&](int n, int h) { neighbours_of(x, n, h) = 0, decays.sub[n][h] = 1.f; });
       query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     }
     decay_state<BV>(S, decays, query_scale.up[0], query_scale.up[1]);
@@ -281,12 +285,11 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
 
 // ---- a block -------------------------------------------------------------------------------------------------------
 
-// Computes what the next segment starts from, and stores it in `states`, and the segment's decays. first: the block's
-// first channel.
+// Computes what the next segment starts from, and stores it in `states`, and the segment's decays.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const WorkTile& work,
-                                        int first) {
-  const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
+                                        int first_channel) {
+  const int lane = threadIdx.x & 31, channel = first_channel + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, decays[2];
   bool grown = false;
   const Walk walk(s, work);
@@ -319,15 +322,15 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   fence_async();
   __syncthreads();  // barriers are initialised, also for tensor copies
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
-  const int first = blockIdx.x % tiles * BK;  // the block's first channel
+  const int first_channel = blockIdx.x % tiles * BK;
   const bool backwards = block >= half;
   const WorkTile work = work_tile(args.shape, block - backwards * half);
-  if (backwards < args.first || is_last(work, args.P, backwards)) return;
-  if (args.ends && !is_first(work, args.P, backwards)) return;
+  if (backwards < args.only_backwards || is_last(work, args.P, backwards)) return;
+  if (args.only_first && !is_first(work, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS<BK>) {
     const Walk walk(s, work);
-    const int taken = copy_chunks(walk, args, work, first, backwards, !backwards);
-    if (walk.result(taken)) copy_chunks(walk.second(taken), args, work, first, backwards, backwards);
-  } else if (backwards) consume<ReadOrder, true>(s, args, work, first);
-  else consume<ReadOrder, false>(s, args, work, first);
+    const int taken = copy_chunks(walk, args, work, first_channel, backwards, !backwards);
+    if (walk.result(taken)) copy_chunks(walk.second(taken), args, work, first_channel, backwards, backwards);
+  } else if (backwards) consume<ReadOrder, true>(s, args, work, first_channel);
+  else consume<ReadOrder, false>(s, args, work, first_channel);
 }

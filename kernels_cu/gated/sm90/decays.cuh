@@ -2,15 +2,15 @@
 //           keys with a matrix [query, key] of a chunk.
 // math      g are log gates; a chunk of 32 tokens has four sub-chunks of 8. The decay between query i and key j < i is
 //           a factor of the query times a factor of the key, in one of three ways:
-//           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: within gate 4, half of it before m):
-//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g); a sum backwards in time is minus the
-//                                 sum of the gates
+//           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: halfway through gate 4):
+//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g); if i or j is before m, its sum is minus
+//                                 that of the gates from it to m
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g after j to the end
 //                                 of its sub-chunk): queries of sub-chunk 1 with keys of 0, and 3 with 2 (`by8`);
 //                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: times the decay of the sub-chunk
 //                                 between them, if there is one)
 //           across chunks         the same from the chunk's start, and to the chunk's end
-//           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
+//           RWKV-6 reads the state before token i writes: its queries' sums end with gate i - 1.
 // numerics  Exponents across sub-chunks are sums of the gates between two tokens and never differences of sums, so that
 //           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST_GATE counts as LEAST_GATE, so
 //           that the inverse of a decay is finite: what should be forgotten keeps e^-16 (1e-7) of itself within its
@@ -42,16 +42,18 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
 // the cut on average over all fractions.
 constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
-// Calls f(n, h) for each pair of neighbouring tokens of this lane: in sub-chunk n, of channel g + 8h.
-template <class F> __device__ __forceinline__ void each_pair(F f) {
+// Calls f(n, h) for this lane's two neighbouring tokens in each sub-chunk n, of each channel g + 8h.
+template <class F> __device__ __forceinline__ void each_neighbours(F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) f(n, h);
 }
 
-// The register of operand x that holds the pair (n, h) of tokens.
-template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
+// The register of operand x that holds these two tokens.
+template <class X> __device__ __forceinline__ auto& neighbours_of(X& x, int n, int h) {
+  return x[n / 2][n % 2 * 2 + h];
+}
 
 // Keeps x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which would compute
 // x again at each use.
@@ -78,18 +80,18 @@ __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Opera
 
 // Load and store values of a warp's 16 channels as floats, in a tile of 16-bit values or of float32.
 template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int offset) {
-  Operand two;
-  load_operand(two, *panels, offset);
-  each_pair([&](int n, int h) {
-    const float2 pair = unpack<T>(pair_of(two, n, h));
-    x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
+  Operand packed;
+  load_operand(packed, *panels, offset);
+  each_neighbours([&](int n, int h) {
+    const float2 two = unpack<T>(neighbours_of(packed, n, h));
+    x[n][2 * h] = two.x, x[n][2 * h + 1] = two.y;
   });
 }
 template <typename T>
 __device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int offset) {
-  Operand two;
-  each_pair([&](int n, int h) { pair_of(two, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
-  store_operand(*panels, two, offset);
+  Operand packed;
+  each_neighbours([&](int n, int h) { neighbours_of(packed, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
+  store_operand(*panels, packed, offset);
 }
 __device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32], int) {
   each_float(panels, [&](int index, float& value) { x[index / 4][index % 4] = value; });
@@ -100,9 +102,8 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-constexpr float LEAST_GATE = -16.f;  // nats: the least gate of decays from a sub-chunk's middle
-constexpr float FORGOTTEN_GATE =
-    -256.f;  // nats: e^FORGOTTEN_GATE is 0. Stands for -inf, since 0 times -inf would be NaN
+// In nats: the least gate of decays from a sub-chunk's middle, and what replaces -inf, since 0 times -inf would be NaN.
+constexpr float LEAST_GATE = -16.f, FORGOTTEN_GATE = -256.f;  // e^-256 is 0 in float32
 
 // The format in which gates are summed. LEAST_TWO, FORGOTTEN_GATE_TWO: two such numbers in a register. ONE: the factor
 // that counts a gate once, in each of the two halves of a product. HALVES: the last bit of ONE's exponent, which is
@@ -135,13 +136,13 @@ template <typename G, bool MINUS = false> struct Gates {
   template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int offset) {
     constexpr u32 BOUND = CLAMPED ? GateFormat<G>::LEAST_TWO : GateFormat<G>::FORGOTTEN_GATE_TWO;
     load_operand(x, *panels, offset);
-    each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
+    each_neighbours([&](int n, int h) { neighbours_of(x, n, h) = at_least<G>(neighbours_of(x, n, h), BOUND); });
   }
   // Sub-chunk n as a left operand; CLAMPED: gates are at least LEAST_GATE.
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      a[h] = CLAMPED ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
+      a[h] = CLAMPED ? at_least<G>(neighbours_of(x, n, h), GateFormat<G>::LEAST_TWO) : neighbours_of(x, n, h);
       a[2 + h] = MINUS ? a[h] ^ SIGNS : a[h];
     }
   }
@@ -151,7 +152,7 @@ template <bool MINUS> struct Gates<float, MINUS> {
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int offset) {
     load_chunk(x, panels, offset);
-    each_pair([&](int n, int h) {
+    each_neighbours([&](int n, int h) {
       for (int p = 2 * h; p < 2 * h + 2; ++p)
         x[n][p] = LOG2E * at_least(x[n][p], CLAMPED ? LEAST_GATE : FORGOTTEN_GATE);
     });
@@ -250,31 +251,31 @@ __device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& 
   exponentiate_sums(to, g, b);
 }
 
-// The decays over whole sub-chunks, for this lane's two channels.
+// The decays over each sub-chunk, for this lane's two channels.
 struct SubChunkDecays {
-  float own[SUBCHUNKS][2];
+  float sub[SUBCHUNKS][2];
 
   // The decay over all sub-chunks before n, after n, and over the chunk.
   __device__ __forceinline__ float before(int n, int h) const {
-    return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
+    return n == 0 ? 1.f : n == 1 ? sub[0][h] : n == 2 ? sub[0][h] * sub[1][h] : sub[0][h] * sub[1][h] * sub[2][h];
   }
   __device__ __forceinline__ float after(int n, int h) const {
-    return n == 3 ? 1.f : n == 2 ? own[3][h] : n == 1 ? own[2][h] * own[3][h] : own[1][h] * (own[2][h] * own[3][h]);
+    return n == 3 ? 1.f : n == 2 ? sub[3][h] : n == 1 ? sub[2][h] * sub[3][h] : sub[1][h] * (sub[2][h] * sub[3][h]);
   }
-  __device__ __forceinline__ float all(int h) const { return own[0][h] * own[1][h] * (own[2][h] * own[3][h]); }
+  __device__ __forceinline__ float all(int h) const { return sub[0][h] * sub[1][h] * (sub[2][h] * sub[3][h]); }
 };
 // Sets d from log gates.
 template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g) {
   const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
   sum_gates(g, b, [&](int n, const SubChunk& sum) {
-    for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
+    for (int h = 0; h < 2; ++h) d.sub[n][h] = exp2_approx(sum[2 * h]);
   });
 }
 // Sets d from decays that are known: the decay from a sub-chunk's start through token 2t, times that from there to its
 // end. If queries read before the write, the decay of query 2t + 1 is the one that ends with gate 2t.
 template <class ReadOrder>
 __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
-  each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
+  each_neighbours([&](int n, int h) { d.sub[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
 }
 
 // ---- operands -------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
                                              F f) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float2 query = unpack<T>(pair_of(q, n, h)), key = unpack<T>(pair_of(k, n, h));
+    const float2 query = unpack<T>(neighbours_of(q, n, h)), key = unpack<T>(neighbours_of(k, n, h));
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
@@ -334,15 +335,15 @@ struct Across {
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
-  each_pair([&](int n, int h) {
-    const float2 two = unpack<T>(pair_of(q, n, h));
+  each_neighbours([&](int n, int h) {
+    const float2 two = unpack<T>(neighbours_of(q, n, h));
     const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]},
                 factor = scale[h] * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
       if (n == 2) to.by16[0][2 * h + p] = operand_value<EXACT>(x[p]);
-      if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.own[2][h] * x[p]);
+      if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.sub[2][h] * x[p]);
     }
     put(n, h, factor * x[0], factor * x[1]);
   });
@@ -353,13 +354,13 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
                                            const SubChunkDecays& d, F put) {
-  each_pair([&](int n, int h) {
-    const float2 two = unpack<T>(pair_of(k, n, h));
+  each_neighbours([&](int n, int h) {
+    const float2 two = unpack<T>(neighbours_of(k, n, h));
     const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]}, factor = d.after(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
-      if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.own[1][h] * x[p]);
+      if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.sub[1][h] * x[p]);
       if (n == 1) to.by16[1][2 * h + p] = operand_value<EXACT>(x[p]);
     }
     put(n, h, factor * x[0], factor * x[1]);

@@ -1,33 +1,34 @@
 // what      For chunks with large growth, whose log gates are far above 0, in Hopper's backward of GLA and RWKV-6: the
-//           tests that find such chunks, and both passes' results for them, computed token by token in float32.
+//           tests that find such chunks, and what both passes (backward_queries.cu, backward_keys.cu) compute of them,
+//           token by token in float32.
 // math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: dS_{t-1} = e^g_t dS_t + scale q_t do_t^T, GLA:
 //           dS_{t-1} = e^g_t (dS_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of
 //           the gates between both)
 // numerics  Products on tensor cores need this decay as two factors, which growth takes out of range: within a
-//           sub-chunk a gate counts as LEAST_GATE at least, so that e^(LEAST_GATE + growth) of a token would pass a
-//           reset, and float16 ends at e^11. The results here overflow only where the recurrence itself does.
+//           sub-chunk a gate counts as LEAST_GATE = -16 at least, so that e^(growth - 16) of a token would outlast a
+//           gate of -inf, and float16 ends at e^11. The results here overflow only where the recurrence itself does.
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
-// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used. Then
-// e^(LEAST_GATE + GROWTH_LIMIT) of a token passes a reset: e^-10 (float16: e^-12). If every gate is below GROWTH, the
-// sum is not computed: 32 such gates of float16 data are below 8 nats.
+// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: then
+// at most e^(LEAST_GATE + GROWTH_LIMIT) of a token outlasts a gate of -inf: e^-10 (float16: e^-12). If every gate is
+// below GROWTH, the sum is not computed: 32 such gates of float16 data are below 8 nats.
 template <typename T> constexpr float GROWTH_LIMIT = 6.f;
 template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-// FORGOTTEN: a channel with a smaller decay over a chunk forgets: what passes is about the rounding error of the second
-// pass's sums over V. ROUNDING: the largest relative error of these sums.
+// FORGOTTEN: a smaller decay of a channel over a chunk leaves of its state no more than the rounding error of the
+// second pass's sums over V. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether the sum_v S dS before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
-// size: the magnitude of both; decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding error,
-// unless the state had grown before and its gradient grows after the chunk: if that may be, `kept_share` is ROUNDING,
-// and a rest above kept_share times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels
-// differ.
-__device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_share) {
-  return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_share * fabsf(size)));
+// Whether a channel's sum over v of S dS before a chunk, `rest`, is set to 0. rest: that sum after the chunk less the
+// terms of the chunk's keys; size: the magnitude of these two; decay: over the chunk. If `decay` is below FORGOTTEN,
+// `rest` is mostly rounding error, unless the state grew before the chunk and its gradient grows after it: if that may
+// be, kept_ratio is ROUNDING, and a rest above kept_ratio times `size` is kept; else kept_ratio is infinite. No
+// branches, since a warp's channels differ.
+__device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_ratio) {
+  return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_ratio * fabsf(size)));
 }
 
 // Whether the largest gate, `largest`, is GROWTH or more, or NaN.
@@ -36,17 +37,18 @@ template <typename T> __device__ __forceinline__ bool grows(float largest) { ret
 // Whether one of the gates that this lane holds is GROWTH or more, or NaN.
 template <typename T, typename G> __device__ __forceinline__ bool some_gate_grows(const Gates<G>& gates) {
   u32 largest = gates.x[0][0];
-  each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
+  each_neighbours([&](int n, int h) { largest = at_least<G>(largest, neighbours_of(gates.x, n, h)); });
   const float2 two = unpack<G>(largest);
   return grows<T>(at_least(two.x, two.y));
 }
 // The gates of this lane's pair of tokens in sub-chunk n, of channel h.
 template <typename G> __device__ __forceinline__ float2 two_gates(const Gates<G>& gates, int n, int h) {
-  return unpack<G>(pair_of(gates.x, n, h));
+  return unpack<G>(neighbours_of(gates.x, n, h));
 }
 template <typename T> __device__ __forceinline__ bool some_gate_grows(const Gates<float>& gates) {
   float largest = gates.x[0][0];
-  each_pair([&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
+  each_neighbours(
+      [&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
   return grows<T>(largest / LOG2E);
 }
 __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, int h) {
@@ -60,7 +62,7 @@ __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());
   float grown[2] = {};
-  each_pair([&](int n, int h) {
+  each_neighbours([&](int n, int h) {
     const float2 two = two_gates(gates, n, h);
     grown[h] = (grown[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
   });
@@ -196,10 +198,10 @@ __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum
 __device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Tokens own;
-    for (int m = 0; m < CHUNK / 4; ++m) own[m] = query_share[m / 2][2 * h + m % 2];
-    sum[h] = convert_to_units(own, sum[h]);
-    for (int m = 0; m < CHUNK / 4; ++m) query_share[m / 2][2 * h + m % 2] = own[m];
+    Tokens share;
+    for (int m = 0; m < CHUNK / 4; ++m) share[m] = query_share[m / 2][2 * h + m % 2];
+    sum[h] = convert_to_units(share, sum[h]);
+    for (int m = 0; m < CHUNK / 4; ++m) query_share[m / 2][2 * h + m % 2] = share[m];
   }
 }
 
@@ -212,9 +214,9 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
 }
 
 // A chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the query
-// share overwrites g. Stores `sums` of this lane's channels that are `inside` K. dA: times TF32_CORRECTION.
+// share overwrites g. Stores `query_sums` of this lane's channels that are `inside` K. dA: times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* sums, const bool (&inside)[2],
+__device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* query_sums, const bool (&inside)[2],
                                                          Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
                                                          Tile<T, BV>& do_, Pairs& dA, const float (&u)[2],
                                                          float scale) {
@@ -282,23 +284,23 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
       after += term;
     }
     if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) after = convert_to_units(query_share, after);
-    if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = after;
+    if (t == 0 && (h ? inside[1] : inside[0])) query_sums[8 * h] = after;
     store_tokens(q, dq, channel);
     store_tokens(g, query_share, channel);
   }
 }
 
-// Stores in `parts` a warp's part of dv of token `row`, the sum over its 16 channels of key dS + own_score do. key,
-// own_score: of this lane's two channels; own_score is RWKV-6's score of the token with itself, otherwise 0.
+// Stores in `parts` a warp's part of dv of token `row`, the sum over its 16 channels of key dS + self_score do. key,
+// self_score: of this lane's two channels; self_score is RWKV-6's score of the token with itself, otherwise 0.
 template <typename T, int BV>
-__device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[BV / 2], float2 key, float own_score,
+__device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[BV / 2], float2 key, float self_score,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
   constexpr int N = BV / 4;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   float x[N];
   each_column(do_, row, [&](int n, float2 two) {
-    x[2 * n] = fmaf(key.x, dS[4 * n], fmaf(key.y, dS[4 * n + 2], own_score * two.x));
-    x[2 * n + 1] = fmaf(key.x, dS[4 * n + 1], fmaf(key.y, dS[4 * n + 3], own_score * two.y));
+    x[2 * n] = fmaf(key.x, dS[4 * n], fmaf(key.y, dS[4 * n + 2], self_score * two.x));
+    x[2 * n + 1] = fmaf(key.x, dS[4 * n + 1], fmaf(key.y, dS[4 * n + 3], self_score * two.y));
   });
   share_sums<N>(x);
 #pragma unroll
@@ -307,10 +309,10 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
 }
 
 // A chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites q, dg
-// overwrites g, dv overwrites v. end: sum_v S dS, likewise; parts: [BC][BK / 16][BV] in shared memory; barrier: the
-// number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
+// overwrites g, dv overwrites v. carried: sum_v S dS after the chunk, then before it; parts: [BC][BK / 16][BV] in
+// shared memory; barrier: the number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&end)[2], const float* sums,
+__device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&carried)[2], const float* query_sums,
                                                       float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
                                                       Tile<G, BK>& query_share, Tile<T, BV>& v, Tile<T, BV>& do_,
                                                       Pairs& dA, const float (&u)[2], float scale, bool grew,
@@ -328,16 +330,16 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
   }
   update_gradient_by_token<ReadOrder, T, G, BV>(dS, q, g, do_, scale, channel, [&](int row) {
     const float2 key = channels_of(k, row, channel);
-    float x[2], own_score = 0.f;
+    float x[2], self_score = 0.f;
     read_token<T, BV>(x, dS, v, row);
     if (BEFORE) {
       const float2 query = channels_of(q, row, channel);
-      const float own = self_weight_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
-      x[0] = fmaf(own, first, x[0]), x[1] = fmaf(own, second, x[1]);
-      own_score = scale * (first * key.x + second * key.y);
+      const float weight = self_weight_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
+      x[0] = fmaf(weight, first, x[0]), x[1] = fmaf(weight, second, x[1]);
+      self_score = scale * (first * key.x + second * key.y);
     }
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
-    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, dS, key, own_score, do_, row);
+    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, dS, key, self_score, do_, row);
     if (row % BC) return;
     barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
     for (int number = opaque(threadIdx.x); number < BC * BV; number += THREADS) {
@@ -363,15 +365,15 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
       all += written[m], size += fabsf(written[m]);
     }
     all = channel_sum(all), size = channel_sum(size);
-    const float after = h ? end[1] : end[0], rest = after - all, decay = exp2_approx(LOG2E * sum);
+    const float after = h ? carried[1] : carried[0], rest = after - all, decay = exp2_approx(LOG2E * sum);
     const float before = is_forgotten(decay, rest, fabsf(after) + size, ROUNDING) ? 0.f : rest;
-    if (h) end[1] = before + sums[channel];
-    else end[0] = before + sums[channel];
+    if (h) carried[1] = before + query_sums[channel];
+    else carried[0] = before + query_sums[channel];
     float earlier_terms = before;
 #pragma unroll 1
     for (int row = 0; row < CHUNK; ++row) {
       if (row % 4 == t)
-        dg[row / 4] = query_share_value(value_at(query_share, row, channel), sums[channel], grew) + earlier_terms;
+        dg[row / 4] = query_share_value(value_at(query_share, row, channel), query_sums[channel], grew) + earlier_terms;
       earlier_terms += token_of(written, row);
     }
     store_tokens(q, dk[h], channel);

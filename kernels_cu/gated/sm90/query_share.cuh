@@ -87,8 +87,8 @@ __device__ __forceinline__ void store_query_share(G (*panels)[CHUNK][PANEL<G>], 
   if constexpr (IN_UNITS<G>) {
     const float inverse[2] = {power_of_two(2 * ONE - unit_exponent[0]), power_of_two(2 * ONE - unit_exponent[1])};
     Operand packed;  // pairs of neighbouring tokens in float16
-    each_pair([&](int n, int h) {
-      pair_of(packed, n, h) = pack<f16>(inverse[h] * x[n][2 * h], inverse[h] * x[n][2 * h + 1]);
+    each_neighbours([&](int n, int h) {
+      neighbours_of(packed, n, h) = pack<f16>(inverse[h] * x[n][2 * h], inverse[h] * x[n][2 * h + 1]);
     });
     store_operand(*panels, packed, offset);
   } else store_chunk_values(panels, x, offset);

@@ -6,8 +6,8 @@
 //           is a product in T. In bfloat16 its queries or keys are two numbers: the gate's gradient is a difference
 //           of what both passes compute from them, and a rounding error of one pass alone would remain in it.
 //           float16 has no numbers below 6e-8: products of queries with a state take the queries times a power of 2
-//           that the chunk's first gate decides, and dS (the state's gradient) times one that its largest value
-//           decides.
+//           that depends on the chunk's first gate, and dS, the state's gradient, times one that depends on its largest
+//           value.
 // limits    BK of 64, 128; BV of 64, 128
 #include "gated/sm90/decays.cuh"
 
@@ -27,8 +27,8 @@ template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float
 // The segment of a sequence that a block of a pass computes. `joined`: a sequence has three segments; one block
 // computes the segment that the pass starts with, another block the other two as one, so that only the pass's first
 // segment needs a summary (the state that it leaves if it starts from zero; backward_segments.cu). The blocks of joined
-// segments come first. `last` is the number of the block's last segment, by which work_tile finds it. P: segments of a
-// sequence.
+// segments come first. `last` is the number of the block's last segment in time, by which work_tile finds it. P:
+// segments of a sequence.
 struct Segment : WorkTile {
   i64 last;
 };
@@ -153,7 +153,8 @@ __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& outer_decays
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
       // 2^90 at most: a state's values are below 2^30, and times `up` (decay_state) stay in float32's range.
-      const int own = max(int(__float_as_uint(first) >> 23), 127 - 90), exponent = own < 127 - 8 ? own : 127;
+      const int bounded = max(int(__float_as_uint(first) >> 23), 127 - 90),
+                exponent = bounded < 127 - 8 ? bounded : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
     s.is_one = !__any_sync(0xffffffffu, s.up[0] != 1.f || s.up[1] != 1.f);
@@ -211,7 +212,7 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
   }
 }
 
-// Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32; a part contracts
+// Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32; a part sums over
 // BV / SUBCHUNKS columns. columns: registers for the part's copy of S. First waits for the previous part, whose copy of
 // S is in the same registers.
 template <int BV>
@@ -317,8 +318,8 @@ template <typename T> struct StateOperand {
   Operand first, rest;
 
   __device__ __forceinline__ void put(int n, int h, float x, float y) {
-    pair_of(first, n, h) = pack<T>(x, y);
-    if (!IS_NARROW<T>) pair_of(rest, n, h) = remainder_of(pair_of(first, n, h), x, y);
+    neighbours_of(first, n, h) = pack<T>(x, y);
+    if (!IS_NARROW<T>) neighbours_of(rest, n, h) = remainder_of(neighbours_of(first, n, h), x, y);
   }
 };
 template <typename T, int BV>

@@ -81,7 +81,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     read["do_"] = draft.mapped(draft.cotangents(problem, do, None)[0], "do")
     kernel = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
     launches = HopperBackward(draft, problem, P, kernel.CHUNK, empty_ends=True)
-    return launches.summary_plan(kernel, read, K, first=int(bool(saved) or P == 1), ends=0)
+    return launches.summary_plan(kernel, read, K, only_backwards=int(bool(saved) or P == 1), only_first=0)
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,11 @@ def joined_by_scan(draft, problem, segment_states, decays, P):
     return segment_states[0], segment_states[1]
 
 
-def scan_both_ways(draft, problem, states, decays, P, first=0):
+def scan_both_ways(draft, problem, states, decays, P, only_backwards=False):
     """Launches the scan of the summaries `states` and `decays` of P segments. In their place it writes to states[0] the
-    state at each segment's start, and to states[1] the state's gradient at its end: with `first` = 1 only the latter.
-    """
+    state at each segment's start (not if `only_backwards`), and to states[1] the state's gradient at its end."""
     N, H, K, V = problem.shape("N H K V")
-    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "first": first}
+    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "only_backwards": only_backwards}
     draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
 
 
@@ -229,14 +228,14 @@ def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
     u, ends = draft.bonus(problem), draft.empty((N * P, H, K), FLOAT32)
-    sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
+    query_sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     checkpoints = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
     if summaries:
         initial, dht = launches.joined_saved_summaries(*summaries, dht, starts)
     elif P > 1:
-        args = {"first": int(starts is not None), "ends": int(short > 0)}
+        args = {"only_backwards": int(starts is not None), "only_first": int(short > 0)}
         initial, dht = launches.joined_summaries(cut.summary, read, initial, dht, starts, **args)
-    common = {"u": u, "dht": dht, "ends": ends, "sums": sums, "checkpoints": checkpoints, "P": P}
+    common = {"u": u, "dht": dht, "ends": ends, "query_sums": query_sums, "checkpoints": checkpoints, "P": P}
     common |= {"joined": int(short > 0), "adds": backward.adds}
     read |= {"query_share": query_share}
     launches.launch_mapped(queries, cut.blocks, read | {"dq": dq}, initial=initial, du=du, **common)
@@ -303,7 +302,7 @@ class HopperBackward:
         `starts` if given; the states' gradients at their ends)."""
         states, decays = self.segment_summaries(kernel, mapped, initial, dht, **args)
         if self.P > 2 and not self.short:
-            scan_both_ways(self.draft, self.problem, states, decays, self.P, first=int(starts is not None))
+            scan_both_ways(self.draft, self.problem, states, decays, self.P, starts is not None)
         return states[0] if starts is None else starts, states[1]
 
     def summary_plan(self, kernel, mapped, channels, **args):
@@ -312,7 +311,7 @@ class HopperBackward:
         states, decays = self.segment_summaries(kernel, mapped, self.initial, None, **args)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
-        scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
+        scan_both_ways(draft, self.problem, joined, decays, self.P, only_backwards=True)
         return draft.plan(results.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def joined_saved_summaries(self, states, decays, dht, starts=None):
@@ -333,7 +332,7 @@ class HopperBackward:
             draft.copy(states[0], joined[0])
         elif self.initial is not None:  # P is 3: one segment has tokens, between two empty ones
             draft.copy(self.initial, joined[0][:, 1])
-        scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(states_known))
+        scan_both_ways(draft, self.problem, joined, decays, self.P, states_known)
         return joined[0], joined[1]
 
     def segment_summaries(self, kernel, mapped, initial, dht, **args):

@@ -242,10 +242,10 @@ class ScanSegments(Kernel):
 
 class ScanBothWays(Kernel):
     """`ScanSegments` for the backward pass: in place of the summaries `states` it writes the states at the segments'
-    starts and the states' gradients at their ends. With `first` = 1 it writes the gradients alone."""
+    starts and the states' gradients at their ends; the latter alone if `only_backwards`."""
 
     file = "gated/scan_both_ways"
-    arguments = members("pointers states decays, integers N P H K V first")
+    arguments = members("pointers states decays, integers N P H K V only_backwards")
     threads = 256
 
 
@@ -323,7 +323,7 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
     # Tokens between stored states. The gates' gradient is a running sum. It starts anew at each stored state, which
     # bounds its error.
     CHECKPOINT_EVERY: ClassVar[int] = 1024
-    FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's `sums`; their 8 bytes are a flag for each warp
+    FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's `query_sums`; their 8 bytes are a flag for each warp
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     BK: int
     BV: int
@@ -363,13 +363,13 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
     """dq, du and the queries' terms of dg (`query_share`), forwards in time. It stores states in `checkpoints`, and
-    what `GatedBackwardKeysSm90` needs of each chunk in `sums`. With `joined`, sequences have three segments, of which
-    a block computes the last two as one. With `adds`, it adds to what dq and `query_share` hold."""
+    what `GatedBackwardKeysSm90` needs of each chunk in `query_sums`. With `joined`, sequences have three segments, of
+    which a block computes the last two as one. With `adds`, it adds to what dq and `query_share` hold."""
 
     file = "gated/sm90/backward_queries"
     arguments = members(
-        "maps+rows q k v do_ g dq query_share, pointers u initial dht ends sums du checkpoints, shape, reals scale, "
-        "integers P joined adds"
+        "maps+rows q k v do_ g dq query_share, pointers u initial dht ends query_sums du checkpoints, "
+        "shape, reals scale, integers P joined adds"
     )
 
 
@@ -379,8 +379,8 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
     file = "gated/sm90/backward_keys"
     arguments = members(
-        "maps+rows q k v do_ g query_share dk dv dg, pointers u dht ends sums checkpoints dh0, shape, reals scale, "
-        "integers P joined adds adds_dv"
+        "maps+rows q k v do_ g query_share dk dv dg, pointers u dht ends query_sums checkpoints dh0, "
+        "shape, reals scale, integers P joined adds adds_dv"
     )
 
     @property
@@ -390,12 +390,13 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`);
-    `ScanBothWays` joins them. With `first` = 1 it computes those backwards in time alone. With `ends` = 1, the only
-    ones are those of the first segment forwards, and of the last one backwards."""
+    `ScanBothWays` joins them. only_backwards: it computes those backwards in time alone; only_first: of a sequence,
+    only those of the first segment forwards, and of the last one backwards."""
 
     file = "gated/sm90/backward_segments"
     arguments = members(
-        "maps+rows q k v do_ g, pointers initial dht states decays, shape, reals scale, integers P first ends"
+        "maps+rows q k v do_ g, pointers initial dht states decays, shape, reals scale, "
+        "integers P only_backwards only_first"
     )
 
     @property
