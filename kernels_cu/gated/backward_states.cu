@@ -1,8 +1,8 @@
-// what      GLA and RWKV-6 backward on every card: the state S before every chunk of 64 tokens, walking forwards in
-//           time, and its gradient dS after every chunk, walking backwards. Or the summaries of segments for both
-//           directions: the same walks, which store only their last S or dS.
-// math      per step of 32 tokens, D [K] their decay:  S <- D S + (k decayed to their end)^T v;   backwards
-//           dS <- D dS + scale (q decayed from their start)^T do
+// what      GLA and RWKV-6 backward on every card: the state S before every chunk of 64 tokens, by a walk forwards in
+//           time, and the gradient dS of the state after every chunk, by a walk backwards. Or the summaries of segments
+//           for both directions: the same walks, which store only their last S or dS.
+// math      per step of 32 tokens (four sub-chunks of 8), D [K] their decay:  S <- D S + (k decayed to their end)^T v;
+//           backwards  dS <- D dS + scale (q decayed from their start)^T do
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of tile_at
 //           (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with
 //           chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
@@ -17,8 +17,8 @@
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read. For summaries also
 //           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
-//           channels of the block have forgotten at the end of the walk: the gates walked after them sum to
-//           FORGOTTEN_NATS, which is negative, or less, and none of these is positive
+//           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
+//           (FORGOTTEN_NATS) or less, and none of these is positive
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 #include "backward.cuh"
@@ -72,7 +72,7 @@ template <typename T, typename G, int BV, class Fetch>
 __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
   constexpr int STAGES = ::STAGES<T, BV>, STEPS_A_VERDICT = 8;  // steps between judgements
   const int warp = threadIdx.x >> 5;
-  float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
+  float gate_sums[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(steps - 1 - step, step);
   float largest_gate = 0.f;  // if it is positive, nothing may be left out
@@ -80,15 +80,15 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
 #pragma unroll 1
   for (; steps_read < steps; ++steps_read) {
     cp_async_wait<STAGES - 2>();
-    const bool remembered = largest_gate > 0.f || !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
+    const bool remembered = largest_gate > 0.f || !(gate_sums[0] <= FORGOTTEN_NATS && gate_sums[1] <= FORGOTTEN_NATS);
     if (!__syncthreads_or(remembered)) {  // these gates have been copied; the previous ones have been read
       first = steps - steps_read;
       break;
     }
     const float forgotten_by_now = FORGOTTEN_NATS * steps_read, rest = 0.75f * steps;
     if (steps_read && steps_read % STEPS_A_VERDICT == 0 &&
-        __syncthreads_or(largest_gate > 0.f ||
-                         remembered && !(total[0] * rest <= forgotten_by_now && total[1] * rest <= forgotten_by_now)))
+        __syncthreads_or(largest_gate > 0.f || remembered && !(gate_sums[0] * rest <= forgotten_by_now &&
+                                                               gate_sums[1] * rest <= forgotten_by_now)))
       break;
     fetch(steps - steps_read - STAGES, (steps_read + STAGES - 1) % STAGES);
     const G* gates = s.stages[steps_read % STAGES].g + 16 * warp;
@@ -98,7 +98,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
       load_channels(x, gates + 16 * m * LD<G, TILE>, LD<G, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        total[p & 1] += lane_sums(x[p].x + x[p].y).all;
+        gate_sums[p & 1] += lane_sums(x[p].x + x[p].y).all;
         largest_gate = fmaxf(largest_gate, fmaxf(x[p].x, x[p].y));
       }
     }
@@ -108,7 +108,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
   return first;
 }
 
-// Computes the states of one tile and direction, step by step. Backwards, steps are counted from the last tokens on.
+// Computes the states of one tile and direction, step by step. Backwards, steps are counted from the segment's end.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& work,
                                      bool backwards) {
@@ -195,8 +195,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
                      float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
     const Stage<T, G, BV>& in = s.stages[step % STAGES];
-    float2 factors[STEP_SUBS][2];
-    float all[2][STEP_SUBS];
+    float2 factors[STEP_SUBS][2];    // decays of tokens from their sub-chunk's start, or to its end
+    float sub_decays[2][STEP_SUBS];  // over each sub-chunk
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       float2 gates[4];
@@ -206,12 +206,12 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
         const PairDecays<ReadOrder> decays(decays_of(gates[p]));
         const int n = 2 * m + (p >> 1), row = p & 1;
         factors[n][row] = backwards ? decays.start : decays.end;
-        all[row][n] = decays.whole;
+        sub_decays[row][n] = decays.whole;
       }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float step_decay = product_over(all[row], 0, STEP_SUBS);
+      const float step_decay = product_over(sub_decays[row], 0, STEP_SUBS);
       total_decay[row] *= step_decay;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
@@ -225,9 +225,9 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
-        const float outer_decay =
-            TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
-            (backwards ? float(args.scale) * product_over(all[row], 0, n) : product_over(all[row], n + 1, STEP_SUBS));
+        const float outer_decay = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
+                                  (backwards ? float(args.scale) * product_over(sub_decays[row], 0, n)
+                                             : product_over(sub_decays[row], n + 1, STEP_SUBS));
         a.take(p, outer_decay * factors[n][row] * x[p]);
       }
 #pragma unroll
@@ -246,8 +246,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       if (t == 0 && work.v_tile == 0 && channel + 8 * row < K)
         args.decays[slot * K + channel + 8 * row] = total_decay[row];
   } else if (backwards && args.dh0 && segment == P - 1) {
-    const int n =
-        sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.n;  // = at.n, which would spill
+    const int n = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count)
+                                        : work.n;  // the value of work.n, which would be spilled
     to = args.dh0 + (n / P * shape.H + work.h) * state;
   }
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });

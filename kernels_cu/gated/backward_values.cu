@@ -1,11 +1,13 @@
 // what      GLA and RWKV-6 backward on every card: dv of a chunk.
-// math      dS [K, V] the gradient of the state after the chunk of 64 tokens, A_ij = scale sum_k q_ik decay_ijk k_jk
-//           for j < i, A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) dS + A^T do
+// math      dS [K, V] is the gradient of the state after the chunk of 64 tokens. A_ij = scale q_i . decay_ij k_j for j
+//           < i, decay_ij [K] from key j to query i; A_ii = scale q_i . k_i (RWKV-6: scale q_i . u k_i)
+//           dv = (k decayed to the chunk's end) dS + A^T do
 // shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; chunk_states: see backward_states.cu
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      q, k, g and dS of 32 channels at a time, copied by all threads; operands of these channels, made by each
-//           warp of 8 channels, read by all. Then do over q, k, g and A over the operands; dv overwrites do
-// barriers  two for every 32 channels: they have been copied | operands and dS are in shared memory; then: A is
+//           warp of 8 channels, read by all. Then do overwrites q, k and g, A the operands, and dv do
+// barriers  two for every 32 channels: they have been copied | operands and dS are in shared memory. Then: operands
+//           have been read, do is in shared memory | A is | do has been read | dv is in shared memory
 // numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate of a
 //           sub-chunk exceeds GROWTH, its scores are computed pair by pair (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -57,16 +59,17 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
 // Adds x, summed over the warp's channels, to the sums of the tokens of four sub-chunks from `first` on.
 __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first) {
   const int g = threadIdx.x >> 2 & 7;
-  const auto from = [](float2 x, int lanes) {
+  const auto from_lane = [](float2 x, int lanes) {
     return float2{__shfl_xor_sync(0xffffffffu, x.x, lanes), __shfl_xor_sync(0xffffffffu, x.y, lanes)};
   };
 #pragma unroll
   for (int half = 2; half > 0; half /= 2) {
     const bool upper = g & half;
 #pragma unroll
-    for (int m = 0; m < half; ++m) x[m] = (upper ? x[m + half] : x[m]) + from(upper ? x[m] : x[m + half], 4 * half);
+    for (int m = 0; m < half; ++m)
+      x[m] = (upper ? x[m + half] : x[m]) + from_lane(upper ? x[m] : x[m + half], 4 * half);
   }
-  const float2 sum_of_lanes = x[0] + from(x[0], 16);
+  const float2 sum_of_lanes = x[0] + from_lane(x[0], 16);
   float2& sum = *reinterpret_cast<float2*>(sums + 8 * g + 2 * (threadIdx.x & 3));
   if ((g & 4) == first) sum = sum + sum_of_lanes;
 }
@@ -130,28 +133,28 @@ __global__ void __launch_bounds__(
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
       float sub_chunk_decays[SUBS];
-      float2 q[4], k[4], a[4], weights[4];
+      float2 q[4], k[4], gates[4], self_terms[4];  // of four sub-chunks; self_terms: u q k
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
-        if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
-        sub_chunk_decays[m] = whole_decay(a[m % 4]);
-        if (!(at_least(a[m % 4].x, a[m % 4].y) <= GROWTH)) s.grows[m] = true;
+        if (m % 4 == 0) load(gates, s.tokens.g, m, LD<G, CHANNELS>);
+        sub_chunk_decays[m] = whole_decay(gates[m % 4]);
+        if (!(at_least(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
       }
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
-          load(a, s.tokens.g, m, LD<G, CHANNELS>);
+          load(gates, s.tokens.g, m, LD<G, CHANNELS>);
           load(q, s.tokens.q, m, LD<T, CHANNELS>);
           load(k, s.tokens.k, m, LD<T, CHANNELS>);
         }
-        const float2 decays_of_tokens = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
-        weights[m % 4] = u * query * token;
+        const float2 decays_of_tokens = decays_of(gates[m % 4]), query = q[m % 4], key = k[m % 4];
+        self_terms[m % 4] = u * query * key;
         const PairDecays<ReadOrder> decays(decays_of_tokens);
         const MiddleFactors<ReadOrder> middle(decays_of_tokens);
-        const float2 start = decays.start * query, end = decays.end * token;
+        const float2 start = decays.start * query, end = decays.end * key;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.operands.queries + index, middle.queries * query);
-        put_pair(s.operands.keys + index, middle.keys * token);
+        put_pair(s.operands.keys + index, middle.keys * key);
         put_pair(s.operands.border8 + index, m % 2 ? start : end);
         put_pair(s.operands.border16 + index, m < quarter_end ? product_over(sub_chunk_decays, m + 1, quarter_end) * end
                                                               : product_over(sub_chunk_decays, quarter_end, m) * start);
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(
                                                            : product_over(sub_chunk_decays, half_end, m) * start);
         put_pair(s.operands.ends + index,
                  product_over(sub_chunk_decays, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
-        if (m % 4 == 3) sum_channels(s.self_scores[warp], weights, m - 3);
+        if (m % 4 == 3) sum_channels(s.self_scores[warp], self_terms, m - 3);
       }
     }
     cp_async_wait<0>();

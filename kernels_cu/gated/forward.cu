@@ -5,8 +5,8 @@
 //           [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      Shared, in forward_storage.cuh: two stages of inputs, which all threads copy; operands of the current
-//           chunk, which each warp makes of its own spans of tokens, or channels, and all warps read; its scores, of
-//           which each warp computes some tasks and all warps read all
+//           chunk: each warp makes those of its share, some spans of 4 tokens, and all warps read them; the chunk's
+//           scores: each warp computes some tiles of them (tasks), and all warps read them
 // barriers  three a chunk: its inputs have been copied and its decays computed | its operands are in shared memory |
 //           its scores are
 // numerics  S in float32 accumulators; decays as forward_operands.cuh says. bfloat16 data: products in bfloat16, a
@@ -33,8 +33,8 @@ template <typename T, typename G> struct Args : ForwardArgs<T, G> {
 };
 
 // Stores a lane's outputs one by one, for rows whose pairs of numbers are not aligned. `to`, `sums`: of the lane's
-// first output. SplitChannels adds `sums` unless this launch is the `first`, and writes to `sums` instead of o unless
-// it is the `last`. Not inlined, since it is rare.
+// first output. With SplitChannels every launch but the `first` adds `sums`, and every one but the `last` writes to
+// `sums` instead of o. Not inlined, since it is rare.
 template <typename T>
 __device__ __noinline__ void store_unaligned(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
                                              float scale, int rows, int columns, bool first, bool last) {
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   using Share = WarpShare<T, BK, WARPS>;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = pair / H, h = pair % H, b = n / count;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = head / H, h = head % H, b = n / count;  // head: of all sequences' heads
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
 
   State<BK> S;
   const auto each_state_number = [&](auto f) {
-    each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
+    each_number<BK>(S, i64(head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if (ReadOrder::reads_before_write)
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     }
     cp_async_commit();
   };
-  const auto fetch_next_gates = [&](int token) {  // the same as fetch_chunk_gates, which would spill registers here
+  const auto fetch_next_gates = [&](int token) {  // as fetch_chunk_gates, by which registers would be spilled here
 #pragma unroll
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
       const Share coord(x);

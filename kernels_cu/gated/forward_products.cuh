@@ -1,6 +1,7 @@
 // what      The products of the forward kernel of every card: scores of pairs of tokens; o from scores and values, and
 //           from queries and the state; the new state.
-// shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels]
+// shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels].
+//           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix
 // numerics  sums in float32; products with S read it rounded
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
@@ -28,22 +29,22 @@ __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k
   for (int x = 0; x < 4; ++x) d[x] = sums[0][x] + sums[1][x];
 }
 
-// Store two neighbouring scores, or one score. A bfloat16 score is the sum of two numbers: its rounding error is stored
-// `rest` numbers later.
-__device__ __forceinline__ void put_score_pair(bf16* to, float x, float y, int rest) {
+// Stores two neighbouring scores. A bfloat16 score is the sum of two numbers: its rounding error is stored `distance`
+// numbers later.
+__device__ __forceinline__ void put_score_pair(bf16* to, float x, float y, int distance) {
   const u32 two = pack<bf16>(x, y);
   *reinterpret_cast<u32*>(to) = two;
-  *reinterpret_cast<u32*>(to + rest) = pack<bf16>(x - to_float(bf16{u16(two)}), y - to_float(bf16{u16(two >> 16)}));
+  *reinterpret_cast<u32*>(to + distance) = pack<bf16>(x - to_float(bf16{u16(two)}), y - to_float(bf16{u16(two >> 16)}));
 }
 __device__ __forceinline__ void put_score_pair(float* to, float x, float y, int) {
   *reinterpret_cast<float2*>(to) = {x, y};
 }
 
 // Stores one score, as put_score_pair stores two.
-__device__ __forceinline__ void put_score(bf16* to, float x, int rest) {
+__device__ __forceinline__ void put_score(bf16* to, float x, int distance) {
   const bf16 first = from_float<bf16>(x);
   *to = first;
-  to[rest] = from_float<bf16>(x - to_float(first));
+  to[distance] = from_float<bf16>(x - to_float(first));
 }
 __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 
@@ -53,10 +54,10 @@ __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 // of sub-chunk 1 with 0.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
-// The queries and keys of a task. A lane has a query in each half of the 16, and a pair of keys. kind: 0 and 1 are
-// scores within a sub-chunk of the first and the second 16 tokens, 2 between neighbouring sub-chunks, 3 (`across`)
-// between the halves of the chunk; n: which of the two tasks of its kind; first: of the task's operands, the first row
-// in tiles.
+// The queries and keys of a task. A lane has a query in each half of the 16, and two neighbouring keys. kind: 0 and 1
+// are scores within a sub-chunk of the first and the second 16 tokens, 2 between neighbouring sub-chunks, 3 (`across`)
+// between the halves of the chunk; n: which of the two tasks of its kind; first: the first row of the task's operands
+// in their tiles.
 template <typename T> struct ScoreTask {
   int kind, n, first;
   bool within, across;
@@ -79,7 +80,7 @@ template <typename T> struct ScoreTask {
   }
 };
 
-// Sets d to a lane's scores of a task: a pair of keys for the query of each half. The operands are in shared memory.
+// Sets d to a lane's scores of a task: d[2 half + p] of the query of each half and key p of two.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Schedule, T, BK>& s,
                                            const ScoreTask<T>& task) {
@@ -111,6 +112,7 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
     }
   }
 }
+// Stores them.
 template <int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task,
                                            const float (&d)[4]) {
@@ -229,8 +231,8 @@ __device__ __forceinline__ void update_state(State<BK>& S, const typename Operan
       for (int half = 0; half < 2; ++half) {
         float (&x)[4] = S[2 * c + half];
         if (n == 0) {
-          const float2 by = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
-          x[0] *= by.x, x[1] *= by.y, x[2] *= by.x, x[3] *= by.y;
+          const float2 decays = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
+          x[0] *= decays.x, x[1] *= decays.y, x[2] *= decays.x, x[3] *= decays.y;
         }
         multiply(x, a, b[half]);
       }

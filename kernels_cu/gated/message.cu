@@ -20,18 +20,18 @@ struct Args {
 };
 
 __global__ void __launch_bounds__(256) gated_message(const Args args) {
-  const u32 one = u32(args.H * args.K * args.V), states = u32(args.N) * one, channels = u32(args.channels);
+  const u32 size = u32(args.H * args.K * args.V), states = u32(args.N) * size, channels = u32(args.channels);
   u32 index = blockIdx.x * 256 + threadIdx.x;
   if (args.state) {
-    if (index < states) args.message[index] = args.state[index / one * args.state_stride + index % one];
+    if (index < states) args.message[index] = args.state[index / size * args.state_stride + index % size];
     if (index < states || channels == 0) return;
     index -= states;
   }
-  const u32 row = index / channels, n = row / u32(args.H), h = row % u32(args.H), step = u32(args.factors * args.K);
+  const u32 row = index / channels, n = row / u32(args.H), h = row % u32(args.H), stride = u32(args.factors * args.K);
   if (n >= u32(args.N)) return;
-  const float* from = args.decays + n * args.decays_stride + h * step + index % channels;
+  const float* from = args.decays + n * args.decays_stride + h * stride + index % channels;
   float total = 1.f;
-  for (int part = 0; part < int(args.parts); ++part, from += args.H * step)
+  for (int part = 0; part < int(args.parts); ++part, from += args.H * stride)
     for (int factor = 0; factor < int(args.factors); ++factor) total *= from[factor * args.K];
   args.message[states + index] = total;
 }

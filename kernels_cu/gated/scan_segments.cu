@@ -1,6 +1,5 @@
 // what      Joins the P segments of a sequence, each of R parts: the state at the start of each segment, from the
-//           summaries of all parts, that is, the state that a part's tokens leave if it starts from zero, and their
-//           decay.
+//           summaries of all parts: the state that a part's tokens leave if it starts from zero, and their decay.
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + states_i for part i;  starts_p = S_{R p};  final = S_{P R}
 // shapes    float32. states [N, P, R, H, K, V]; decays [N, P, R, H, 2, K]: the product of both rows is decay_i. If
 //           columns of V have gates, too: column_decays [N, P, R, H, V]; then both are logarithms, and decay_i is exp
@@ -28,10 +27,10 @@ template <int WIDTH> struct alignas(4 * WIDTH) Values {
 
 template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(const Args args) {
   constexpr u32 TILE = 256 * WIDTH;
-  const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), pair = blockIdx.x / tiles;
+  const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), head = blockIdx.x / tiles;
   // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
   const u32 index = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
-  const i64 h = pair % H, n = pair / H;
+  const i64 h = head % H, n = head / H;
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (index >= size) return;
   const float* state = args.states + (n * P * R * args.H + h) * size + index;
@@ -44,16 +43,16 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
     const float* from = args.initial + (n * args.H + h) * size + index;
     for (int i = 0; i < WIDTH; ++i) S.x[i] = from[i];
   }
-  int r = 0;  // the part in its segment
+  int r = 0;  // the part's number in its segment
   for (int first = 0; first < parts; first += AHEAD) {
     Values<WIDTH> states[AHEAD], decay[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
         states[i] = *reinterpret_cast<const Values<WIDTH>*>(state);
-        for (int n = 0; n < WIDTH; ++n)
-          decay[i].x[n] =
-              column_decays ? decay_of(decays[0] + decays[args.K] + column_decays[n]) : decays[0] * decays[args.K];
+        for (int x = 0; x < WIDTH; ++x)
+          decay[i].x[x] =
+              column_decays ? decay_of(decays[0] + decays[args.K] + column_decays[x]) : decays[0] * decays[args.K];
         state += args.H * size, decays += args.H * 2 * args.K;
         if (column_decays) column_decays += args.H * args.V;
       }
@@ -63,8 +62,8 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
         if (r == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
         if (++r == R) r = 0;
         // A state of 0 stays 0, also if gates above 0 make the decay infinite.
-        for (int n = 0; n < WIDTH; ++n)
-          S.x[n] = S.x[n] == 0.f ? states[i].x[n] : fmaf(decay[i].x[n], S.x[n], states[i].x[n]);
+        for (int x = 0; x < WIDTH; ++x)
+          S.x[x] = S.x[x] == 0.f ? states[i].x[x] : fmaf(decay[i].x[x], S.x[x], states[i].x[x]);
       }
   }
   *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + index : start) = S;

@@ -1,20 +1,20 @@
 // what      The summary of a segment for the forward pass on every card, if the host cuts sequences into segments: the
 //           state that the segment's tokens leave if it starts from zero, and the decay over them. scan_segments.cu
 //           joins summaries.
-// math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last tokens first, so that S itself never decays
+// math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last token first, so that S itself never decays
 // shapes    k g [B, H, T, K], v [B, H, T, V]; of N segments states [N, parts, H, K, V] and decays [N, parts, H, 2, K]
 //           float32. A segment's state is the sum of its parts' states. The product of both rows of `decays` over all
 //           parts is the segment's decay: it is in the first row of the first part, all others are ones
 // grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
-//           for every 16. A step is STEP tokens. Parts take the steps of a segment in turn; of other parts' steps a
-//           block reads the gates only
+//           for every 16. A step is STEP tokens; steps are counted from the segment's last one back. Parts take the
+//           steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
-// barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote:
-//           the walk ends if the gates of all channels add up to FORGOTTEN_NATS or less and none was positive
+// barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: the
+//           block stops if the gates read so far sum to -48 (FORGOTTEN_NATS) or less in all channels, none positive
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
-//           out have decayed to e^-48 (1.4e-21), which changes no state of similar size in float32
+//           out would be decayed by e^-48 (1.4e-21), which changes no state of similar size in float32
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; a launch for every BK channels
 #include "decays.cuh"
@@ -83,11 +83,11 @@ __device__ __noinline__ void copy_unaligned_rows(Tile<T, E, COLS>& to, const E* 
   else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
 }
 
-// Copies steps of an array in memory to tiles, from the step `first` of the segment backwards. `copy` copies one step;
-// the next call copies the one that is `every` steps earlier. rows: the segment's tokens from the step on, columns:
-// that the array has; what is beyond becomes zero. bytes: the largest of 16, 8, 4 and 2 of which all rows are
-// multiples. If it is 16, a thread copies the same 16-byte piece of every AT_ONCE-th row.
-template <int THREADS, typename T, typename E, int COLS> struct Walk {
+// Copies steps of an array in memory to tiles. Each call of `copy` copies one step: first the segment's step `first` in
+// time, then the one that is `every` steps earlier. rows: the segment's tokens from the step on; columns: those of the
+// array; what is beyond becomes zero. bytes: as in Args. If it is 16, a thread copies the same 16-byte piece of every
+// AT_ONCE-th row.
+template <int THREADS, typename T, typename E, int COLS> struct StepCopier {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
   static_assert(AT_ONCE % LANE_TOKENS<T> == 0);
@@ -95,7 +95,7 @@ template <int THREADS, typename T, typename E, int COLS> struct Walk {
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
   __device__ __forceinline__ static int col() { return threadIdx.x % ACROSS * Columns::PIECE; }
-  __device__ __forceinline__ Walk(const E* rows, i64 stride, int first, int bytes)
+  __device__ __forceinline__ StepCopier(const E* rows, i64 stride, int first, int bytes)
       : from(rows + first * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
 
   __device__ __forceinline__ void copy(Columns& to, i64 stride, int every, int rows, int columns) {
@@ -112,7 +112,7 @@ template <int THREADS, typename T, typename E, int COLS> struct Walk {
   }
 };
 
-// Sets x to the channel `col` + lane / 4 of this lane's tokens.
+// Sets x to channel `col` + lane / 4 of this lane's tokens.
 template <typename T, typename E, int COLS>
 __device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], const Tile<T, E, COLS>& tile, int col) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], con
   }
 }
 
-// In nats. If the gates after a step sum to more than this, the step's decays are two factors.
+// In nats. If the gates after a step sum to more than this, the decays of the step's tokens are two factors.
 constexpr float GROWN = 60.f;
 
 // The first of two multiplications by exp(nats + more), which may be beyond float32's range: multiplies x by exp of
@@ -163,10 +163,10 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
-// What a block computes: part `part` of segment n (its number over the batch) of head h, columns from v_tile on. pair:
-// the index [n, part, h] of its results.
+// What a block computes: part `part` of segment n (its number over the batch) of head h, columns from v_tile on.
+// result: the index [n, part, h] of its results.
 template <int BV> struct SegmentTile {
-  u32 n, part, h, pair;
+  u32 n, part, h, result;
   int v_tile;
 
   template <class Args> __device__ __forceinline__ SegmentTile(const Args& args, u32 block) {
@@ -174,7 +174,7 @@ template <int BV> struct SegmentTile {
     const u32 index = block / tiles / H / parts, computed = u32(args.computed);  // index: among the computed segments
     n = index / computed * u32(args.segments) + index % computed, part = block / tiles / H % parts,
     h = block / tiles % H;
-    pair = (n * parts + part) * H + h, v_tile = block % tiles * BV;
+    result = (n * parts + part) * H + h, v_tile = block % tiles * BV;
   }
 };
 
@@ -190,23 +190,23 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const Span span = tokens_of(shape, work.n % count);
   const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - work.v_tile, i64(BV)));
-  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;
+  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;  // first: this part's last one in time
 
-  Walk<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first, bytes);
-  Walk<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.v_tile, args.v.t, first, bytes);
-  Walk<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
-  const auto is_of_part = [&](int step) { return u32(step) % parts == part; };  // steps are counted from the last one
+  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first, bytes);
+  StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.v_tile, args.v.t, first, bytes);
+  StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
+  const auto is_of_part = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
     if (step < steps) {
       auto& to = s.stages[step % STAGES];
       const int rows = tokens - STEP<T> * (steps - 1 - step);  // tokens from this step on
-      const bool is_own = is_of_part(step);
+      const bool in_part = is_of_part(step);
       if (bytes == 16) {
         gates.copy(to.g, args.g.t, 1, rows, channels);
-        if (is_own) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
+        if (in_part) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
       } else {
         gates.copy(to.g, args.g.t, 1, rows, channels, bytes);
-        if (is_own)
+        if (in_part)
           k.copy(to.k, args.k.t, parts, rows, channels, bytes), v.copy(to.v, args.v.t, parts, rows, columns, bytes);
       }
     }
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   float later_gates[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) later_gates[row] = warp_channel + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
-  const bool first_lane = (threadIdx.x & 31) == 0;  // it writes and reads `grows`
+  const bool first_lane = (threadIdx.x & 31) == 0;  // only this lane writes and reads `grows`
   u32& grows = s.grows[threadIdx.x >> 5];
   if (first_lane) grows = 0;
   int step = 0;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
     const bool grown = __any_sync(0xffffffffu, later_gates[0] > GROWN || later_gates[1] > GROWN);
-    const bool is_own = is_of_part(step);
+    const bool in_part = is_of_part(step);
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       const FourLanes lanes = lane_sums(sum);
       float others = lanes.after + later_gates[row];  // the gates after the lane's tokens
       later_gates[row] += lanes.all;
-      if (!is_own) continue;
+      if (!in_part) continue;
       float key[LANE_TOKENS<T>];
       load_lane_tokens(key, in.k, warp_channel + 8 * row);
       if (grown) multiply_by_half(key, gate, others), others = 0.f;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
 #pragma unroll
       for (int n = 0; n < LANE_TOKENS<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
     }
-    if (!is_own) continue;
+    if (!in_part) continue;
 #pragma unroll
     for (int m = 0; m < DEPTHS; ++m)
 #pragma unroll
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   cp_async_wait<0>();
 
   const SegmentTile<BV> tile(args, opaque(blockIdx.x));  // computed again, since the loop needs the registers
-  float* state = args.states + i64(tile.pair) * shape.K * shape.V;
+  float* state = args.states + i64(tile.result) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)
 #pragma unroll
@@ -288,8 +288,8 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   if (t == 0 && tile.v_tile == 0)
     for (int row = 0; row < 2; ++row) {
       const int channel = warp_channel + g + 8 * row;
-      float* decays = args.decays + i64(tile.pair) * 2 * shape.K + args.channel + channel;
-      const float all = step < steps ? 0.f : decay_of(later_gates[row]);
-      if (channel < channels) decays[0] = tile.part ? 1.f : all, decays[shape.K] = 1.f;
+      float* decays = args.decays + i64(tile.result) * 2 * shape.K + args.channel + channel;
+      const float segment_decay = step < steps ? 0.f : decay_of(later_gates[row]);
+      if (channel < channels) decays[0] = tile.part ? 1.f : segment_decay, decays[shape.K] = 1.f;
     }
 }

@@ -1,9 +1,9 @@
 // what      GLA and RWKV-6 backward with heads of at most 16 channels and columns.
-// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, dS_t the gradient of S_t:   dS_{t-1} = diag(exp g_t) dS_t + scale
-//           q_{t-1} do_{t-1}^T;   dv_t = dS_t^T k_t,   dk_t = dS_t v_t,   dq_t = scale S_t do_t,   dg_t = diag(exp g_t)
-//           S_{t-1} . dS_t, summed over columns.   RWKV-6, w_t = scale do_t . v_t:   dS_{t-1} = diag(exp g_t) dS_t +
-//           scale q_t do_t^T;   dq_t = scale S_{t-1} do_t + w_t u k_t,   du = sum_t w_t q_t k_t;   besides dk_t has w_t
-//           u q_t, and dv_t scale (q_t . u k_t) do_t
+// math      S_t = diag(a_t) S_{t-1} + k_t v_t^T, a_t = exp g_t; dS_t is the gradient of S_t, w_t = scale do_t . v_t
+//           GLA     dS_{t-1} = diag(a_t) dS_t + scale q_{t-1} do_{t-1}^T;  dq_t = scale S_t do_t
+//           RWKV-6  dS_{t-1} = diag(a_t) dS_t + scale q_t do_t^T;  dq_t = scale S_{t-1} do_t + w_t u k_t
+//           both    dk_t = dS_t v_t (RWKV-6: + w_t u q_t);  dv_t = dS_t^T k_t (RWKV-6: + scale (q_t . u k_t) do_t)
+//                   dg_t = sum over columns of a_t S_{t-1} dS_t, number by number;  du = sum_t w_t q_t k_t
 // shapes    q k g dq dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], starts, ends and dh0 [N, H, K, V] float32,
 //           partial_du [N P, H, K] float32, du of each segment; step_states [B, NC, H, D D] float32: S before every
 //           step of 8 tokens, in the order of lanes' registers, stored forwards in time and read backwards
@@ -53,8 +53,8 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// Sums x over the lanes of a head, for each of D columns. Afterwards x[0 ... D / LANES - 1] are the sums of the columns
-// D / LANES * lane and on.
+// Sums x over the lanes of a head, for each of D columns. Each step halves the columns of a lane: afterwards
+// x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: half of the lanes at first.
 template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
   if constexpr (DISTANCE > 0) {
     constexpr int HALF = DISTANCE * (D / LANES<D>);
@@ -70,7 +70,7 @@ template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&
 
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args<T, G> args) {
-  constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels, and columns of dv
+  constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels of the state, columns of dv
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   using Inputs = Tile<T, D, LANES<D>>;
   const int warp = threadIdx.x >> 5;
@@ -116,21 +116,22 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   // Computes the state after token i of the step from the state before it.
   const auto next_state = [&](State& after, const State& before, const Stage<T, G, D>& in, int i) {
     float k[ROWS], a[ROWS], v[D];
-    in.k.row(k, i, coord.head, channel), s.decays.row(a, i, coord.head, channel), in.v.row(v, i, coord.head);
+    in.k.load_row(k, i, coord.head, channel), s.decays.load_row(a, i, coord.head, channel),
+        in.v.load_row(v, i, coord.head);
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)
 #pragma unroll
       for (int x = 0; x < D; ++x) after[c][x] = fmaf(a[c], before[c][x], k[c] * v[x]);
   };
 
-  const int longest = largest_of_warp<LANES<D>>(work.tokens), last = (longest - 1) / STEP * STEP;
+  const int longest = largest_of_warp<LANES<D>>(work.tokens), last_step = (longest - 1) / STEP * STEP;
   if (longest) {
     State S = {};
     if (args.starts) each_number(S, work.n, [&](float& x, i64 place) { x = args.starts[place]; });
     fetch_keys(s.stages[0], 0);
     cp_async_commit();
 #pragma unroll 1
-    for (int token = 0, stage = 0; token <= last; token += STEP, stage ^= 1) {
+    for (int token = 0, stage = 0; token <= last_step; token += STEP, stage ^= 1) {
       const Stage<T, G, D>& in = s.stages[stage];
       if (token < work.tokens) {
         float4* to = state_at(token);
@@ -140,11 +141,11 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
           to[n * LANES<D>] = {x[0], x[1], x[2], x[3]};
         }
       }
-      if (token == last) break;
+      if (token == last_step) break;
       cp_async_wait<0>();
       put_decays(s.decays, in.g, coord.head, coord.lane);
       __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
-      if (token + STEP < last) {
+      if (token + STEP < last_step) {
         fetch_keys(s.stages[stage ^ 1], token + STEP);
         cp_async_commit();
       }
@@ -154,16 +155,16 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     }
     cp_async_wait<0>();
     __syncwarp();  // all lanes' copies have ended: the stage of the last step may be filled
-    fetch_all(s.stages[last / STEP % 2], last);
+    fetch_all(s.stages[last_step / STEP % 2], last_step);
   }
 
-  State dS = {};  // the gradient of the state that the tokens so far start from
+  State dS = {};  // the gradient of the state before the tokens that have been computed
   if (args.ends) each_number(dS, work.n, [&](float& x, i64 place) { x = args.ends[place]; });
   float u[ROWS], du[ROWS] = {};
 #pragma unroll
   for (int c = 0; c < ROWS; ++c) u[c] = BEFORE && channel + c < K ? args.u[work.h * K + channel + c] : 1.f;
 #pragma unroll 1
-  for (int token = last; longest && token >= 0; token -= STEP) {
+  for (int token = last_step; longest && token >= 0; token -= STEP) {
     Stage<T, G, D>& in = s.stages[token / STEP % 2];
     cp_async_wait<0>();
     put_decays(s.decays, in.g, coord.head, coord.lane);
@@ -182,8 +183,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
 #pragma unroll
     for (int i = STEP - 1; i >= 0; --i) {
       float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D], dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
-      in.q.row(q, i, coord.head, channel), in.k.row(k, i, coord.head, channel), s.decays.row(a, i, coord.head, channel);
-      in.v.row(v, i, coord.head), in.do_.row(do_, i, coord.head);
+      in.q.load_row(q, i, coord.head, channel), in.k.load_row(k, i, coord.head, channel),
+          s.decays.load_row(a, i, coord.head, channel);
+      in.v.load_row(v, i, coord.head), in.do_.load_row(do_, i, coord.head);
       float self_weight = 0.f;  // scale do_t . v_t
 #pragma unroll
       for (int x = 0; x < D; ++x) self_weight = fmaf(v[x], do_[x], self_weight);

@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
   const auto o_rows = lane_rows(tiles.o, args.o, work, coord.lane);
   const auto fetch_step = [&](Stage<T, G, D>& to, int token) {
-    const int rest = work.tokens - token;
-    fetch(to.k, k_rows, coord.head, coord.lane, token, rest, K, bytes);
-    fetch(to.v, v_rows, coord.head, coord.lane, token, rest, V, bytes);
-    fetch(to.g, g_rows, coord.head, coord.lane, token, rest, K, bytes);
-    fetch(to.q, q_rows, coord.head, coord.lane, token, rest, K, bytes);
+    const int tokens_left = work.tokens - token;
+    fetch(to.k, k_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
+    fetch(to.v, v_rows, coord.head, coord.lane, token, tokens_left, V, bytes);
+    fetch(to.g, g_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
+    fetch(to.q, q_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
     cp_async_commit();
   };
   const int longest = largest_of_warp<LANES>(work.tokens);
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
       float q[D], k[D], a[D], v[2], o[2] = {};
-      in.q.row(q, i, coord.head), in.k.row(k, i, coord.head), s.decays.row(a, i, coord.head);
-      in.v.row(v, i, coord.head, column);
+      in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head), s.decays.load_row(a, i, coord.head);
+      in.v.load_row(v, i, coord.head, column);
 #pragma unroll
       for (int c = 0; c < D; ++c)
 #pragma unroll

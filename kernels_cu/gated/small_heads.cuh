@@ -26,7 +26,7 @@ template <typename E, int D, int LANES> struct alignas(16) Tile {
     return ((token * HEADS + head) * PIECES + piece) * PIECE + column % PIECE;
   }
   // Loads N numbers of a row, from `column` on, as float32.
-  template <int N> __device__ __forceinline__ void row(float (&to)[N], int token, int head, int column = 0) const {
+  template <int N> __device__ __forceinline__ void load_row(float (&to)[N], int token, int head, int column = 0) const {
     constexpr int W = N < PIECE ? N : PIECE;
 #pragma unroll
     for (int c = 0; c < N; c += W) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, i
   for (int n = 0; n < Gates::LANE_PIECES; ++n) {
     const int token = down + n * Gates::ROWS_AT_ONCE;
     float x[PIECE];
-    gates.row(x, token, head, column);
+    gates.load_row(x, token, head, column);
 #pragma unroll
     for (int i = 0; i < PIECE; i += 4) {
       const float four[4] = {decay_of(x[i]), decay_of(x[i + 1]), decay_of(x[i + 2]), decay_of(x[i + 3])};

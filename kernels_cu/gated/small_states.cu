@@ -35,7 +35,7 @@ template <typename T, typename G> struct Args {
 template <typename T, typename G, int D> struct Shared {
   struct Warp {
     struct Stage {
-      Tile<T, D, D / 2> x, y;  // k and v, or q and do
+      Tile<T, D, D / 2> x, y;  // k and v, or backwards q and do: the factors of what is added to the state
       Tile<G, D, D / 2> g;
     } stages[2];
     Tile<float, D, D / 2> decays;
@@ -57,10 +57,10 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
                       u32(args.segments), u32(args.computed));
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane,
             P = int(args.segments);
-  const int segment = backwards ? P - 1 - int(work.n % P) : int(work.n % P);
+  const int segment = backwards ? P - 1 - int(work.n % P) : int(work.n % P);  // of its sequence, in the direction
   const i64 size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
 
-  float S[D][2] = {}, total_decay[2] = {1.f, 1.f};
+  float S[D][2] = {}, total_decay[2] = {1.f, 1.f};  // total_decay: of channels 2 lane and 2 lane + 1
   // Calls f(number, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
   const auto each_number = [&](auto f) {
 #pragma unroll
@@ -79,17 +79,16 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   if (args.both && segment == P - 1) work.n = -1, work.tokens = 0;  // the last segment's summary is not computed
 
   const auto& tiles = s.stages[0];
-  // x and y are k and v, or backwards q and do: the factors of the product that is added to the state.
   const auto x_rows = lane_rows(tiles.x, backwards ? args.q : args.k, work, coord.lane);
   const auto y_rows = lane_rows(tiles.y, backwards ? args.do_ : args.v, work, coord.lane);
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
-  const int longest = largest_of_warp<LANES>(work.tokens), last = (longest - 1) / STEP * STEP;
+  const int longest = largest_of_warp<LANES>(work.tokens), last_step = (longest - 1) / STEP * STEP;
   const auto fetch_step = [&](int n) {
-    const int token = backwards ? last - n : n, rest = work.tokens - token;
+    const int token = backwards ? last_step - n : n, tokens_left = work.tokens - token;
     auto& to = s.stages[n / STEP % 2];
-    fetch(to.x, x_rows, coord.head, coord.lane, token, rest, K, bytes);
-    fetch(to.y, y_rows, coord.head, coord.lane, token, rest, V, bytes);
-    fetch(to.g, g_rows, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.x, x_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
+    fetch(to.y, y_rows, coord.head, coord.lane, token, tokens_left, V, bytes);
+    fetch(to.g, g_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
     cp_async_commit();
   };
   const float scale = backwards ? float(args.scale) : 1.f;
@@ -104,10 +103,10 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
     if (n + STEP < longest) fetch_step(n + STEP);
     const auto add_token = [&](int i) {
-      float x[D], a[D], own[2], y[2];
-      in.x.row(x, i, coord.head), in.y.row(y, i, coord.head, column);
-      s.decays.row(a, i, coord.head), s.decays.row(own, i, coord.head, column);
-      y[0] *= scale, y[1] *= scale, total_decay[0] *= own[0], total_decay[1] *= own[1];
+      float x[D], a[D], lane_decays[2], y[2];  // a: decays of all channels; lane_decays: of those in total_decay
+      in.x.load_row(x, i, coord.head), in.y.load_row(y, i, coord.head, column);
+      s.decays.load_row(a, i, coord.head), s.decays.load_row(lane_decays, i, coord.head, column);
+      y[0] *= scale, y[1] *= scale, total_decay[0] *= lane_decays[0], total_decay[1] *= lane_decays[1];
 #pragma unroll
       for (int c = 0; c < D; ++c)
 #pragma unroll

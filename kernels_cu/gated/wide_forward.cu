@@ -45,17 +45,18 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
   auto& s = *reinterpret_cast<WideShared<T, TILES>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 across = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / across, H = u32(shape.H);
-  const u32 n = pair / H, h = pair % H, b = n / u32(shape.count);
+  const u32 across = u32(shape.V + BV - 1) / BV, head = blockIdx.x / across, H = u32(shape.H);
+  const u32 n = head / H, h = head % H, b = n / u32(shape.count);
   const Span span = tokens_of(shape, n % u32(shape.count)), chunks = chunks_of(shape, n % u32(shape.count));
   const int v_tile = blockIdx.x % across * BV, columns = int(min(shape.V - v_tile, i64(BV))), bytes = int(args.bytes);
   const int tile = (threadIdx.x >> 5) / STRIPS, strip = (threadIdx.x >> 5) % STRIPS;
   const int channels = int(shape.K) - tile * WIDE, tokens = int(span.stop - span.start);
 
   State<WIDE> S;
-  const auto each = [&](auto f) {  // f(value, its index in the array of states, whether it is inside that array)
+  // Calls f(number of S, its index in the array of states, whether it is inside that array) for this lane's numbers.
+  const auto each_number = [&](auto f) {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3, column = 16 * strip + g;
-    i64 index = (i64(pair) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
+    i64 index = (i64(head) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
 #pragma unroll
     for (int c = 0; c < WIDE / 8; ++c) {
 #pragma unroll
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
       index += 8 * opaque(int(shape.V));  // keeps the compiler from computing all addresses at once
     }
   };
-  each([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
+  each_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
 
   const auto fetch = [&](int chunk) {  // of the sequence
     auto& to = s.stages[chunk % STAGES];
@@ -114,8 +115,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
       float x[4] = {};
 #pragma unroll
       for (int part = 0; part < TILES; ++part) {
-        const float4 more = *reinterpret_cast<const float4*>(&s.sums[part][row][column]);
-        x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+        const float4 sums = *reinterpret_cast<const float4*>(&s.sums[part][row][column]);
+        x[0] += sums.x, x[1] += sums.y, x[2] += sums.z, x[3] += sums.w;
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] *= scale;
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     }
   }
   if (args.final)
-    each([&](float& x, i64 index, bool inside) {
+    each_number([&](float& x, i64 index, bool inside) {
       if (inside) args.final[index] = x;
     });
 }

@@ -4,7 +4,8 @@
 //           q decayed from the chunk's start, k decayed to its end
 // shapes    q k g [B, H, T, K], u [H, K]; operands, scores, decays: see wide_storage.cuh
 // grid      a block for every (batch, head, chunk)
-// smem      Shared: inputs of two tiles of 128 channels, operands of the current tile's scores, the scores
+// smem      Shared: inputs of two tiles of 128 channels, operands of the current tile's scores, the scores. A warp has
+//           a span of 4 tokens (its share), and one tile of scores (its task)
 // barriers  two for every 128 channels: a tile has been copied and its decays computed | its operands are in shared
 //           memory; then: all tiles have been read | scores without gates are in shared memory | all scores are
 // numerics  as gated/forward.cu. Scores of tiles add up in float32 and may cancel: those in sub-chunks are products in
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
   for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   const ScoreTask<T> task(warp, warp < BT / BC);
-  float scores[4] = {}, self_score = 0.f;  // this warp's task; the score of token threadIdx.x with self_score
+  float scores[4] = {}, self_score = 0.f;  // of this warp's task; of token threadIdx.x with itself
   bool grows = false;                      // whether a gate that this thread has read exceeds GROWTH
   fetch(0, 0);
   fetch_gates_of(0);
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = tile & 1;
-    const i64 place = i64(chunk) * tiles + tile;
+    const i64 index_of_tile = i64(chunk) * tiles + tile;
     cp_async_wait<0>();
     {
       const Share coord(0);
@@ -104,12 +105,12 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     if (threadIdx.x < BT) self_score += s.direct[0][0][threadIdx.x];
     const uint4 *queries = reinterpret_cast<const uint4*>(s.q[stage]),
                 *keys = reinterpret_cast<const uint4*>(s.k[stage]);
-    uint4* to = reinterpret_cast<uint4*>(args.operands + place * 2 * TILE_SIZE);
+    uint4* to = reinterpret_cast<uint4*>(args.operands + index_of_tile * 2 * TILE_SIZE);
     constexpr int PIECES = TILE_SIZE * sizeof(T) / 16;
 #pragma unroll
     for (int index = threadIdx.x; index < PIECES; index += THREADS)
       to[index] = queries[index], to[PIECES + index] = keys[index];
-    if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
+    if (threadIdx.x < WIDE) args.decays[index_of_tile * WIDE + threadIdx.x] = s.decay[threadIdx.x];
   }
   const bool any_grows = __syncthreads_or(grows);  // all tiles have been read
   if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = self_score;
