@@ -5,7 +5,8 @@
 //           gate is above 0
 // smem      `inputs` as boxes of gates, [CHUNK, BK] each; `operands` as sums of gates, [warp, channel]
 // barriers  mbarrier scan.loaded: a batch of gates is in `inputs`. Of the block, for every batch: sums are in shared
-//           memory, and gates have been read | votes: a channel is not forgotten yet | it will not be
+//           memory, and gates have been read | a vote: whether a channel is not forgotten yet | if so, another: whether
+//           it will not be
 // numerics  the skipped part is e^-48 (1.4e-21) of a state: float32 drops it when it is added to a number of similar
 //           size. If a gate is above 0, earlier states may have grown more than they were forgotten since: then nothing
 //           is skipped.
@@ -38,8 +39,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
         tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), work.start + (stop - 1 - box) * CHUNK,
                     work.head, work.batch);
     };
-    float total = 0.f,
-          largest_gate = 0.f;  // the sum of channel `thread`'s gates; the largest gate that this thread has read
+    float sum = 0.f, largest_gate = 0.f;  // of channel `thread`'s gates; of the gates that this thread has read
     int stop = (work.tokens + CHUNK - 1) / CHUNK;
     if (thread == 0 && stop) fetch(stop);
     __syncwarp();  // else CUDA 13.0's assembler keeps thread 0 apart from its warp
@@ -71,13 +71,13 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       stop -= count;
       if (thread == 0 && stop) fetch(stop);
       if (has_channel)
-        for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][thread];
+        for (int warp = 0; warp < WARPS; ++warp) sum += sums[warp][thread];
       const float tokens_read = float(work.tokens - stop * CHUNK);
-      const bool hopeless = largest_gate > 0.f ||
-                            has_channel && !(total * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
+      const bool gives_up =
+          largest_gate > 0.f || has_channel && !(sum * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
       const bool remembered =
-          barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(total <= FORGOTTEN_NATS));
-      if (remembered && !barrier_any(VALUES, THREADS, hopeless)) continue;
+          barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
+      if (remembered && !barrier_any(VALUES, THREADS, gives_up)) continue;
       if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
       return remembered ? 0 : stop * CHUNK;
     }
@@ -90,8 +90,8 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void narrow_work(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, WorkTile work) {
   const i32 first = first_remembered<THREADS>(s, args, work), parts = i32(args.parts), part = work.sequence % parts;
-  const i32 each = (work.tokens - first + parts * CHUNK - 1) / (parts * CHUNK) * CHUNK;
-  const i32 begin = min(first + part * each, work.tokens), end = min(begin + each, work.tokens);
+  const i32 part_tokens = (work.tokens - first + parts * CHUNK - 1) / (parts * CHUNK) * CHUNK;
+  const i32 begin = min(first + part * part_tokens, work.tokens), end = min(begin + part_tokens, work.tokens);
   if (threadIdx.x == 0) {
     s.work.start = work.start + begin, s.work.tokens = end - begin;
     s.scan.before = part == 0 && first > 0 ? 0.f : 1.f;

@@ -165,9 +165,9 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       // the previous token's row becomes zero again
       if (decays && token % CHUNK > 0 && coord.subchunk == (token - 1) / BC) put((token - 1) % BC, zeros, zeros, 0.f);
       if (writes && coord.subchunk == token / BC) put(i, q, k, score);
-      float by[4];
-      for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % GATES]) : 1.f;
-      if (coord.subchunk == token / BC) put_decays(header.decay[rank], coord.channel, by);
+      float decay[4];
+      for (int c = 0; c < 4; ++c) decay[c] = decays ? decay_of(g[c % GATES]) : 1.f;
+      if (coord.subchunk == token / BC) put_decays(header.decay[rank], coord.channel, decay);
     }
     if (coord.thread == 0) header.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE_FILLS : 0);
     fence_async();

@@ -348,10 +348,10 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
                            k_scales);
   set_outside(coord.subchunk % 2 == 1, coord.subchunk >= 2);  // the decay over all sub-chunks before this one
   if (coord.subchunk == NUM_SUBCHUNKS - 1) {
-    float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[GATES];
-    load_decay(own, decays, coord, coord.subchunk);
+    float whole[4] = {1.f, 1.f, 1.f, 1.f}, last[GATES];  // decays over the chunk, and over its last sub-chunk
+    load_decay(last, decays, coord, coord.subchunk);
     times(whole, whole, outside);
-    times(whole, whole, own);
+    times(whole, whole, last);
     put_decays(header.decay[job.rank], coord.channel, whole);
     header.row[0] = WHOLE_CHUNK;
   }

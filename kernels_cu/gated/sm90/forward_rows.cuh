@@ -182,13 +182,13 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
     constexpr int THREADS = ProducerCoord<BK>::THREADS;
     const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-    const int rest = tokens - chunk * CHUNK, channels = int(args.shape.K - first);
+    const int tokens_left = tokens - chunk * CHUNK, channels = int(args.shape.K - first);
     const auto start = [&](const Rows<const T>& x) {
       return x.row(work.batch, work.head, work.start + chunk * CHUNK) + first;
     };
-    copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, rest, channels, thread);
+    copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, tokens_left, channels, thread);
     if constexpr (Schedule::has_outputs)
-      copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, rest, channels, thread);
+      copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, tokens_left, channels, thread);
     copies_arrive(s.rows[group]);
     return;
   }

@@ -15,7 +15,7 @@ constexpr int LARGEST_EXPONENT = 12, GROWN_EXPONENT = -9;
 __device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
 
 // This lane's 4 channels of the rows of its sub-chunk: [i] is row i of the 8, as two registers.
-template <int BK> struct OwnRows {
+template <int BK> struct LaneRows {
   const bf16 (&rows)[CHUNK][BK];
   const ProducerCoord<BK>& coord;
   __device__ __forceinline__ uint2 operator[](int i) const {
@@ -34,7 +34,7 @@ template <int BK> struct RowScales {
     u32 x[BC];
 #pragma unroll
     for (int i = 0; i < BC; ++i) {
-      const uint2 four = OwnRows<BK>{rows, coord}[i];
+      const uint2 four = LaneRows<BK>{rows, coord}[i];
       x[i] = larger(four.x, four.y);
     }
     const u32 largest = largest_of(join_each<LANES>(x, lane, [](u32 x, u32 y) { return larger(x, y); }));
@@ -79,7 +79,7 @@ __device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& coo
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& coord, int chunk, u32& parity) {
-  const int tokens = s.work.tokens, rest = tokens - chunk * CHUNK;
+  const int tokens = s.work.tokens, tokens_left = tokens - chunk * CHUNK;
   const auto wait = [&] {
     parity ^= 1;
     if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates[coord.group], parity);
@@ -90,5 +90,5 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
   fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
   fetch_rows(s, args, coord.thread, coord.group, chunk, tokens);
   wait();
-  if (rest < CHUNK) clear_gates(s.inputs[coord.group], coord.first, rest, coord.channel);
+  if (tokens_left < CHUNK) clear_gates(s.inputs[coord.group], coord.first, tokens_left, coord.channel);
 }

@@ -57,8 +57,8 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
   const u32 segments = u32(args.segments), parts = Schedule::has_outputs ? 1 : u32(args.parts);
   // s: the sequence or segment in its batch row; segment: the same over the batch; n: the part over the batch.
-  const u32 pair = block / tiles, h = pair % H, row = pair / H / parts, batch = row % u32(shape.B);
-  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s, n = segment * parts + pair / H % parts;
+  const u32 index = block / tiles, h = index % H, row = index / H / parts, batch = row % u32(shape.B);
+  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s, n = segment * parts + index / H % parts;
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
   const bool continues = args.segment_states && segment % segments;

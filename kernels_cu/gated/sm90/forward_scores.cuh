@@ -2,8 +2,8 @@
 //           computes a share, from operands that all warps of the group have stored (ScoreOperands in
 //           forward_storage.cuh).
 // math      A[i, j] = scale sum_c (q_i decayed from z) (k_j decayed to z), j < i: z is the middle of their sub-chunk
-//           of 8 tokens or a border between their sub-chunks. Undecayed rows give the scores of pairs without a gate
-//           between them: q_i . k_i (RWKV-6: q_i . u k_i) and, in RWKV-6, q_i . k_(i - 1)
+//           of 8 tokens or a border between their sub-chunks. Pairs without a gate between them need no decays: A[i, i]
+//           = scale q_i . k_i (RWKV-6: scale q_i . u k_i) and, in RWKV-6, A[i, i - 1] = scale q_i . k_(i - 1)
 // numerics  operands about a middle are bfloat16 or tf32; those at borders float16, or T if two blocks' scores are
 //           added; sums float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
 // limits    sm_90a
@@ -97,11 +97,11 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   // 0 and 1 are 16 rows (N = 1, within a sub-chunk: 8 queries and 8 keys), 2 and 3 the next piece of these rows. Of
   // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
-  const auto* const own = s.rows + BC * share.subchunk;
+  const auto* const subchunk_rows = s.rows + BC * share.subchunk;
   const auto* const rows = s.rows + (share.halves ? s.HALF : s.NEAR);
-  const auto& row = own[N == 1 ? lane & 7 : lane & 15];
-  const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
-  const char* const own_keys = piece_of(own[BC * key + (lane & 7)].middle_k, piece);
+  const auto& row = subchunk_rows[N == 1 ? lane & 7 : lane & 15];
+  const char* const middle_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
+  const char* const middle_keys = piece_of(subchunk_rows[BC * key + (lane & 7)].middle_k, piece);
   const char* const queries = piece_of(rows[lane & 15].border_q, lane >> 4);
   const char* const keys = piece_of(rows[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
   Sums turns[TURNS][N] = {};
@@ -109,15 +109,16 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   for (int m = 0; m < N; ++m)
 #pragma unroll
     for (int x = 0; x < 4; ++x) border[m][x] = 0.f;
-  u32 k[4], own_k[4];
+  u32 k[4], middle_k[4];
 #pragma unroll
   for (int offset = 0; offset < BK * int(sizeof(B)); offset += STEP) {
     multiply_step<B>(border, queries, keys, k, offset);
 #pragma unroll
-    for (int more = 0; more < int(sizeof(M)); more += sizeof(B)) {
-      const int own_at = (offset * int(sizeof(M)) + more * STEP) / int(sizeof(B));
-      if constexpr (N == 1) multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_at);
-      else multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_keys, own_k, own_at);
+    for (int part = 0; part < int(sizeof(M)); part += sizeof(B)) {  // two steps of M for one of B, if M is tf32
+      const int middle_offset = (offset * int(sizeof(M)) + part * STEP) / int(sizeof(B));
+      auto& sums = turns[middle_offset / STEP % TURNS];
+      if constexpr (N == 1) multiply_step<M>(sums, middle_queries, middle_offset);
+      else multiply_step<M>(sums, middle_queries, middle_keys, middle_k, middle_offset);
     }
   }
 #pragma unroll
@@ -162,8 +163,8 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   __device__ __forceinline__ bool out_of_range(int lane) const {
     const int row = lane >> 2;
     u32 largest = 0, least = ~0u;  // least: of squares - 1, by which 0 becomes the largest number
-    const auto compare = [&](const float* own) {
-      const u32 square = __float_as_uint(row & 1 ? own[1] : own[0]);
+    const auto compare = [&](const float* two) {
+      const u32 square = __float_as_uint(row & 1 ? two[1] : two[0]);
       largest = max(largest, square), least = min(least, square - 1);
     };
 #pragma unroll
@@ -231,7 +232,6 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   };
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
-    const int own = share.subchunk + m;
     float self_score[2] = {direct[m][0], direct[m][1]};
     if (Order::reads_before_write) self_score[0] = self_score[1] = __shfl_sync(0xffffffffu, sum, LANES * m + g);
     float x = 2 * t < g ? within[m][0] : 2 * t == g ? self_score[0] : 0.f;
@@ -240,7 +240,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
       if (2 * t + 1 == g) x = direct[m][0];
       if (2 * t + 2 == g) y = direct[m][1];
     }
-    put(share.subchunk, own, m, x, y);
+    put(share.subchunk, share.subchunk + m, m, x, y);
   }
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
