@@ -1,7 +1,8 @@
 // what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, and its tokens decayed to the
 //           chunk's ends. Launched twice: with queries, keys and the channels' gates; with outputs' gradients, values
 //           and the columns' gates. Below, q, k, g and K are those of the launch.
-// math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i; A_ii = scale q_i . k_i is stored apart, in `diagonal`;
+// math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] from key j to query i; A_ii = scale q_i . k_i, in
+//           `diagonal`;
 //           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: over the chunk
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
 //           padded (padded_width); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
@@ -12,8 +13,9 @@
 // barriers  two for every 32 channels: they have been copied | operands, starts and ends are stored. Then: the diagonal
 //           is stored
 // numerics  products as in fragments.cuh; decays of pairs as in gated/backward_channels.cu; q_i . k_i is float32; if
-//           gates grow, pairs of a sub-chunk are computed one by one (growth.cuh). Scores of one sub-chunk are
-//           multiplied by NEAR_SCALE. growth: of the chunk (by_token.cuh) if a gate is above GROWTH, else 0
+//           gates grow, pairs in a sub-chunk of 8 tokens are computed one by one (growth.cuh). Scores in a sub-chunk
+//           are multiplied by NEAR_SCALE, for float32's range. growth: of the chunk (by_token.cuh) if a gate is above
+//           GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "gated/backward_scores.cuh"
@@ -72,12 +74,12 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 
   ChunkScores scores(warp);
   float2 self_products[SUBS] = {};  // products of tokens with themselves, over this lane's channels
-  const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   float largest = 0.f;  // of the gates
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
-  for (int n = 0; n < parts; ++n) {
+  for (int n = 0; n < channel_parts; ++n) {
     cp_async_wait<0>();
     __syncthreads();  // these channels have been copied; operands, starts and ends of the previous ones have been read
     {
@@ -85,26 +87,26 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
       float sub_chunk_decays[SUBS];
-      float2 q[4], k[4], a[4];
+      float2 q[4], k[4], gates[4];  // of four sub-chunks
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
-        if (m % 4 == 0) load(a, s.g, m, LD<G, CHANNELS>);
-        sub_chunk_decays[m] = whole_decay(a[m % 4]);
-        largest = at_least(a[m % 4].x, at_least(a[m % 4].y, largest));
+        if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
+        sub_chunk_decays[m] = whole_decay(gates[m % 4]);
+        largest = at_least(gates[m % 4].x, at_least(gates[m % 4].y, largest));
       }
       const i64 channel = n * CHANNELS + warp_channel + g;
       if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_over(sub_chunk_decays, 0, SUBS);
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
-          load(a, s.g, m, LD<G, CHANNELS>);
+          load(gates, s.g, m, LD<G, CHANNELS>);
           load(q, s.q, m, LD<T, CHANNELS>);
           load(k, s.k, m, LD<T, CHANNELS>);
         }
-        const float2 gates = decays_of(a[m % 4]), query = q[m % 4], key = k[m % 4];
+        const float2 token_decays = decays_of(gates[m % 4]), query = q[m % 4], key = k[m % 4];
         self_products[m] = self_products[m] + query * key;
-        const PairDecays<AfterWrite> decays(gates);
-        const MiddleFactors<AfterWrite> middle(gates);
+        const PairDecays<AfterWrite> decays(token_decays);
+        const MiddleFactors<AfterWrite> middle(token_decays);
         const float2 start = decays.start * query, end = decays.end * key;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.queries + index, middle.queries * query);
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       }
     }
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
-    if (n + 1 < parts) fetch(n + 1);
+    if (n + 1 < channel_parts) fetch(n + 1);
     cp_async_commit();
     store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width, true);
     store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width, true);

@@ -1,5 +1,5 @@
-// what      GLA with a value gate, backward: the state S before every chunk, walking forwards in time, and its gradient
-//           dS after every chunk, walking backwards.
+// what      GLA with a value gate, backward: the state S before every chunk, forwards in time, and the gradient dS of
+//           the state after every chunk, backwards in time.
 // math      per chunk of 64 tokens, D the chunk's decays of channels (left) and of columns (right):
 //           S <- D S D + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
 //           dS <- D dS D + scale (q decayed from the chunk's start)^T (do decayed from its start)
@@ -49,7 +49,7 @@ template <typename T, int PRODUCTS> struct Shared {
 using StatePart = float[TILE / 16][2][4];
 
 // Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. S is in memory, so that
-// the caller needs no registers for it head. `channel` and `column`: of the part's first number.
+// the caller needs no registers for it here. `channel` and `column`: of the part's first number.
 template <class Args>
 __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& args, i64 b, i64 h, i64 chunk,
                                                     int channel, int column, bool backwards) {
@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const int K = int(shape.K), V = int(shape.V);
   const int channel = k_tile * TILE + 16 * warp + g, column = v_tile * TILE + 2 * t;
 
-  // Calls f(number, its offset in an array of states) for the lane's part of S.
   StatePart S = {};
   const i64 state = ((n * shape.H) + args.first + head) * i64(K) * V;
-  const auto each = [&](auto f) {
+  // Calls f(number, its index in an array of states) for the lane's part of S.
+  const auto each_number = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         if (row < K && across < V) f(S[n / 2][n % 2][x], state + i64(row) * V + across);
       }
   };
-  if (const float* given = backwards ? args.dht : args.initial) each([&](float& x, i64 index) { x = given[index]; });
+  if (const float* given = backwards ? args.dht : args.initial)
+    each_number([&](float& x, i64 index) { x = given[index]; });
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
   const i64 first_chunk = chunks_of(shape, n % shape.count).start;
@@ -180,12 +181,12 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
           const float decay = in.decays[0][16 * warp + g + 8 * (x >> 1)] * in.decays[1][8 * n + 2 * t + (x & 1)];
-          float &sum = S[n / 2][n % 2][x], &more = added[n / 2][n % 2][x];
-          sum = fmaf(decay, sum, factor * more);
-          more = 0.f;
+          float &number = S[n / 2][n % 2][x], &addition = added[n / 2][n % 2][x];
+          number = fmaf(decay, number, factor * addition);
+          addition = 0.f;
         }
     }
   }
   cp_async_wait<0>();
-  if (backwards && args.dh0) each([&](float& x, i64 index) { args.dh0[index] = x; });
+  if (backwards && args.dh0) each_number([&](float& x, i64 index) { args.dh0[index] = x; });
 }

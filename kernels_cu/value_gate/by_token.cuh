@@ -1,6 +1,6 @@
 // what      For chunks that grow by more than BY_CHUNK, which the kernels of the value gate compute token by token: the
-//           growth of a chunk, and loads of single tokens. The log gates of channels or of columns alone may sum to
-//           more than float32's exponents hold, where their sum together does not.
+//           growth of a chunk, and loads of single tokens. exp of the log gates of channels alone, or of columns alone,
+//           may be out of float32's range where exp of both together is in it.
 // numerics  float32
 #include "ptx.cuh"
 #include "tensor.cuh"

@@ -1,13 +1,15 @@
 // what      GLA with a gate for each channel of K and one for each column of V, forward: every input is read once, o is
 //           written once.
-// math      per chunk; queries and keys are multiplied by decays of channels, values and outputs by decays of columns:
-//           o = scale ((q decayed) S + A v),   S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed)
+// math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T, * number by number;  o_t = scale q_t^T S_t.  Per chunk,
+//           in sub-chunks of 8 tokens: o = scale ((q decayed) S + A v),  S <- diag(decay of channels) S diag(decay of
+//           columns) + (k decayed)^T (v decayed). Queries, keys and scores A are multiplied by decays of channels,
+//           values and outputs by decays of columns
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
 //           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: Shared of gated/forward_storage.cuh, and a chunk of the columns' gates
-// barriers  three a chunk: the chunk has been copied, and the decays of its spans are stored | its operands are stored,
-//           and the columns' gates have been copied | its scores are stored
+// barriers  three a chunk: the chunk has been copied, and the decays of its spans of 4 tokens are stored | its operands
+//           are stored, and the columns' gates have been copied | its scores are stored
 // numerics  Scores as in gated/forward.cu. Between two sub-chunks, a value is decayed to a border between both tokens,
 //           and the output from it, so that both decays are at most 1; within one, by way of its middle (decays.cuh).
 //           Products compute o transposed, as a lane then has the gates of its columns. If a chunk grows by more than
@@ -50,7 +52,7 @@ __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, i
   else copy_unaligned_rows<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
 }
 
-// Stores a warp's 16 columns of a chunk, if rows are no multiples of 16 bytes. Not inlined, since it is rare.
+// Stores a warp's 16 columns of a chunk, if rows are not multiples of 16 bytes. Not inlined, since it is rare.
 template <int ROWS, int COLS, typename T>
 __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
 #pragma unroll 1
@@ -106,9 +108,9 @@ __device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, 
     const float value = v.at(i, column, chunk.columns), gate = gv.at(i, column, chunk.columns);
     float o = 0.f;
 #pragma unroll 1
-    for (int n = 0; n < BK / 4; ++n) {
-      const int c = n / 2 * 8 + 2 * t + n % 2;
-      float& state = S[n / 2][n % 2 + 2 * side];
+    for (int m = 0; m < BK / 4; ++m) {
+      const int c = m / 2 * 8 + 2 * t + m % 2;
+      float& state = S[m / 2][m % 2 + 2 * side];
       state = fmaf(k.at(i, c, chunk.channels), value, grown(state, g.at(i, c, chunk.channels) + gate));
       if (Schedule::has_outputs) o = fmaf(q.at(i, c, chunk.channels), state, o);
     }
@@ -134,8 +136,8 @@ __global__ void __launch_bounds__(2 * BV,
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = pair / H, h = pair % H, b = n / count;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = head / H, h = head % H, b = n / count;
   if (!HAS_OUTPUTS && n % u32(args.segments) >= u32(args.computed)) return;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
@@ -143,10 +145,10 @@ __global__ void __launch_bounds__(2 * BV,
   const float scale = float(args.scale);
 
   State<BK> S;
-  const auto each = [&](auto f) {
-    each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
+  const auto each_state_number = [&](auto f) {
+    each_number<BK>(S, i64(head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
-  each([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
+  each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if constexpr (HAS_OUTPUTS) {
     for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
       s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(2 * BV,
   };
 
   // SegmentState: logarithms of the decays of channel threadIdx.x, and of this lane's columns.
-  float total = 0.f, totals[2] = {};
+  float channel_total = 0.f, column_totals[2] = {};
   if (tokens) {
     fetch(0, 0);
     fetch_next_gates(0);
@@ -209,8 +211,8 @@ __global__ void __launch_bounds__(2 * BV,
     const int rows = tokens - token;
     if constexpr (!HAS_OUTPUTS) {
       if (threadIdx.x < channels)
-        total += log_decay(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel), threadIdx.x,
-                           min(rows, BT));
+        channel_total += log_decay(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel),
+                                   threadIdx.x, min(rows, BT));
     }
     float largest = 0.f;  // of the columns' gates
 #pragma unroll
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         largest = at_least(x[p].x, at_least(x[p].y, largest));
-        if constexpr (!HAS_OUTPUTS) totals[p & 1] += lane_sums(x[p].x + x[p].y).all;
+        if constexpr (!HAS_OUTPUTS) column_totals[p & 1] += lane_sums(x[p].x + x[p].y).all;
       }
     }
     const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));
@@ -296,17 +298,17 @@ __global__ void __launch_bounds__(2 * BV,
     }
   }
   if (args.final)
-    each([&](float& x, i64 index, bool inside) {
+    each_state_number([&](float& x, i64 index, bool inside) {
       if (inside) args.final[index] = x;
     });
   if (!HAS_OUTPUTS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
-    float* decays = args.channel_decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
-    decays[0] = total, decays[shape.K] = 0.f;
+    float* decays = args.channel_decays + i64(head) * 2 * shape.K + args.channel + threadIdx.x;
+    decays[0] = channel_total, decays[shape.K] = 0.f;
   }
   if (!HAS_OUTPUTS && args.channel == 0 && (threadIdx.x & 3) == 0) {
     const int column = (threadIdx.x >> 5 << 4) + (threadIdx.x >> 2 & 7);
-    float* decays = args.column_decays + i64(pair) * shape.V + v_tile + column;
-    if (column < columns) decays[0] = totals[0];
-    if (column + 8 < columns) decays[8] = totals[1];
+    float* decays = args.column_decays + i64(head) * shape.V + v_tile + column;
+    if (column < columns) decays[0] = column_totals[0];
+    if (column + 8 < columns) decays[8] = column_totals[1];
   }
 }

@@ -3,7 +3,7 @@
 // shapes    outputs are transposed: [16 columns, 8 tokens] for every sub-chunk; a lane's pairs as in columns.cuh; the
 //           state as in gated/forward_products.cuh
 // numerics  sums in float32; the state is rounded to an operand, and so are decayed values. If gates grow, the values
-//           of a sub-chunk are added one by one
+//           of a sub-chunk of 8 tokens are added one by one
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
@@ -16,12 +16,12 @@ struct alignas(16) ValueShared : Shared<Schedule, T, G, BK, BV> {
 };
 
 // Loads the scores of queries row ... row + 7 with 16 keys from `key` on as right operands that are contracted over
-// keys. bf16: each score is the sum of two numbers, b[0] and b[1].
+// keys. bf16: each score is the sum of two numbers, b[0] and b[1], `distance` numbers apart.
 template <int LDA>
-__device__ __forceinline__ void load_scores(RightBf16 (&b)[2], const bf16* A, int row, int key, int rest) {
+__device__ __forceinline__ void load_scores(RightBf16 (&b)[2], const bf16* A, int row, int key, int distance) {
   const int lane = own_lane();
   u32 r[4];
-  ldmatrix_x4(r, A + (lane >> 4) * rest + (row + (lane & 7)) * LDA + key + (lane >> 3 & 1) * 8);
+  ldmatrix_x4(r, A + (lane >> 4) * distance + (row + (lane & 7)) * LDA + key + (lane >> 3 & 1) * 8);
 #pragma unroll
   for (int i = 0; i < 4; ++i) b[i / 2].words[i % 2] = r[i];
 }
@@ -133,14 +133,15 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
 
 // Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays. At every border between
 // sub-chunks o is multiplied by the columns' decays since the previous border, and the scores times the values decayed
-// to the border are added. Values of the own sub-chunk are decayed to its middle, or, if gates grow, added one by one.
+// to the border are added. Values of an output's own sub-chunk are decayed to its middle; if gates grow, they are added
+// one by one.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s,
                                                              int stage, const ColumnsReader<BV, G>& gates,
                                                              const ColumnsReader<BV, T>& values,
                                                              const float (&sub_chunk_decays)[2][SUBS], bool grows) {
   using Storage = ScoreStorage<Schedule, T, BK>;
-  constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, REST = CHUNK<T> * LDA;
+  constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, DISTANCE = CHUNK<T> * LDA;
   Right<Math<T, PRODUCTS>> scores[NUMBERS];
 #pragma unroll
   for (int m = 0; m < SUBS / 2; ++m) {
@@ -155,7 +156,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       for (int p = 0; p < 4; ++p) border.set(p, PairDecays<AfterWrite>(decays[p]).end * x[p]);
       // the second sub-chunk reads values of the first
       scale_columns(o[m][1], sub_chunk_decays[0][2 * m], sub_chunk_decays[1][2 * m]);
-      load_scores<LDA>(scores, s.A, 16 * m + BC, 16 * m, REST);
+      load_scores<LDA>(scores, s.A, 16 * m + BC, 16 * m, DISTANCE);
 #pragma unroll
       for (int n = 0; n < NUMBERS; ++n) multiply_half(o[m][1], border, scores[n], 0);
     }
@@ -168,7 +169,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       for (int sub = 0; sub < 2; ++sub) {
         scale_columns(o[SUBS / 2 - 1][sub], sub_chunk_decays[0][0] * sub_chunk_decays[0][1],
                       sub_chunk_decays[1][0] * sub_chunk_decays[1][1]);
-        load_scores<LDA>(scores, s.A, 16 + BC * sub, 0, REST);
+        load_scores<LDA>(scores, s.A, 16 + BC * sub, 0, DISTANCE);
 #pragma unroll
         for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, scores[n]);
       }
@@ -184,7 +185,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       for (int p = 0; p < 4; ++p) middle.set(p, MiddleFactors<AfterWrite, true>(decays[p]).keys * x[p]);
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
-        load_scores<LDA>(scores, s.A, 16 * m + BC * sub, 16 * m, REST);
+        load_scores<LDA>(scores, s.A, 16 * m + BC * sub, 16 * m, DISTANCE);
 #pragma unroll
         for (int n = 0; n < NUMBERS; ++n) multiply_half(within[sub], middle, scores[n], sub);
       }

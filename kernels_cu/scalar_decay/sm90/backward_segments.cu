@@ -1,12 +1,13 @@
 // what      Backward on Hopper with one gate per token and head, for sequences cut into segments: of each segment the
-//           state after it and the gradient of the state before it, from a zero start.
-// math      per chunk of 32, E_i the decay from its start to token i, L_j from after token j to its end:
+//           state S after it and, in the other direction, the gradient dS of the state before it.
+// math      per chunk of 32 tokens, E_i the decay from its start through token i, L_j from after token j to its end:
 //           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards dS <- E_32 dS + scale sum_i E_i q_i do_i^T
-// shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
-//           gated_sm90_backward_segments has them
+// shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; of N segments states [2, N, H, K,
+//           V] float32, the S and, second, the dS with which each starts, and decays [2, N, H, K]. A sequence's first
+//           segment in a direction starts with initial or dht [N / P, H, K, V], others from zero (scan_both_ways.cu)
 // grid      a block for every (direction, segment, head, 64 channels), directions slowest: sequences are cut if heads
-//           are few, and then blocks with all channels would leave half of the card idle; a warpgroup, and a warp that
-//           moves chunks and makes their decays
+//           are few, and then blocks with all channels would leave half of the card idle; a warpgroup (consumers), and
+//           a warp that copies chunks and computes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens have been copied, and the decays are stored; done: they have been read
 // numerics  products of bfloat16 numbers in float32: decayed ones as the sum of two
@@ -27,9 +28,10 @@ struct Args {
 };
 
 template <int BV> struct alignas(1024) Stage {
-  Tile<bf16, CHANNELS> x;    // k or q
-  Tile<bf16, BV> y;          // v or do
-  float decays[CHUNK], all;  // to the chunk's end, or from its start with `scale`; over all of it
+  Tile<bf16, CHANNELS> keys;  // k, or q for dS
+  Tile<bf16, BV> values;      // v, or do for dS
+  float decays[CHUNK];        // L, or scale E for dS
+  float chunk_decay;          // E_32
 };
 
 constexpr int STAGES = 4, CONSUMERS = 128;
@@ -38,13 +40,14 @@ template <int BV> struct Shared {
   Barrier full[STAGES], done[STAGES];
 };
 
-// Copies the segment's chunks to their stages, in the direction of the walk; for one warp.
+// Copies the segment's chunks to their stages, and stores their decays; for one warp.
 template <int BV>
-__device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const WorkTile& work, int first, bool backwards) {
+__device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, const WorkTile& work, int first_channel,
+                                            bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (work.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
   const auto first_token_of = [&](int iteration) { return (backwards ? last - iteration : iteration) * CHUNK; };
-  float gates[STAGES];  // of as many chunks: one would be waited for longer than a chunk takes
+  float gates[STAGES];  // loaded STAGES chunks ahead: a load takes longer than a chunk
 #pragma unroll
   for (int iteration = 0; iteration < STAGES; ++iteration)
     gates[iteration] = gate_of(args.g, work, first_token_of(iteration) + lane);
@@ -57,81 +60,77 @@ __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Work
       Stage<BV>& in = s.stages[stage];
       if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
       fetch_chunk(s.full[stage], work, first_token_of(iteration), [&](auto f) {
-        f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
-        f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
+        f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first_channel);
+        f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
       __syncwarp();
-      float sum = LOG2E * gates[stage];  // from the start, or to the end, this token inclusive
+      float sum = LOG2E * gates[stage];  // then of gates up to this token's (backwards), or from this token's on
 #pragma unroll
       for (int distance = 1; distance < CHUNK; distance *= 2) {
         const int other = backwards ? lane - distance : lane + distance;
-        const float before = __shfl_sync(0xffffffffu, sum, other & 31);
-        if (other >= 0 && other < CHUNK) sum += before;
+        const float other_sum = __shfl_sync(0xffffffffu, sum, other & 31);
+        if (other >= 0 && other < CHUNK) sum += other_sum;
       }
-      const float behind = __shfl_sync(0xffffffffu, sum, lane + 1 & 31);
-      in.decays[lane] = backwards           ? float(args.scale) * exp2_approx(sum)
-                        : lane == CHUNK - 1 ? 1.f
-                                            : exp2_approx(behind);
-      if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
+      const float later = __shfl_sync(0xffffffffu, sum, lane + 1 & 31);
+      in.decays[lane] = backwards ? float(args.scale) * exp2_approx(sum) : lane == CHUNK - 1 ? 1.f : exp2_approx(later);
+      if (lane == (backwards ? CHUNK - 1 : 0)) in.chunk_decay = exp2_approx(sum);
       barrier_arrive(s.full[stage]);
       gates[stage] = gate_of(args.g, work, first_token_of(iteration + STAGES) + lane);
     }
 }
 
-// x times factors of tokens, as the sum of two bfloat16 numbers.
-__device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const float (&by)[8]) {
+// Multiplies x by decays of tokens; the product is x + rest, two bfloat16 numbers.
+__device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const float (&decays)[8]) {
   each_two([&](int index, int s, int m) {
-    const float first = low(x[s][m]) * by[index / 4 * 2], second = high(x[s][m]) * by[index / 4 * 2 + 1];
+    const float first = low(x[s][m]) * decays[index / 4 * 2], second = high(x[s][m]) * decays[index / 4 * 2 + 1];
     x[s][m] = pack<bf16>(first, second);
     rest[s][m] = remainder_of(x[s][m], first, second);
   });
 }
 
-// Walks over the segment's chunks with 16 channels of the state in each warp's registers. first: the block's first
-// channel.
+// Computes S, or dS, chunk by chunk, with 16 channels of it in each warp's registers.
 template <int BV>
-__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const WorkTile& work, int first, u32 tiles,
-                                        bool backwards) {
-  const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
-  float S[BV / 2] = {}, all = 1.f;
+__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const WorkTile& work, int first_channel,
+                                        u32 tiles, bool backwards) {
+  const int lane = threadIdx.x & 31, channel = first_channel + threadIdx.x / 32 * 16 + (lane >> 2);
+  float S[BV / 2] = {}, total_decay = 1.f;
   load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P, backwards,
                          channel, tiles);
   const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     float decays[8];
-    load_channels(x, in.x[0]);
+    load_channels(x, in.keys[0]);
     load_token_factors(decays, in.decays);
     decay_tokens(x, rest, decays);
   };
-  u32 x[2][4], rest[2][4], later[2][4], later_rest[2][4];
+  u32 x[2][4], rest[2][4], next_x[2][4], next_rest[2][4];  // decayed keys, of this chunk and of the next one
   if (work.tokens > 0) load(x, rest, 0);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
-    const float by = in.all;
-    all *= by;
+    const float decay = in.chunk_decay;
+    total_decay *= decay;
 #pragma unroll
-    for (int i = 0; i < BV / 2; ++i) S[i] *= by;
+    for (int i = 0; i < BV / 2; ++i) S[i] *= decay;
     wgmma_fence();
-    write_state<BV>(S, x, in.y);
-    write_state<BV>(S, rest, in.y);
+    write_state<BV>(S, x, in.values);
+    write_state<BV>(S, rest, in.values);
     wgmma_commit();
-    if ((iteration + 1) * CHUNK < work.tokens)
-      load(later, later_rest, iteration + 1);  // while the tensor cores are busy
+    if ((iteration + 1) * CHUNK < work.tokens) load(next_x, next_rest, iteration + 1);  // while tensor cores multiply
     wgmma_wait<0>();
     wgmma_keep(S);
-    wgmma_keep(x), wgmma_keep(rest);  // while the next ones were made
+    wgmma_keep(x), wgmma_keep(rest);
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = later[i / 4][i % 4], rest[i / 4][i % 4] = later_rest[i / 4][i % 4];
+    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = next_x[i / 4][i % 4], rest[i / 4][i % 4] = next_rest[i / 4][i % 4];
   }
   const i64 slot = slot_of(work, backwards, tiles), K = args.shape.K,
             next = slot + (backwards ? -args.shape.H : args.shape.H);
   each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
                     [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
-    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all;
+    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = total_decay;
 }
 
 template <int BV>
@@ -148,8 +147,8 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
   const WorkTile work = work_tile(args.shape, block / tiles);
-  const int first = block % tiles * CHANNELS;
+  const int first_channel = block % tiles * CHANNELS;
   if (is_last(work, args.P, backwards)) return;
-  if (threadIdx.x >= CONSUMERS) move(s, args, work, first, backwards);
-  else consume(s, args, work, first, tiles, backwards);
+  if (threadIdx.x >= CONSUMERS) copy_chunks(s, args, work, first_channel, backwards);
+  else consume(s, args, work, first_channel, tiles, backwards);
 }

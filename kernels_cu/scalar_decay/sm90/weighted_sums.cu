@@ -59,6 +59,7 @@ __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1
       to_token[half] += lane & size ? other : 0.f, to_end[half] += lane & size ? 0.f : other;
     }
   }
+  // The sums over the first and the second 32 tokens.
   const float half0 = __shfl_sync(0xffffffffu, to_token[0], 31), half1 = __shfl_sync(0xffffffffu, to_token[1], 31);
   const float from_start[2] = {exp2_approx(to_token[0]), exp2_approx(half0 + to_token[1])};
   const float to_chunk_end[2] = {exp2_approx(to_end[0] + half1), exp2_approx(to_end[1])};
@@ -128,9 +129,9 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
     barrier_arrive(s.summed[iteration % STAGES]);
-    const int rest = work.tokens - iteration * CHUNK - 2 * lane;
-    if (rest > 0) to[0] = sum.x;
-    if (rest > 1) to[1] = sum.y;
+    const int tokens_left = work.tokens - iteration * CHUNK - 2 * lane;
+    if (tokens_left > 0) to[0] = sum.x;
+    if (tokens_left > 1) to[1] = sum.y;
   }
 }
 
@@ -152,12 +153,12 @@ template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                               int tile, int tiles) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  const int lane = threadIdx.x & 31, T = int(args.shape.T),
-            sums = tile ? 0 : int(args.parts);  // tile 0 alone adds q . dq
-  int first = first_token_of(0, work, true);
-  const i64 pair = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
-  const float* from = args.token_sums + pair * args.parts * T + token;
-  i64 to = (pair * T + token) * tiles + tile;
+  const int lane = threadIdx.x & 31, T = int(args.shape.T);
+  const int query_tiles = tile ? 0 : int(args.parts);  // tile 0 alone adds q . dq
+  int first = first_token_of(0, work, true);           // the chunk's first token
+  const i64 head = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
+  const float* from = args.token_sums + head * args.parts * T + token;
+  i64 to = (head * T + token) * tiles + tile;
   const auto store = [&](i64 index, float x) {
     if (tiles == 1) static_cast<G*>(args.dg)[index] = from_float<G>(x);
     else static_cast<float*>(args.dg)[index] = x;
@@ -167,7 +168,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   const auto load = [&](int first) {
 #pragma unroll
     for (int p = 0; p < BK / 64; ++p) {
-      const bool exists = p < sums && first >= 0;
+      const bool exists = p < query_tiles && first >= 0;
       token0[p] = exists && first + 2 * lane < work.tokens ? from[p * i64(T)] : 0.f;
       token1[p] = exists && first + 2 * lane + 1 < work.tokens ? from[p * i64(T) + 1] : 0.f;
     }
@@ -253,13 +254,13 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 // of 8 keys, so that each warp has 9.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
-// Stores a warp's scores A = scale D q k^T, from products d = q k^T: a lane has query g of both blocks and keys 2t and
-// 2t + 1 of every 8; g = lane / 4, t = lane % 4. Scores of later keys (BACKWARDS: earlier keys) are 0. SEPARATE_OWN: a
-// token's score with itself goes to gates.own_scores, and is 0 in A. All warps run the same code, a quarter of the size
-// of code for each warp; so each computes some scores that are then replaced by 0.
+// Stores a warp's scores A_ij = scale D_ij q_i . k_j, from products d of queries and keys: a lane has query g of both
+// blocks and keys 2t and 2t + 1 of every 8; g = lane / 4, t = lane % 4. Scores of later keys (BACKWARDS: earlier keys)
+// are 0. SEPARATE_SELF: a token's score with itself goes to gates.self_scores, and is 0 in A. All warps run the same
+// code, a quarter of the size of code for each warp; so each computes some scores that are then replaced by 0.
 // The decay between two tokens is 2^(to_token of the later + to_end of the earlier), at the level whose blocks separate
 // the two: blocks of 2^level tokens, side by side.
-template <bool BACKWARDS, bool SEPARATE_OWN>
+template <bool BACKWARDS, bool SEPARATE_SELF>
 __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
                                              int warp) {
   constexpr int HALF = CHUNK / 16;  // blocks of 8 keys in half a chunk
@@ -268,7 +269,7 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   // Scores of a query block with keys in the other half of the chunk, and with keys in the queries' half.
   u32 other_half[HALF], same_half[2][HALF];
-  float own_score[2];
+  float self_score[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int block = block_of(warp, half), i = 8 * block + g, upper = block >> 1 & 1;  // upper 16 tokens of its half
@@ -294,8 +295,8 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
                                       (level ? to_end[level * CHUNK + earlier] : 0.f));  // level 0: adjacent tokens
       float& x = diagonal[p];
       x *= scale;
-      if (key == g) own_score[half] = x;
-      x = (BACKWARDS ? key < g : key > g) || SEPARATE_OWN && key == g ? 0.f : key == g ? x : x * decay;
+      if (key == g) self_score[half] = x;
+      x = (BACKWARDS ? key < g : key > g) || SEPARATE_SELF && key == g ? 0.f : key == g ? x : x * decay;
     }
 #pragma unroll
     for (int m = 0; m < HALF; ++m) {
@@ -315,9 +316,9 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
     const int block = block_of(warp, half), row = 8 * block + lane % 8, piece = lane / 8;
     stmatrix_x4(swizzled(A[0], row, HALF * half + piece), same_half[half]);
     if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF * (1 - half) + piece), other_half);
-    if (SEPARATE_OWN && t == g / 2)
-      gates.own_scores[8 * block + g] =
-          pack<bf16>(own_score[half] - to_float(from_float<bf16>(own_score[half])), own_score[half]);
+    if (SEPARATE_SELF && t == g / 2)
+      gates.self_scores[8 * block + g] =
+          pack<bf16>(self_score[half] - to_float(from_float<bf16>(self_score[half])), self_score[half]);
   }
 }
 
@@ -424,10 +425,10 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
 }
 
-// o_i += A_ii v_i for each token, where own_scores[i] is A_ii as the sum of two bfloat16 numbers: products of v with
-// diagonal matrices [8, 8], one for the high part of own_scores, one for the low part. In these operands a lane has one
-// element of the diagonal, as its first or second number, or none: byte_perm moves it there, or gives 0.
-__device__ __forceinline__ void add_own_scores(Values& o, bf16 (&panel)[CHUNK][64], const u32 (&own_scores)[CHUNK]) {
+// o_i += A_ii v_i for each token, where self_scores[i] is A_ii as the sum of two bfloat16 numbers: products of v with
+// diagonal matrices [8, 8], one for the high part of self_scores, one for the low part. In these operands a lane has
+// one element of the diagonal, as its first or second number, or none: byte_perm moves it there, or gives 0.
+__device__ __forceinline__ void add_self_scores(Values& o, bf16 (&panel)[CHUNK][64], const u32 (&self_scores)[CHUNK]) {
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2;
   const bool on_diagonal = (lane & 3) == g / 2;
   const u32 high_part = on_diagonal ? g & 1 ? 0x3244 : 0x4432 : 0x4444;
@@ -439,9 +440,9 @@ __device__ __forceinline__ void add_own_scores(Values& o, bf16 (&panel)[CHUNK][6
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       auto& sums = *reinterpret_cast<float (*)[4]>(o + 8 * s + 4 * m);
-      const u32 own_score = own_scores[16 * s + 8 * m + g];
-      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(own_score, 0, high_part));
-      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(own_score, 0, low_part));
+      const u32 self_score = self_scores[16 * s + 8 * m + g];
+      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(self_score, 0, high_part));
+      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(self_score, 0, low_part));
     }
   }
 }
@@ -555,7 +556,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       wgmma_keep(o);
       if constexpr (SERVES_GATE_GRADIENT<Pass>) {
         if (block_serves_gate_gradient<Pass>()) store_dot_products(in.partner[warpgroup], o, end_term);
-        add_own_scores(o, in.v[warpgroup], gates.own_scores);
+        add_self_scores(o, in.v[warpgroup], gates.self_scores);
       }
       __syncwarp();  // all lanes have read v, whose place o takes
       store_values(&in.v[warpgroup], o);

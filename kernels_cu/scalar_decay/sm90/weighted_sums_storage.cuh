@@ -2,7 +2,7 @@
 //           recurrence with one gate per token and head, on Hopper.
 // smem      Stage: a chunk's tokens and its scores A; its outputs overwrite v. Gates: sums of a chunk's gates
 // barriers  by stage. full: the chunk's tokens and gates have arrived; scores: A is complete; done: the outputs are
-//           complete and the inputs have been read; summed: the terms of dg have been read from the partner's place.
+//           complete and the inputs have been read; summed: the terms of dg, which overwrite `partner`, have been read.
 //           By chunk: requested: the cluster's other block has requested its copy of the chunk
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 64, STRETCH = 256;  // tokens
@@ -64,7 +64,7 @@ template <class Pass, typename G> struct Args {
   Shape shape;
   float* decays;  // Summary: [N, H, 2, K], the decay over all chunks, and 1
   i64 segments;   // the segments into which each of the caller's sequences is cut
-  i64 computed;   // Summary: of these, how many have states that are read, from the first on
+  i64 computed;   // Summary: how many of these are computed, from the first on
   // Gated passes: [stretches, BK / 16, BK / 16, 32], bfloat16 states in the layout of lanes' registers
   uint4* stretch_states;
   float* token_sums;  // Gated passes: q_i . dq_i of each tile of columns of dq
@@ -79,7 +79,7 @@ struct alignas(16) Gates {
   static constexpr int LEVELS = 6;
   float to_token[LEVELS][CHUNK];    // from the block's start through the token
   float to_end[LEVELS - 1][CHUNK];  // from after the token to the block's end, levels from 1 on
-  u32 own_scores[CHUNK];        // SERVES_GATE_GRADIENT: a token's score with itself, the sum of two bfloat16 numbers
+  u32 self_scores[CHUNK];       // SERVES_GATE_GRADIENT: a token's score with itself, the sum of two bfloat16 numbers
   float output_factors[CHUNK];  // E or, backwards, L, times output_scale
   // L or, backwards, E, times value_scale: of two tokens, the sum of two bfloat16 numbers
   uint2 value_factors[CHUNK / 2];
@@ -88,7 +88,7 @@ struct alignas(16) Gates {
 
 template <int BV, bool GATE> struct Partner {};
 template <int BV> struct Partner<BV, true> {
-  // overwritten, in each warp's columns, by the warp's partner . o of tokens 2r, 2r + 1 in row r
+  // In each warp's columns row r is overwritten by the warp's sums of partner . o, of tokens 2r and 2r + 1.
   Tile<bf16, BV> partner;
 };
 template <int BK, int BV, bool GATE> struct alignas(1024) Stage : Partner<BV, GATE> {
