@@ -85,19 +85,20 @@ struct ScoreGradients {
 // ds_offsets[n] may be below 0.
 using DsEntry = ScoreGradients[2];
 
-// Stores a lane's two rows of accumulators x, times by0 and by1, as tokens of `work`, through the warp's 16 rows of
-// `tile`, where the warpgroup's 64 rows begin at `row`. If all 16 are tokens of `work`, lane 0 has the copy engine
-// store them, which may read the tile until lane 0's tensor_store_wait() returns.
+// Stores a lane's two rows of accumulators x, times factor0 and factor1, as tokens of `work`, through the warp's 16
+// rows of `tile`, where the warpgroup's 64 rows begin at `row`. If all 16 are tokens of `work`, lane 0 has the copy
+// engine store them, which may read the tile until lane 0's tensor_store_wait() returns.
 template <int N, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& to, i64 width, const float (&x)[N],
-                                           float by0, float by1, T (&tile)[PANELS][SIZE], int row, const Work& work) {
+                                           float factor0, float factor1, T (&tile)[PANELS][SIZE], int row,
+                                           const Work& work) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
     u32 packed[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const float by = r & 1 ? by1 : by0;
-      packed[r] = pack<T>(by * x[8 * n + 2 * r], by * x[8 * n + 2 * r + 1]);
+      const float factor = r & 1 ? factor1 : factor0;
+      packed[r] = pack<T>(factor * x[8 * n + 2 * r], factor * x[8 * n + 2 * r + 1]);
     }
     stmatrix_x4(matrix_row(tile, row, n), packed);
   }

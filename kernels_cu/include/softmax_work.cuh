@@ -110,9 +110,9 @@ struct RowMaximum {
   __device__ __forceinline__ float raise(float largest, float scale, float slack) {
     const float before = shift;
     const bool raises = fmaf(factor, largest, -shift) > slack;
-    const float by = fabsf(largest) > MOST_ROUNDED * inverse(scale) ? power_above(scale) : scale;
-    factor = raises ? by : factor;
-    shift = raises ? by * largest : shift;
+    const float new_factor = fabsf(largest) > MOST_ROUNDED * inverse(scale) ? power_above(scale) : scale;
+    factor = raises ? new_factor : factor;
+    shift = raises ? new_factor * largest : shift;
     return exp2_approx(before - shift);
   }
   // The score in base 2 that was the maximum when `shift` was set. The limit is that of `raise`, and its rounding.

@@ -22,6 +22,7 @@ template <typename T> struct Args {
   Rows<T> dk, dv;
   const Work* works;
   const float* statistics;
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
   i64 H, group, K, V, left, right, chunks;
   double scale, softcap;
   i64 vectors;  // whether all rows start and end at multiples of 16 bytes

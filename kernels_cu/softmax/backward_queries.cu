@@ -27,6 +27,7 @@ template <typename T> struct Args {
   const Work* works;
   const float *lse, *dlse;
   float* statistics;
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
   i64 H, group, Tq, K, V, left, right, chunks;
   double scale, softcap;
   i64 vectors;  // whether all rows start and end at multiples of 16 bytes
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
 #pragma unroll
       for (int i = 0; i < 8; ++i) delta = fmaf(to_float(do_[i]), to_float(o[i]), delta);
     }
-    const i64 pair = i64(work.batch) * args.H + work.head, token = pair * args.Tq + work.start + query;
+    const i64 head = i64(work.batch) * args.H + work.head, token = head * args.Tq + work.start + query;
     float L = minus_infinity();
     if (query < work.tokens) {
       L = LOG2E * args.lse[token];
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     s.delta[query] = delta;
     if (query / CHUNK_QUERIES * CHUNK_QUERIES < work.tokens) {
       float* const to =
-          args.statistics + (pair * args.chunks + work.statistics_chunk + query / CHUNK_QUERIES) * (2 * CHUNK_QUERIES);
+          args.statistics + (head * args.chunks + work.statistics_chunk + query / CHUNK_QUERIES) * (2 * CHUNK_QUERIES);
       to[query % CHUNK_QUERIES] = L, to[CHUNK_QUERIES + query % CHUNK_QUERIES] = delta;
     }
   }

@@ -3,8 +3,8 @@
 //           o + sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
 //           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
-// grid      a block for every tile of queries (struct Work) of `works`, the longest first; a warp has 16 SIXTEENS
-//           queries
+// grid      a block for every tile of queries in the host's table `works` (struct Work), the longest first; a warp has
+//           16 SIXTEENS queries
 // smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
 // barriers  one for each tile of keys: it has arrived, and all warps have read the previous one
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
@@ -26,6 +26,7 @@ template <typename T> struct Args {
   const Work* works;
   float* lse;
   const float* sinks;  // [H] or null
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
   i64 H, group, Tq, K, V, left, right;
   double scale, softcap;
   i64 vectors;  // whether all rows start and end at multiples of 16 bytes

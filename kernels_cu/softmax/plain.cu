@@ -29,6 +29,7 @@ template <typename T> struct Args {
   Rows<T> out, dq, dk, dv;
   const Work* works;
   Real<T>*lse, *dlse, *statistics, *sinks, *dsinks, *merged;
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
   i64 B, H, group, Tq, K, V, left, right, chunks;
   i64 tiles, parts;  // tiles: of 128 columns of a result; parts: of the keys
   double scale, softcap;
@@ -121,7 +122,7 @@ struct Forward {
       const R weight = lane < count ? decay_of(score - shift) : R(0), rescale = decay_of(largest - shift);
       largest = new_largest, total = fma(total, rescale, warp_sum(weight));
 #pragma unroll
-      for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] *= rescale;
+      for (int c = 0; c < LANE_COLUMNS; ++c) sums[c] *= rescale;
       add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.t, count, place.column, args.V);
     }
     if (place.others.count > 0)
@@ -140,16 +141,16 @@ struct Queries {
     const Work& work = place.work;
     const bool is_empty = place.n >= work.tokens;  // no such query: its statistics are written, too
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
-    const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + place.n;
+    const i64 head = i64(work.batch) * args.H + work.head, token = work.start + place.n;
     const T *q = args.q.row(work.batch, work.head, token), *do_ = args.do_.row(work.batch, work.head, token);
     R L = minus_infinity(), delta = 0, sums[LANE_COLUMNS] = {};
     if (!is_empty) {
-      L = args.lse[pair * args.Tq + token], delta = dot(do_, args.o.row(work.batch, work.head, token), args.V);
-      if (args.dlse) delta -= args.dlse[pair * args.Tq + token];
+      L = args.lse[head * args.Tq + token], delta = dot(do_, args.o.row(work.batch, work.head, token), args.V);
+      if (args.dlse) delta -= args.dlse[head * args.Tq + token];
     }
     if (L == minus_infinity()) L = -L;  // no key is seen, or there is no such query: its weights become e^-inf = 0
     if (place.column == 0) {
-      R* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.n;
+      R* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.n;
       to[0] = L, to[CHUNK_QUERIES] = delta;
     }
     if (is_empty) return;  // the whole warp

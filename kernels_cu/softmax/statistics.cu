@@ -21,7 +21,7 @@ template <typename T> struct Args {
 template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) softmax_statistics(const Args<T> args) {
   const Work& work = args.works[blockIdx.x];
   const int query = threadIdx.x / 4;
-  const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + query;
+  const i64 head = i64(work.batch) * args.H + work.head, token = work.start + query;
   float delta = 0.f, L = minus_infinity();
   if (query < work.tokens) {
     const T *const o = args.o.row(work.batch, work.head, token), *const do_ =
@@ -31,11 +31,11 @@ template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) so
       delta = add_dot<T>(y.x, x.x, delta), delta = add_dot<T>(y.y, x.y, delta);
       delta = add_dot<T>(y.z, x.z, delta), delta = add_dot<T>(y.w, x.w, delta);
     }
-    L = LOG2E * args.lse[pair * args.Tq + token];
+    L = LOG2E * args.lse[head * args.Tq + token];
   }
   delta = row_sum(delta);
-  if (query < work.tokens && args.dlse) delta -= args.dlse[pair * args.Tq + token];
+  if (query < work.tokens && args.dlse) delta -= args.dlse[head * args.Tq + token];
   if (threadIdx.x % 4) return;
-  float* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + query;
+  float* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + query;
   to[0] = logarithm_or_infinity(L), to[CHUNK_QUERIES] = delta;
 }

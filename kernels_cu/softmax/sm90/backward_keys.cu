@@ -2,7 +2,8 @@
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
-//           cap)^2.  Code: `scores` holds s, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta)
+//           cap)^2.  Code: `scores` holds s, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta). A
+//           query sees the keys from `left` tokens before its own position to `right` tokens after it
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics:
 //           softmax_work.cuh; ds: DsEntry, for query_gradient.cu, or null
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
@@ -180,7 +181,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       for (int half = 0; half < 2; ++half) f(4 * n + 2 * half, Ls.x, deltas.x), f(4 * n + 2 * half + 1, Ls.y, deltas.y);
     }
   };
-  auto weigh_scores = [&] {  // replaces the scores scores by weights
+  auto weigh_scores = [&] {  // replaces `scores` by the weights p
     if (CAPPED) {
 #pragma unroll
       for (int n = 0; n < QUERIES / 2; ++n) scores[n] = tanh_of(tanh_scale * scores[n]);
@@ -190,7 +191,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (needs_mask<64, QUERIES>(query, diagonal, int(args.right), int(args.left), length))
       mask_rows(scores, query, first_diagonal + row, int(args.right), int(args.left), length, 0.f);
   };
-  auto differentiate_scores = [&] {  // replaces dp by ds = scores (dp - delta)
+  auto differentiate_scores = [&] {  // replaces dp by ds = p (dp - delta)
     each_column([&](int n, float, float delta) { dp[n] -= delta; });
 #pragma unroll
     for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= scores[n];
@@ -210,11 +211,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   auto finish_tile = [&](int stage) {  // stores dk and dv of the key tile in this stage
     const Work& work = s.works[stage];
-    const float by = float(args.scale);
+    const float factor = float(args.scale);
     if (work.other_length == 0)  // the statistics were another sequence's, and 0 times NaN is NaN
 #pragma unroll
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
-    store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[stage], warpgroup_row, work);
+    store_rows(args.dk, args.dk_out, args.K, dk, factor, factor, s.k[stage], warpgroup_row, work);
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[stage], warpgroup_row, work);
     store_pending = lane == 0;
   };

@@ -2,7 +2,8 @@
 //           statistics of queries for the gradients of k and v.
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j, delta_i = do_i . o_i - dlse_i; with a cap each
-//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta)
+//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta). A query sees
+//           the keys from `left` tokens before its own position to `right` tokens after it
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32,
 //           dlse or null; statistics: softmax_work.cuh
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
@@ -107,7 +108,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
   };
   // Loads a query tile's q, do and L, computes delta, and skips key tiles that the warpgroup's queries do not see. Rows
-  // behind the tile's end get an infinite L, so that their weights are 0.
+  // after the tile's end get an infinite L, so that their weights are 0.
   auto begin_tile = [&](const Work& work) {
     load_rows(q, s.q, warpgroup_row);
     load_rows(do_, s.do_, warpgroup_row);
@@ -121,11 +122,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
     before_next_copy();  // this warp has read q, do and o
     release(s.empty);
-    const i64 pair = i64(work.batch) * args.H + work.head;
+    const i64 head = i64(work.batch) * args.H + work.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int n = row + 8 * half;
-      const i64 token = pair * args.Tq + work.start + n;
+      const i64 token = head * args.Tq + work.start + n;
       delta[half] = row_sum(delta[half]);
       L[half] = minus_infinity();
       if (n < work.tokens) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       L[half] = logarithm_or_infinity(L[half]);
       if (lane % 4 == 0 && warpgroup_row < work.tokens) {
         float* const to = args.statistics +
-                          (pair * args.chunks + work.statistics_chunk + warpgroup) * (2 * CHUNK_QUERIES) + n -
+                          (head * args.chunks + work.statistics_chunk + warpgroup) * (2 * CHUNK_QUERIES) + n -
                           warpgroup_row;
         to[0] = L[half], to[CHUNK_QUERIES] = delta[half];
       }
@@ -209,8 +210,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       for (int r = 0; r < 4; ++r) ds[n][r] = pack<T>(p[8 * n + 2 * r], p[8 * n + 2 * r + 1]);
   };
   auto finish_tile = [&](const Work& work) {  // stores dq of a query tile
-    const float by = float(args.scale);
-    store_rows(args.dq, args.out, args.K, dq, by, by, s.o, warpgroup_row, work);
+    const float factor = float(args.scale);
+    store_rows(args.dq, args.out, args.K, dq, factor, factor, s.o, warpgroup_row, work);
     store_pending = lane == 0;
   };
 

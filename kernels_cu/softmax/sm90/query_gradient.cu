@@ -1,6 +1,7 @@
 // what      Softmax attention's gradient of q on Hopper, from the gradients of scores that backward_keys.cu stores: one
 //           thread copies, two warpgroups multiply.
-// math      dq_i = scale sum_j ds_ij k_j, ds as in backward_keys.cu
+// math      dq_i = scale sum_j ds_ij k_j, ds as backward_keys.cu stores it. A query sees the keys from `left` tokens
+//           before its own position to `right` tokens after it
 // shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has two blocks of 64 queries
@@ -136,12 +137,12 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       if (lane == 0) barrier_arrive(s.empty[k.stage]);
       k.next();
     }
-    const float by = float(args.scale);
+    const float scale = float(args.scale);
     if (lane == 0) tensor_store_wait();  // the copy engine has read this warp's dq of the previous tile
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      store_rows(args.dq, args.out, args.K, dq[n], by, by, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
+      store_rows(args.dq, args.out, args.K, dq[n], scale, scale, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
     __syncwarp();  // this warp has read the work
     if (lane == 0) barrier_arrive(s.work_empty[works.stage]);
     works.next();
