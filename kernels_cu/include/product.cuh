@@ -42,25 +42,9 @@ template <class A> __device__ __forceinline__ void load_a(A& a, const float* til
   a.set(3, tile[(g + 8) * ld + t + 4]);
 }
 
-// a = the transpose of rows 0...7, columns 0...15 of a row-major tile.
-template <class A> __device__ __forceinline__ void load_a_transposed(A& a, const float* tile, int ld) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  a.set(0, tile[t * ld + g]);
-  a.set(1, tile[t * ld + g + 8]);
-  a.set(2, tile[(t + 4) * ld + g]);
-  a.set(3, tile[(t + 4) * ld + g + 8]);
-}
-
 // b = rows 0...7, columns 0...7 of a row-major tile.
 template <class B> __device__ __forceinline__ void load_b(B& b, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   b.set(0, tile[t * ld + g]);
   b.set(1, tile[(t + 4) * ld + g]);
-}
-
-// b = the transpose of rows 0...7, columns 0...7 of a row-major tile.
-template <class B> __device__ __forceinline__ void load_b_transposed(B& b, const float* tile, int ld) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  b.set(0, tile[g * ld + t]);
-  b.set(1, tile[g * ld + t + 4]);
 }

@@ -38,12 +38,12 @@ template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
 
 template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) { store8(to, from.x); }
 
-// Iterates over a block's `each` tokens. t: the token; place: its number in its sequence of T tokens.
+// Iterates over a block's tokens. t: the token, of `tokens` in all; place: its number in its sequence of T tokens.
 struct Tokens {
   i64 t, last, place, T;
 
-  __device__ __forceinline__ Tokens(i64 each, i64 all, i64 T)
-      : t(blockIdx.x * each), last(t + each < all ? t + each : all), place(t % T), T(T) {}
+  __device__ __forceinline__ Tokens(i64 per_block, i64 tokens, i64 T)
+      : t(blockIdx.x * per_block), last(t + per_block < tokens ? t + per_block : tokens), place(t % T), T(T) {}
   __device__ __forceinline__ bool more() const { return t < last; }
   __device__ __forceinline__ bool starts() const { return place == 0; }
   __device__ __forceinline__ bool ends() const { return place + 1 == T; }

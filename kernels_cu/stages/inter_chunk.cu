@@ -46,7 +46,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
 
   // Calls f(number, its offset in a state [K, V]) for this lane's numbers of the state that are inside.
   float S[TILE / 8][4] = {};
-  const auto each = [&](auto f) {
+  const auto each_number = [&](auto f) {
 #pragma unroll
     for (int tile = 0; tile < TILE / 8; ++tile)
 #pragma unroll
@@ -55,9 +55,9 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
         if (channel < shape.K && column < shape.V) f(S[tile][x], channel * shape.V + column);
       }
   };
-  if (args.initial) each([&](float& x, i64 index) { x = args.initial[(n * shape.H + head) * size + index]; });
+  if (args.initial) each_number([&](float& x, i64 index) { x = args.initial[(n * shape.H + head) * size + index]; });
   const auto store = [&](float* state) {
-    if (!pairs) return each([&](float& x, i64 index) { state[index] = x; });
+    if (!pairs) return each_number([&](float& x, i64 index) { state[index] = x; });
 #pragma unroll
     for (int tile = 0; tile < TILE / 8; ++tile)
 #pragma unroll
@@ -69,12 +69,12 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   };
 
   const i64 longest = tokens.stop - tokens.start < shape.chunk ? tokens.stop - tokens.start : shape.chunk;
-  const u32 each_chunk = u32((longest + STEP - 1) / STEP), steps = u32(chunks.stop - chunks.start) * each_chunk;
+  const u32 chunk_steps = u32((longest + STEP - 1) / STEP), steps = u32(chunks.stop - chunks.start) * chunk_steps;
   const auto fetch = [&](u32 step) {
     if (step < steps) {
       Stage<T>& to = s.stages[step % STAGES];
-      const Span span = chunk_tokens(shape, chunks.start + step / each_chunk);
-      const i64 first = span.start + step % each_chunk * STEP;
+      const Span span = chunk_tokens(shape, chunks.start + step / chunk_steps);
+      const i64 first = span.start + step % chunk_steps * STEP;
       copy_tile<STEP, TILE, LD<float, TILE>>(to.k, args.kg, batch, head, first, span.stop, k_tile, shape.K, args.bytes);
       copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, first, span.stop, v_tile, shape.V, args.bytes);
       if (threadIdx.x < TILE) {
@@ -94,7 +94,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
     __syncthreads();  // this step's tokens have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
-    if (step % each_chunk == 0) {
+    if (step % chunk_steps == 0) {
       store(before);
       before += size;
       const float decays[2] = {decay_of(in.gates[16 * warp + g]), decay_of(in.gates[16 * warp + g + 8])};
@@ -116,5 +116,5 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       }
     }
   }
-  if (args.final) each([&](float& x, i64 index) { args.final[(n * shape.H + head) * size + index] = x; });
+  if (args.final) each_number([&](float& x, i64 index) { args.final[(n * shape.H + head) * size + index] = x; });
 }

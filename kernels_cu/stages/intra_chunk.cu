@@ -8,7 +8,7 @@
 // smem      Shared
 // barriers  two for every ROWS keys: decayed queries and keys are stored | they have been read. Within its 16 rows a
 //           warp uses __syncwarp
-// numerics  scores within 16 tokens in three tf32 products; a token's with self_scores in float32; others: copies.cuh.
+// numerics  scores within 16 tokens in three tf32 products; a token's with itself in float32; others: copies.cuh.
 //           A decay is a product of tokens' decays, each at least e^-20 if it is from or to a middle: so a divisor is
 //           not 0, and e^-20 of a token passes a reset within its 8 tokens. If a gate is above GROWTH, pairs in its 8
 //           tokens are computed one by one
@@ -174,15 +174,15 @@ template <typename T, typename G> struct WarpTokens {
   int rows, channels;
 };
 
-// Sets `own` to a lane's scores of the warp's 16 queries with its 16 keys, and stores three things: in q the queries,
-// decayed from the start of these tokens, in k the keys, decayed to their end, in `total` the decay over these tokens.
+// Sets `within` to a lane's scores of the warp's 16 queries with its 16 keys, and stores in q the queries, decayed from
+// the start of these tokens, in k the keys, decayed to their end, and in `total` the decay over these tokens.
 template <class ReadOrder, typename T, typename G, int BK>
-__device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k, float* total,
-                                          const WarpTokens<T, G>& from, const Args<T, G>& args, const float* u) {
+__device__ __forceinline__ void score_within(float (&within)[2][4], float* q, float* k, float* total,
+                                             const WarpTokens<T, G>& from, const Args<T, G>& args, const float* u) {
   constexpr int W = WIDTH<T>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   float across[4] = {};  // products [16, 8]; across[2] and [3]: scores of the last 8 queries with the first 8 keys
-  float self_scores[SUB] = {};  // this lane's part of each token's score with self_scores
+  float self_scores[SUB] = {};  // this lane's part of each token's score with itself
   bool grows = false;
 #pragma unroll 1
   for (int slice = 0; slice < BK; slice += 32 * W) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       Pairs<true, float, 2> right[2];
       load_rounded<false>(left, q + c, ROW<BK>);
       load_rounded<true>(right, k + c, ROW<BK>);
-      multiply(own, left, right);
+      multiply(within, left, right);
     }
     __syncwarp();  // they have been read
     float unit_decays[2][W], all[W];
@@ -247,8 +247,8 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       for (int p = 0; p < 2; ++p) {
         // Lane i (i - 1) / 2 + j has the score of query i with the earlier key j.
         const float x = __shfl_sync(0xffffffffu, score, g * (g - 1) / 2 + 2 * t + p);
-        own[0][p] = unit == 0 ? x : own[0][p];
-        own[1][2 + p] = unit == 1 ? x : own[1][2 + p];
+        within[0][p] = unit == 0 ? x : within[0][p];
+        within[1][2 + p] = unit == 1 ? x : within[1][2 + p];
       }
     }
   }
@@ -259,11 +259,11 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
     const float score = __shfl_sync(0xffffffffu, sum, UNIT * unit + g);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      float& x = own[unit][2 * unit + p];
+      float& x = within[unit][2 * unit + p];
       x = 2 * t + p > g ? 0.f : 2 * t + p == g ? score : x;
     }
   }
-  own[1][0] = own[1][1] = 0.f, own[0][2] = across[2], own[0][3] = across[3];
+  within[1][0] = within[1][1] = 0.f, within[0][2] = across[2], within[0][3] = across[3];
 }
 
 // Stores keys decayed to the end of a warp's 16 tokens, and the decay over these tokens.
@@ -343,12 +343,13 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 groups = u32(shape.chunk + ROWS<BK> - 1) / ROWS<BK>, NC = u32(shape.NC), H = u32(shape.H);
-  const u32 own_group = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
+  const u32 query_group = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
   const u32 batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
-  if (span.start + own_group * ROWS<BK> >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
+  if (span.start + query_group * ROWS<BK> >= span.stop)
+    return;  // the chunk is a last, shorter one: no thread has a row
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const i64 first_row = span.start + own_group * ROWS<BK> + warp * SUB;  // the warp's first row
+  const i64 first_row = span.start + query_group * ROWS<BK> + warp * SUB;  // the warp's first row
   float* const k = s.k + warp * SUB * ROW<BK>;
 
   const auto tokens_from = [&](i64 token) {
@@ -364,8 +365,8 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   for (int x = lane; x < BK; x += 32) s.carry[warp][x] = 1.f;
   if (first_row < span.stop) {
     float d[2][4] = {};
-    score_own<ReadOrder, T, G, BK>(d, s.q + warp * SUB * ROW<BK>, k, s.total[warp], tokens_from(first_row), args,
-                                   args.u ? args.u + h * shape.K : nullptr);
+    score_within<ReadOrder, T, G, BK>(d, s.q + warp * SUB * ROW<BK>, k, s.total[warp], tokens_from(first_row), args,
+                                      args.u ? args.u + h * shape.K : nullptr);
     store_scores(args.A, batch, h, first_row, span.stop, first_row - span.start, d);
     constexpr int LANES = 32 / SUB;  // of a row, which write zeros to its later columns, four at a time
     if (const i64 row = first_row + lane / LANES; row < span.stop)
@@ -373,10 +374,10 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
         *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
 #pragma unroll 1
-  for (int group = own_group;; --group) {
+  for (int group = query_group;; --group) {
     __syncthreads();  // decayed queries and keys, and the decays over 16 keys, are in shared memory
     if (first_row < span.stop) {
-      const int count = group == int(own_group) ? warp : WARPS<BK>;
+      const int count = group == int(query_group) ? warp : WARPS<BK>;
       float d[WARPS<BK>][2][4] = {};
       score_earlier<T, BK>(d, s, warp, count);
 #pragma unroll

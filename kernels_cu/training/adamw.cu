@@ -1,9 +1,10 @@
 // what      A step of AdamW over all parameters, with the gradient clipped by its norm, and the matrices' next copy in
 //           the dtype of products.
-// math      g' = g clip / max(norm, clip); first <- b1 first + (1 - b1) g', second <- b2 second + (1 - b2) g'^2
-//           w <- w (1 - rate decay) - rate first / c1 / (sqrt(second / c2) + eps), with decay only for matrices
-// shapes    weights gradient first second [count], copy [matrices] or null; squares [P], whose sum is the squared norm
-//           square; schedule [4]: rate, 1 - rate decay, c1, c2
+// math      g' = g clip / max(norm, clip); the moments: first <- b1 first + (1 - b1) g', second <- b2 second + (1 - b2)
+//           g'^2;  w <- w (1 - rate decay) - rate first / c1 / (sqrt(second / c2) + eps), with decay only for
+//           matrices; c1 = 1 - b1^step, c2 = 1 - b2^step
+// shapes    weights gradient first second [count], of which the first `matrices` numbers are in matrices; copy
+//           [matrices] or null; squares [P], whose sum is the squared norm; schedule [4]: rate, 1 - rate decay, c1, c2
 // grid      any number of blocks, which take turns; 512 threads of 8 elements each
 // smem      the warps' sums
 // barriers  one: the warps' sums are in shared memory

@@ -4,7 +4,7 @@
 //           change = first (Added), sigmoid(first) value in units of UNIT_OF_SQUARES<T> (Gated);
 //           y = drop(table_token) (Embedded); y = x (Kept)
 // shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
-//           xx [tokens, D]; table [V, D], read [tokens / T, T + 1]
+//           xx [tokens, D]; table [V, D], token_ids [tokens / T, T + 1]
 // grid      a block a token; threads of 8 channels each
 // smem      the warps' parts of two sums
 // barriers  two: the mean, then the variance
@@ -18,7 +18,7 @@ template <typename T> struct Args {
   const T* first;
   const T* value;
   const float* table;
-  const i64* read;
+  const i64* token_ids;
   const float* weight;
   const float* bias;
   float* y;
@@ -52,8 +52,8 @@ struct Gated {
 
 struct Embedded {
   template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64 t, i64 index, i64 j) {
-    Eight x = load8(args.table + args.read[t + t / args.T_] * args.D +
-                    j);  // a row of `read` has one token more, the last to predict
+    // A row of token_ids has one token more than T, the last to predict.
+    Eight x = load8(args.table + args.token_ids[t + t / args.T_] * args.D + j);
     dropped(x, args.drop, index);
     return x;
   }

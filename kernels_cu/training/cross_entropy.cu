@@ -1,7 +1,8 @@
 // what      The cross entropy of the wanted tokens; its gradient overwrites the logits.
 // math      loss_t = log sum_v exp(logits_tv) - logits_t,wanted;
 //           logits_tv <- share (softmax(logits_t)_v - [v = wanted])
-// shapes    logits [tokens, V], losses [tokens], read [tokens / T, T + 1]
+// shapes    share: of a token's loss in the total, 1 / tokens; logits [tokens, V], losses [tokens], token_ids [tokens /
+//           T, T + 1]
 // grid      a warp a token; 256 threads
 // smem      none
 // barriers  none
@@ -14,7 +15,7 @@ constexpr int THREADS = 256;
 
 template <typename T> struct Args {
   T* logits;
-  const i64* read;
+  const i64* token_ids;
   float* losses;
   i64 tokens, T_, V;
   double share;
@@ -25,7 +26,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_cross_
   if (t >= args.tokens) return;
   const int lane = threadIdx.x % 32;
   T* logits = args.logits + t * V;
-  const i64 wanted = args.read[t + t / args.T_ + 1];
+  const i64 wanted = args.token_ids[t + t / args.T_ + 1];
   float largest = to_float(logits[0]), sum = 0.f;
   for (i64 v = lane; v < V; v += 32) largest = fmaxf(largest, to_float(logits[v]));
   for (int distance = 16; distance > 0; distance /= 2)

@@ -3,7 +3,7 @@
 //           dgate = dy a (s + gate s (1 - s)), da = dy gate s, do = the norm's pullback of da weight
 //           parts = sum_t (da n, da) of the block's tokens: dweight, dbias
 // shapes    dy o gate do dgate [tokens, D], weight bias [D], parts [blocks, 2, D]; heads of N channels
-// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; sums always in the same order
@@ -20,7 +20,7 @@ template <typename T> struct Args {
   T* do_;
   T* dgate;
   float* parts;
-  i64 tokens, D, N, each;
+  i64 tokens, D, N, tokens_per_block;
   double eps;
 };
 
@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(THREADS) training_gated_norm_backward(const Ar
   const i64 D = args.D, j = 8 * threadIdx.x;
   const bool inside = j < D;
   const int N = int(args.N);
-  const i64 first = blockIdx.x * args.each, last = first + args.each < args.tokens ? first + args.each : args.tokens;
+  const i64 first = blockIdx.x * args.tokens_per_block,
+            last = first + args.tokens_per_block < args.tokens ? first + args.tokens_per_block : args.tokens;
   Eight weight = {}, bias = {}, dweight = {}, dbias = {};
   if (inside) {
     weight = load8(args.weight + j);

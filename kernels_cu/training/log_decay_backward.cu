@@ -1,7 +1,7 @@
 // what      The gradient of the decay's exponent, and of its base.
 // math      dlow = dw w; parts = sum_t dlow of the block's tokens: ddecay
 // shapes    dw w [tokens, D] float32, dlow [tokens, D], parts [blocks, D]
-// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
 // smem      none
 // barriers  none
 // numerics  float32, dlow rounded once; sums always in the same order
@@ -14,14 +14,15 @@ template <typename T> struct Args {
   const float* w;
   T* dlow;
   float* parts;
-  i64 tokens, D, each;
+  i64 tokens, D, tokens_per_block;
 };
 
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS) training_log_decay_backward(const Args<T> args) {
   const i64 D = args.D, j = 8 * threadIdx.x;
   if (j >= D) return;
-  const i64 first = blockIdx.x * args.each, last = first + args.each < args.tokens ? first + args.each : args.tokens;
+  const i64 first = blockIdx.x * args.tokens_per_block,
+            last = first + args.tokens_per_block < args.tokens ? first + args.tokens_per_block : args.tokens;
   Eight sums = {};
 #pragma unroll 4
   for (i64 t = first; t < last; ++t) {

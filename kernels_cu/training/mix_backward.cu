@@ -2,7 +2,7 @@
 // math      dm_c = dmixed_c d, in the place of m;  dxx = sum_c dmixed_c, dd = sum_c dmixed_c (maa_c + m_c)
 //           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
 // shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]
-// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
 // smem      Shared: maa, so that no load of it has to wait for a store
 // barriers  one, without which the compiler would hold maa in registers
 // numerics  float32, rounded once; sums always in the same order
@@ -20,7 +20,7 @@ template <typename T> struct Args {
   T* dxx;
   T* dd;
   float* parts;
-  i64 tokens, T_, D, each;
+  i64 tokens, T_, D, tokens_per_block;
 };
 
 template <int THREADS> struct Shared {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
     for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + j, load8(args.maa + c * D + j));
   __syncthreads();  // keeps the compiler from holding maa in registers, which loads under way need
   if (j >= D) return;
-  Tokens token(args.each, args.tokens, args.T_);
+  Tokens token(args.tokens_per_block, args.tokens, args.T_);
   Eight sums[MIXES] = {}, before = {};
   if (!token.starts()) before = load8(args.xx + (token.t - 1) * D + j);
   for (; token.more(); token.next()) {

@@ -7,7 +7,7 @@
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
 // shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
 //           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
-// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
 // smem      the warps' parts of two sums, of even and odd tokens
 // barriers  one a token: the warps' parts of its sums are in shared memory, where those of two tokens later overwrite
 //           them
@@ -32,7 +32,7 @@ template <typename T> struct Args {
   T* dfirst;
   T* dvalue;
   float* parts;
-  i64 tokens, T_, D, each;
+  i64 tokens, T_, D, tokens_per_block;
   Dropout drop;
 };
 
@@ -74,9 +74,9 @@ template <int C> struct State {
   Eight before;           // xx of the token before
   Eight dweight, dbias, dmaa[C > 0 ? C : 1];
 
-  // Loads token t. first: whether it is the first of its sequence; own: whether it is one of the block's, whose terms
-  // are added to dmaa. `before` must hold xx of token t - 1 unless `first`.
-  template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool own) {
+  // Loads token t. first: whether it is the first of its sequence; in_block: whether it is one of the block's, whose
+  // terms are added to dmaa. `before` must hold xx of token t - 1 unless `first`.
+  template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool in_block) {
     const i64 D = args.D, j = 8 * threadIdx.x, index = t * D + j;
     direct = shifted = {};
     if (args.dxx) direct = load8(args.dxx + index);
@@ -84,7 +84,7 @@ template <int C> struct State {
     if constexpr (C > 0) {
       const Eight xx = load8(args.xx + index);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) before.x[n] = own ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
+      for (int n = 0; n < 8; ++n) before.x[n] = in_block ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
         const Eight dmixed = load8(args.dmixed + c * args.tokens * D + index), maa = load8(args.maa + c * D + j);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x;
   const bool inside = j < D;
-  Tokens token(args.each, args.tokens, args.T_);
+  Tokens token(args.tokens_per_block, args.tokens, args.T_);
   State<C> state = {};
   if (inside && token.more()) {
     if (C > 0 && !token.starts()) state.before = load8(args.xx + (token.t - 1) * D + j);
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
       if (args.dy) dx = load8(args.dy + index);
       change.load(args, index);
       G = state.direct;
-      const bool own = token.t + 1 < token.last;
-      if (own || !token.ends()) state.load(args, token.t + 1, token.ends(), own);
+      const bool next_in_block = token.t + 1 < token.last;
+      if (next_in_block || !token.ends()) state.load(args, token.t + 1, token.ends(), next_in_block);
 #pragma unroll
       for (int n = 0; n < 8; ++n) G.x[n] += token.ends() ? 0.f : state.shifted.x[n];
 #pragma unroll

@@ -7,7 +7,6 @@ shapes. Words:
     D, N, V     channels of the model, channels of a head, tokens of the vocabulary
     C           mixes of a layer's half: mixed_c = xx + (previous xx - xx) (maa_c + m_c)
     parts       sums over the tokens of each block, which `ColumnSums` adds up
-    each        tokens that a block computes, one after the other
     d...        a gradient: dy is that of y
 
 A thread computes eight channels.
@@ -71,7 +70,7 @@ class AddNorm(TokenKernel):
 
     file = "training/add_norm"
     arguments = (
-        *members("pointers x first value table read weight bias y moments xx, integers T_ D"),
+        *members("pointers x first value table token_ids weight bias y moments xx, integers T_ D"),
         *DROPOUT,
         *members("reals eps"),
     )
@@ -93,7 +92,7 @@ class MixBackward(TokenKernel):
     """The gradients of RWKV-6's five data-dependent mixes: of m, xx, the token shift and maa."""
 
     file = "training/mix_backward"
-    arguments = members("pointers dmixed m maa xx dxx dd parts, integers tokens T_ D each")
+    arguments = members("pointers dmixed m maa xx dxx dd parts, integers tokens T_ D tokens_per_block")
     shared = ("Shared<{THREADS}>",)
 
 
@@ -104,7 +103,7 @@ class NormBackward(TokenKernel):
     arguments = (
         *members(
             "pointers dxx dd dmixed maa xx x moments weight dy dx first value dfirst dvalue parts, "
-            "integers tokens T_ D each"
+            "integers tokens T_ D tokens_per_block"
         ),
         *DROPOUT,
     )
@@ -119,7 +118,9 @@ class GatedNormBackward(TokenKernel):
     """The gradients of `rwkv6_model_kernels.GatedNorm`: y = GroupNorm(o) silu(gate)."""
 
     file = "training/gated_norm_backward"
-    arguments = members("pointers dy o gate weight bias do_ dgate parts, integers tokens D N each, reals eps")
+    arguments = members(
+        "pointers dy o gate weight bias do_ dgate parts, integers tokens D N tokens_per_block, reals eps"
+    )
 
 
 class LogDecayForward(Elementwise):
@@ -133,7 +134,7 @@ class LogDecayBackward(TokenKernel):
     """The gradients of `LogDecayForward`."""
 
     file = "training/log_decay_backward"
-    arguments = members("pointers dw w dlow parts, integers tokens D each")
+    arguments = members("pointers dw w dlow parts, integers tokens D tokens_per_block")
 
 
 class ActivationBackward(Kernel):
@@ -150,7 +151,7 @@ class CrossEntropy(Kernel):
     """The losses of all tokens, and their gradient in the place of the logits."""
 
     file = "training/cross_entropy"
-    arguments = members("pointers logits read losses, integers tokens T_ V, reals share")
+    arguments = members("pointers logits token_ids losses, integers tokens T_ V, reals share")
     threads = 256
     TOKENS: ClassVar[int] = 8  # tokens per block: a warp computes one
     T: np.dtype

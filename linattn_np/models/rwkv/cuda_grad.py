@@ -215,7 +215,7 @@ class TrainingStep:
             first=None if embedded else change.first,
             value=change.value,
             table=change.first if embedded else None,
-            read=self.token_ids,
+            token_ids=self.token_ids,
             **affine(norm),
             y=None if y is x else y,
             moments=moments,
@@ -262,7 +262,7 @@ class TrainingStep:
             kernel,
             ceil_div(self.tokens, kernel.TOKENS),
             logits=logits,
-            read=self.token_ids,
+            token_ids=self.token_ids,
             losses=losses,
             V=self.V,
             share=1 / self.tokens,
@@ -431,6 +431,6 @@ class TrainingStep:
 
     def run_kernel(self, kernel, blocks, **args):
         """Launches a kernel; `args` are the members of its argument struct, except for the step's sizes."""
-        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.tokens_per_block}
+        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "tokens_per_block": self.tokens_per_block}
         step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
         kernels.launch(self.device, kernel, blocks, **(step_sizes | args))
