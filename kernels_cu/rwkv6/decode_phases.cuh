@@ -61,35 +61,15 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
   return {};
 }
 
-template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
-  return int(phase == FFN_VALUE ? args.F : args.D);
-}
-
+// The place of a tile of a phase that the other version does not share.
 template <typename T, typename S>
-__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
+__device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
-  TileRows<T> rows = {args.head, args.head_scales};
-  i64 row = tile;
-  switch (phase) {
-    case MIX_DOWN:
-      rows = {args.maa_down, args.maa_down_scales}, row += layer * tiles_of(5 * args.A);
-      break;
-    case INPUTS:
-      if (tile < W) rows = {args.decay_down, args.decay_down_scales}, row += layer * W;
-      else rows = {args.kvrg, args.kvrg_scales}, row += layer * 4 * D - W;
-      break;
-    case OUTPUT:
-      rows = {args.output, args.output_scales}, row += layer * D;
-      break;
-    case FFN_INPUTS:
-      if (tile < F) rows = {args.ffn_key, args.ffn_key_scales}, row += layer * F;
-      else rows = {args.ffn_receptance, args.ffn_receptance_scales}, row += layer * D - F;
-      break;
-    case FFN_VALUE:
-      rows = {args.ffn_value, args.ffn_value_scales}, row += layer * D;
-      break;
-  }
-  return {rows.weights + row * ROWS * depth_of(args, phase), rows.scales + row * ROWS};
+  if (phase == MIX_DOWN) return {{args.maa_down, args.maa_down_scales}, layer * tiles_of(5 * args.A) + tile};
+  if (phase == INPUTS && tile < W) return {{args.decay_down, args.decay_down_scales}, layer * W + tile};
+  if (phase == INPUTS) return {{args.kvrg, args.kvrg_scales}, layer * 4 * D + tile - W};
+  if (tile < F) return {{args.ffn_key, args.ffn_key_scales}, layer * F + tile};
+  return {{args.ffn_receptance, args.ffn_receptance_scales}, layer * D + tile - F};
 }
 
 __device__ __forceinline__ bool is_normed(int phase) {

@@ -40,10 +40,14 @@ __device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks)
   return {tiles - mirrored.stop, tiles - mirrored.first, 0, 0};
 }
 
-// A tile's first row of weights, and the scales of its rows (int8).
+// Weights, and the scales of their rows (int8): a tile of 16 rows; or matrices of all layers, and a tile's place there.
 template <typename T> struct TileRows {
   const T* weights;
   const float* scales;
+};
+template <typename T> struct PlaceOfTile {
+  TileRows<T> of;
+  i64 tile;
 };
 
 // A lane's weights: EACH neighbours, 16 bytes of a row, at a time. Four lanes have a warp's STEP columns of a row.

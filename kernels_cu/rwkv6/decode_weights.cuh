@@ -25,6 +25,22 @@ template <int STAGES> struct Shared {
   __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
 };
 
+// Columns of a phase's matrices.
+template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
+  return int(phase == FFN_VALUE ? args.F : args.D);
+}
+template <typename T, typename S>
+__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
+  const i64 row = layer * tiles_of(args.D) + tile;
+  PlaceOfTile<T> place;
+  if (phase == OUTPUT) place = {{args.output, args.output_scales}, row};
+  else if (phase == FFN_VALUE) place = {{args.ffn_value, args.ffn_value_scales}, row};
+  else if (phase == HEAD) place = {{args.head, args.head_scales}, tile};
+  else place = own_place_of(args, layer, phase, tile);
+  const i64 first = place.tile * ROWS;
+  return {place.of.weights + first * depth_of(args, phase), place.of.scales + first};
+}
+
 // The loop of the warps that copy weights. Each has some of a stage's 16 rows, a lane a row; zeros from column K on.
 template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAGES>& s) {

@@ -89,35 +89,14 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
   return {};
 }
 
-template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
-  return int(phase == FFN_VALUE ? args.F : args.D);
-}
-
+// The place of a tile of a phase that the other version does not share.
 template <typename T, typename S>
-__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
-  const int D = tiles_of(args.D);
-  TileRows<T> rows = {args.head, args.head_scales};
-  i64 row = tile;
-  switch (phase) {
-    case INPUTS: {
-      const InputTile of = input_tile_of(args, tile);
-      const bool down = of.matrix < OPENINGS;
-      if (down) rows = {args.down, args.down_scales}, row = (layer * OPENINGS + of.matrix) * args.tiles_of_rank();
-      else rows = {args.vkr, args.vkr_scales}, row = (layer * 3 + of.matrix - OPENINGS) * D;
-      row += of.tile;
-      break;
-    }
-    case OUTPUT:
-      rows = {args.output, args.output_scales}, row += layer * D;
-      break;
-    case FFN_INPUTS:
-      rows = {args.ffn_key, args.ffn_key_scales}, row += layer * tiles_of(args.F);
-      break;
-    case FFN_VALUE:
-      rows = {args.ffn_value, args.ffn_value_scales}, row += layer * D;
-      break;
-  }
-  return {rows.weights + row * ROWS * depth_of(args, phase), rows.scales + row * ROWS};
+__device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
+  if (phase == FFN_INPUTS) return {{args.ffn_key, args.ffn_key_scales}, layer * tiles_of(args.F) + tile};
+  const InputTile of = input_tile_of(args, tile);
+  if (of.matrix < OPENINGS)
+    return {{args.down, args.down_scales}, (layer * OPENINGS + of.matrix) * args.tiles_of_rank() + of.tile};
+  return {{args.vkr, args.vkr_scales}, (layer * 3 + of.matrix - OPENINGS) * tiles_of(args.D) + of.tile};
 }
 
 template <typename T, typename S>
