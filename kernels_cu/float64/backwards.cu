@@ -1,8 +1,9 @@
 // what      Every recurrence with gates in float64, backwards in time: the gradients of what a state's rows are written
 //           with, of their gates, and of the initial state.
-// math      D_t, the gradient of X_t, is a_{t+1} (b_{t+1} * D_{t+1}) + scale p_t z_t (read before the write: p_{t+1}
-//           z_{t+1} instead), and dht at the end;   dx_t = y_t . D_t,   da_t = (b_t * X_{t-1}) . D_t, of a's logarithm
-//           read before the write: dx_t += scale p_t u_r sum_c u_c y_t z_t, and du_r = scale sum_t p_t x_t y_t . z_t
+// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t is a row of the state (forwards.cu), D_t its gradient: dht after the
+//           last token, else D_t = a_{t+1} (b_{t+1} * D_{t+1}) + scale p_t z_t (RWKV-6: p_{t+1} z_{t+1});
+//           dx_t = y_t . D_t;  the gradient of log a:  da_t = a_t (b_t * X_{t-1}) . D_t
+//           RWKV-6: dx_t += scale p_t u_r sum_c u_c y_t z_t, and du_r = scale sum_t p_t x_t y_t . z_t
 // shapes    see state_row.cuh; p of the rows: what reads them, q, or do if the state is transposed; dx da [B, H, T, R],
 //           kept [B, H, NC, R, C], of which `before` [N, H, R, chunk, a launch's columns] keeps all states of a chunk;
 //           du [N, H, R]
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
 #pragma unroll 1
     for (i64 t = span.stop - 1; t >= span.start; --t) {
       const double a = args.a.row(b, h, t)[r * args.a_step], read = args.scale * args.p.row(b, h, t)[r];
-      double dx = 0., da = 0., own = 0.;
+      double dx = 0., da = 0., self_term = 0.;
       D.each(int(args.columns), [&](double& D, int c) {
         const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c],
                      ab = a * args.b.row(b, h, t)[c * int(args.b_step)];
@@ -74,15 +75,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
         D *= ab;
         if (ReadOrder::reads_before_write) {
           D = fma(read, z, D);
-          own = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, own);
+          self_term = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, self_term);
         }
       });
       dx = over_the_warp(dx);
       da = over_the_warp(da);
       if (ReadOrder::reads_before_write) {
-        own = read * over_the_warp(own);
-        dx = fma(args.u_rows ? args.u_rows[h * args.R + r] : 1., own, dx);
-        du = fma(args.x.row(b, h, t)[r], own, du);
+        self_term = read * over_the_warp(self_term);
+        dx = fma(args.u_rows ? args.u_rows[h * args.R + r] : 1., self_term, dx);
+        du = fma(args.x.row(b, h, t)[r], self_term, du);
       }
       if (threadIdx.x % 32) continue;
       put(args.dx.row(b, h, t)[r], dx, args.adds);

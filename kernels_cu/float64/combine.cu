@@ -1,4 +1,4 @@
-// what      Stage 5 in float64: what the past chunks and the present one give.
+// what      Stage 5 in float64: the outputs, from the state before each chunk and from the chunk's own tokens.
 // math      o = scale (qg h_c + A v)
 // shapes    qg [B, H, T, K], A [B, H, T, C], h [B, H, NC, K, V], v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads over (token, column)

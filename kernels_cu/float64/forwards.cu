@@ -1,6 +1,7 @@
 // what      Every recurrence with gates in float64, forwards in time: outputs, or the gradient of the queries.
-// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t   for every row of the state
-//           read before the write: scale (z_t . X_{t-1} + u_r x_t sum_c u_c y_t z_t), u of the rows or of the columns
+// math      for every row X of the state S [K, V] (x = k, y = v, z = do), or of its transpose (x = v, y = k, z = q), a
+//           and b the decays of rows and columns:  X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t
+//           RWKV-6:  scale (z_t . X_{t-1} + u_r x_t sum_c u_c y_t z_t), u of the rows or of the columns, else 1
 // shapes    see state_row.cuh; result [B, H, T, R], u [H, R] or [H, C], kept [B, H, NC, R, C]
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
@@ -47,19 +48,20 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
       X.each(int(args.columns), [&](double& X, int c) { kept[c] = X; });
     }
     const double x = args.x.row(b, h, t)[r], a = args.a.row(b, h, t)[r * args.a_step];
-    double seen = 0., own = 0.;
+    double read = 0., self_term = 0.;
     X.each(int(args.columns), [&](double& X, int c) {
       const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c], before = X;
       X = fma(x, y, a * (args.b.row(b, h, t)[c * int(args.b_step)] * X));
-      seen = fma(z, ReadOrder::reads_before_write ? before : X, seen);
-      if (ReadOrder::reads_before_write) own = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, own);
+      read = fma(z, ReadOrder::reads_before_write ? before : X, read);
+      if (ReadOrder::reads_before_write)
+        self_term = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, self_term);
     });
-    seen = over_the_warp(seen);
+    read = over_the_warp(read);
     if (ReadOrder::reads_before_write) {
-      own = over_the_warp(own);
-      seen = fma(args.u_rows ? args.u_rows[h * args.R + r] * x : x, own, seen);
+      self_term = over_the_warp(self_term);
+      read = fma(args.u_rows ? args.u_rows[h * args.R + r] * x : x, self_term, read);
     }
-    if (threadIdx.x % 32 == 0) put(args.result.row(b, h, t)[r], args.scale * seen, args.adds);
+    if (threadIdx.x % 32 == 0) put(args.result.row(b, h, t)[r], args.scale * read, args.adds);
   }
   if (args.final) X.each(int(args.columns), [&](double& X, int c) { args.final[at_column(c)] = X; });
 }

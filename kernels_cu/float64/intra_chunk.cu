@@ -1,11 +1,11 @@
-// what      Stage 4 in float64: how much each token of a chunk weighs on each later one.
+// what      Stage 4 in float64: the scores of a chunk, A_ij the weight of token j in the output of token i.
 // math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k
 //           k_ik)
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C], zero above the diagonal
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads over the pairs
 // smem      none
 // barriers  none
-// numerics  float64 throughout; the gates between two tokens are summed by themselves, no cumulated ones subtracted
+// numerics  float64 throughout; the gates between two tokens are summed alone, no cumulated sums are subtracted
 // source    Yang et al., 2024, section 4.3
 // limits    none
 #include "read_order.cuh"
@@ -29,8 +29,8 @@ template <class ReadOrder> __global__ void __launch_bounds__(128) float64_intra_
     for (i64 channel = 0; j <= i && channel < shape.K; ++channel) {
       double gates = 0.;
       for (i64 m = j + 1; m < i + !ReadOrder::reads_before_write; ++m) gates += args.g.row(b, h, m)[channel];
-      const double own = ReadOrder::reads_before_write && i == j ? args.u[h * shape.K + channel] : decay_of(gates);
-      sum = fma(args.q.row(b, h, i)[channel] * own, args.k.row(b, h, j)[channel], sum);
+      const double factor = ReadOrder::reads_before_write && i == j ? args.u[h * shape.K + channel] : decay_of(gates);
+      sum = fma(args.q.row(b, h, i)[channel] * factor, args.k.row(b, h, j)[channel], sum);
     }
     args.A.row(b, h, i)[at % shape.chunk] = sum;
   }

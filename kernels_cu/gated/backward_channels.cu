@@ -157,7 +157,6 @@ template <class M, bool TURNED> struct States {
   }
 };
 
-// The type that a pointer points to.
 template <typename Pointer> struct Element;
 template <typename E> struct Element<E*> {
   using type = E;
@@ -336,8 +335,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // This lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's pair].
   using Block = float[2][4];
   constexpr bool RWKV6 = ReadOrder::reads_before_write;
-  // Products of split operands are so many instructions that unrolled loops take a second longer to compile, and run no
-  // faster.
+  // Products of split operands are many instructions: unrolled loops compile a second longer, and run no faster.
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
   // Whether `work` is computed again from blockIdx where it is needed, which frees registers. RWKV-6 in float32 spills
   // more registers if it is.
@@ -370,12 +368,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
   const auto fetch = [&](int stage) {
     Values<E>& to = s.values[stage & 1];
-    const ChannelTile own_work = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
-    const i64 head = Columns::gated ? own_work.h - args.first : own_work.h, column = stage * COLUMNS;
+    const ChannelTile current = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
+    const i64 head = Columns::gated ? current.h - args.first : current.h, column = stage * COLUMNS;
     const bool aligned = Columns::gated || vectors;
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, own_work.b, head, own_work.span.start, own_work.span.stop, column,
-                                    width, aligned);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, own_work.b, head, own_work.span.start, own_work.span.stop, column,
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, current.b, head, current.span.start, current.span.stop, column, width,
+                                    aligned);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, current.b, head, current.span.start, current.span.stop, column,
                                     width, aligned);
   };
   // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the following 16. Each step moves

@@ -189,8 +189,7 @@ __global__ void __launch_bounds__(
   }
   cp_async_wait<0>();
   __syncthreads();  // the operands have been read; do and self_scores are in shared memory
-  // The factor of A, which is multiplied by do. Scores that are products are multiplied by TF32_CORRECTION_OF_BOTH,
-  // too.
+  // The factor of A, which is multiplied by do. Scores that are products also have the factor TF32_CORRECTION_OF_BOTH.
   const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
   const auto put_block = [&](const float (&d)[2][4], int row, int column, float correction) {
 #pragma unroll

@@ -25,8 +25,7 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
     from += AT_ONCE * stride;
   }
 }
-// Starts copying rows as copy_rows does, if rows are multiples of `bytes` only: 8, 4, or one number. Not inlined, since
-// such rows are rare.
+// As copy_rows, for rows that are multiples of `bytes` only: 8, 4, or one number. They are rare: not inlined.
 template <int ROWS, int COLS, int THREADS, typename T>
 __device__ __noinline__ void copy_unaligned_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);

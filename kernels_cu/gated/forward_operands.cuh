@@ -2,7 +2,7 @@
 // math      S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t; in RWKV-6 o_t reads S before the write of
 //           k_t. A chunk (32 or 16 tokens) has sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a
 //           query and an earlier key is a product of q times the decay since a border and k times the decay up to it:
-//           in one sub-chunk the border is the sub-chunk's middle (tile `middle_q`, `middle_k`; where the token lies on
+//           in one sub-chunk the border is the sub-chunk's middle (tile `middle_q`, `middle_k`; where the token is on
 //           the other side of the middle, its operand is divided by the decay); between sub-chunks of one half of the
 //           chunk it is the later sub-chunk's start, between the halves it is the chunk's middle (tile `border`). For
 //           the product with S, queries are decayed from the chunk's start, and keys to its end (state_q, state_k).
@@ -23,8 +23,7 @@
 
 // Share n of the warp: a span (its number in the chunk) with all channels, or, with few spans and BK = 128, with half
 // of them. A warp has SHARES_PER_WARP shares, one after the other. If BK is 64 and there are two spans for each warp,
-// the two halves of its lanes have them at once; both are first, or both second, spans of a sub-chunk: no branch
-// diverges.
+// the two halves of its lanes have them at once; both are first, or both second, spans of a sub-chunk (no divergence).
 template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int SPANS = CHUNK<T> / SPAN;
   static constexpr int SPANS_AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / SPANS_AT_ONCE;
@@ -305,8 +304,8 @@ __device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& 
       sums[i] = fmaf(q[i].get(c), u * k[i].get(c), sums[i]);
     }
   }
-  const float own_score = sum_each<WarpShare::LANES>(sums);
-  if (lane < SPAN) s.direct[0][coord.channel_part][coord.row(lane)] = own_score;
+  const float self_score = sum_each<WarpShare::LANES>(sums);
+  if (lane < SPAN) s.direct[0][coord.channel_part][coord.row(lane)] = self_score;
   if constexpr (ReadOrder::reads_before_write) {
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {

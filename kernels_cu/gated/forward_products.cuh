@@ -112,7 +112,6 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
     }
   }
 }
-// Stores them.
 template <int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task,
                                            const float (&d)[4]) {

@@ -68,9 +68,9 @@ __device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key 
 #pragma unroll 1
   for (int j = t - 1; j >= 0; --j) {
     const float key = decay * k(j);
-    const float own = a(t);
-    sums.dq = fmaf(dA(t, j), (INCLUSIVE ? own : 1.f) * key, sums.dq);
-    float later = own;
+    const float decay_of_t = a(t);
+    sums.dq = fmaf(dA(t, j), (INCLUSIVE ? decay_of_t : 1.f) * key, sums.dq);
+    float later = decay_of_t;
     if (INCLUSIVE) sums.dg = fmaf(dA(t, j), later * q(t) * key, sums.dg);
 #pragma unroll 1
     for (int i = t + 1; i < PAIRED; ++i) {

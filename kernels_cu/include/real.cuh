@@ -19,8 +19,5 @@ template <> __device__ __forceinline__ double from_real<double>(double x) { retu
 __device__ __forceinline__ float multiply_add(float a, float x, float b) { return fmaf(a, x, b); }
 __device__ __forceinline__ double multiply_add(double a, double x, double b) { return fma(a, x, b); }
 
-// exp of a gate.
 __device__ __forceinline__ double decay_of(double gate) { return exp(gate); }
-
-// 1 / sqrt(x).
 __device__ __forceinline__ double inverse_root(double x) { return 1. / sqrt(x); }

@@ -8,7 +8,6 @@
 
 constexpr int WARPS = 4;  // of a block; each has a row
 
-// The row of the state of this warp.
 struct StateRow {
   i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state
   Span span;

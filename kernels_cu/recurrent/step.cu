@@ -49,7 +49,6 @@ template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
   S x[N];
 };
 
-// A token's numbers of a channel.
 template <typename R> struct Channel {
   R q, k, decay, u;
 };

@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // row: the warp's first key
   auto diagonal = [&] { return work.diagonal + row; };
-  // Step n multiplies a tile of queries: first those of the first head that shares the keys, then those of the next
-  // one.
+  // Step n multiplies a tile of queries: those of the first head that shares the keys, then those of the next, ...
   auto tile_of = [&](int n) { return work.first_tile + n % work.tiles; };
   auto fetch_queries = [&](int n) {
     const int stage = n & 1, tile = tile_of(n), head = work.head * int(args.group) + n / work.tiles;

@@ -103,8 +103,7 @@ __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Pi
   }
 }
 
-// Stores queries decayed from the start of their 8 tokens. Sets `unit_decays` to the decays over the first and the
-// second 8 tokens.
+// Stores queries decayed from the start of their 8 tokens. `unit_decays`: decays over the first and the second 8.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&queries)[SUB], const float (&a)[SUB][W],
                                                   float (&unit_decays)[2][W]) {

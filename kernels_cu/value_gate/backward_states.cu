@@ -44,8 +44,7 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A lane's part of a tile of S or dS, accumulators [16 channels, 8 columns]: two channels that are 8 apart, and two of
-// every 8 columns.
+// A lane's part of a tile of S or dS, accumulators [16 channels, 8 columns]: channels 8 apart, 2 of every 8 columns.
 using StatePart = float[TILE / 16][2][4];
 
 // Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. S is in memory, so that

@@ -31,7 +31,6 @@ constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;  // BC: tokens of a su
 using SubChunk = float[4];
 using Chunk = SubChunk[SUBCHUNKS];
 
-// The two numbers of a register.
 template <typename T> __device__ __forceinline__ float2 unpack(u32 two);
 template <> __device__ __forceinline__ float2 unpack<bf16>(u32 two) { return {low(two), high(two)}; }
 template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
@@ -180,7 +179,7 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
     const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
-    // GLA's gates 1 to 7 lie between tokens, and the middle is within gate 4: mask ^ early lacks the bit HALVES of that
+    // GLA's gates 1 to 7 are between tokens, and the middle is within gate 4: mask ^ early lacks the bit HALVES of that
     // gate for every i, so that it counts 1/2 or, for i < 4, -1/2 times.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }

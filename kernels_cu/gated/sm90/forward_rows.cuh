@@ -52,7 +52,6 @@ __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const 
   for (int c = 0; c < 4; ++c) y[c] = x[c] * factor[c % GATES];
 }
 
-// Stores 4 neighbouring values.
 __device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
   *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
 }

@@ -49,7 +49,6 @@ template <int WARPS> struct ScoreShare {
       : subchunk(warp * N), keys(N == 1 ? warp & 1 : 0), halves(warp >= WARPS / 2) {}
 };
 
-// The address of 16-byte piece `piece` of a row.
 template <typename X> __device__ __forceinline__ const char* piece_of(const X* row, int piece) {
   return reinterpret_cast<const char*>(row) + piece * 16;
 }

@@ -77,8 +77,7 @@ __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1
   if (lane == 31) gates.chunk_decay = from_start[1];
 }
 
-// Fills s.gates for each chunk of the sequence. Waits until the consumers have finished the chunk whose stage is
-// reused.
+// Fills s.gates for each chunk of the sequence, each time after the consumers have finished the stage's last chunk.
 template <typename G, class S>
 __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum, const Rows<const G>& gates,
                                                     const WorkTile& work, bool backwards) {

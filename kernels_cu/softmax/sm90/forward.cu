@@ -141,7 +141,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   auto multiply_values = [&](bool accumulates) {  // issues o = weights v, or o += weights v
     if (valid_values < KEYS) zero_rows(s.v[v.stage], valid_values, warpgroup);
     const u64 b = wgmma_tile(s.v[v.stage][0], KEYS * 128, 1024);
-    wgmma_fence();  // again, since zero_rows is behind a branch: the compiler may have moved registers of weights and o
+    wgmma_fence();  // again, since zero_rows is in a branch: the compiler may have moved registers of weights and o
 #pragma unroll
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, V, true>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();

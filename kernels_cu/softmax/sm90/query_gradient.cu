@@ -69,7 +69,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         const bool any = sees_keys(work, block, tile, int(args.left), int(args.right));
         bits |= u32(any) << block, blocks += any;
       }
-      // A sequence without keys has no offset: its dq, 0, is written all the same.
+      // A sequence without keys has no offset: its dq, which is 0, is written, too.
       const int offset = bits ? args.ds_offsets[work.ds_index + tile / 2] : 0;
       barrier_wait(s.empty[k.stage], k.parity ^ 1);
       barrier_expect(s.full[k.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));

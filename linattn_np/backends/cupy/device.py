@@ -118,7 +118,7 @@ class CupyDevice:
         return isinstance(x.data.mem, cupy.cuda.UnownedMemory)
 
     def view(self, x, shape, strides, dtype, offset):
-        """An array in the memory of `x`, `offset` bytes behind its first number."""
+        """An array in the memory of `x`, `offset` bytes after its first number."""
         import cupy
 
         start = x.data + offset if x.size else x.data  # an empty array has no address

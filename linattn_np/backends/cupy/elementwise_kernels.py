@@ -73,7 +73,7 @@ class Divide(Kernel):
 
 
 class DivideGradient(Kernel):
-    """The gradient of `Divide`: `dyz` from `yz` and do. Both have `columns` columns; those behind column V pad rows,
+    """The gradient of `Divide`: `dyz` from `yz` and do. Both have `columns` columns; those after column V pad rows,
     and their gradient is 0."""
 
     file = "elementwise/divide_gradient"

@@ -169,14 +169,9 @@ class PortableForward(ForwardPass):
 
     def launch_summaries(self, parts, summaries, segments, computed):
         kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
-        args = {
-            "states": summaries[0],
-            "decays": summaries[1],
-            "segments": segments,
-            "computed": computed,
-            "parts": parts,
-        }
-        args |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
+        args = {"states": summaries[0], "decays": summaries[1], "bytes": common_bytes(*rows.values())}
+        args |= {"segments": segments, "computed": computed, "parts": parts}
+        args["shape"] = self.draft.shape(self.problem, self.cut.spans)
         blocks = N * H * computed * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel, blocks, **rows, **args, channel=channel)

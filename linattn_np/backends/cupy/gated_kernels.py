@@ -42,7 +42,7 @@ def read_order(op) -> str:
 # clusters of two blocks, each with half of K or half of V.
 SINGLE_PASS, SEGMENT_STATE, SPLIT_CHANNELS = "SinglePass", "SegmentState", "SplitChannels"
 CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
-TILES = (64, 128)  # BK and BV of forward kernels
+TILES = (64, 128)  # BK and BV of forward kernels; TILES[size > 64] is the smallest that holds `size`, if any does
 
 
 class GatedForward(TiledKernel):
@@ -323,7 +323,7 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
     # Tokens between stored states. The gates' gradient is a running sum. It starts anew at each stored state, which
     # bounds its error.
     CHECKPOINT_EVERY: ClassVar[int] = 1024
-    FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's `query_sums`; their 8 bytes are a flag for each warp
+    FLAGS: ClassVar[int] = 2  # float32 numbers after a chunk's `query_sums`; their 8 bytes are a flag for each warp
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     BK: int
     BV: int

@@ -88,7 +88,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Ref:
-    """An address: `offset` bytes behind the start of `memory`."""
+    """An address: `offset` bytes after the start of `memory`."""
 
     memory: CallerArray | Buffer | Table
     offset: int = 0

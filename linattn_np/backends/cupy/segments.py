@@ -666,15 +666,15 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
     (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
-    narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
+    columns = min(V, TILES[0] if narrow_blocks(N * H, V, longest, device) else TILES[-1])
     if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # `WeightedSums` multiplies states in the dtype of the data
         gate = gate_dtype(problem)
-        kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
+        kernel, summary = WeightedSums.fitting("Whole", gate, K, columns), WeightedSums.fitting("Summary", gate, K, V)
         return cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     if K > TILES[-1]:
         kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
     else:
-        kernel = hopper_forward_kernel(problem, SINGLE_PASS, SCALAR, narrow)
+        kernel = hopper_forward_kernel(problem, SINGLE_PASS, SCALAR, columns)
     summary = hopper_forward_kernel(problem, SEGMENT_STATE, SCALAR, V)
     cut = cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     first_tokens = short_first_segment_of(problem, device, kernel) if cut.segments == 1 else 0

@@ -41,7 +41,7 @@ def root() -> Path:
     for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"kernels_cu stands neither in {package} nor in {package.parent}")
+    raise FileNotFoundError(f"kernels_cu is neither in {package} nor in {package.parent}")
 
 
 def header(name) -> Path:

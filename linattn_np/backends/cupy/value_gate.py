@@ -222,8 +222,8 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
     heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, input_bytes)
     chunk_states = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
     between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
-    keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
-    values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
+    keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g})
+    values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, transposed=True)
     for first in range(0, H, heads):
         group = {"first": first, "heads": min(heads, H - first)}
         blocks = B * keys.shape.NC * group["heads"]
@@ -244,11 +244,11 @@ class ValueGateSide:
     """The arrays and launches of one side: the keys' side, or, if `transposed`, the values' side.
 
     read : {"q", "k", "g"}: the arrays that the kernels read in these places
-    written : {"dq", "dk", "dg"}: their gradients; dq is None on the values' side, where do stands in the place of q
+    written : {"dq", "dk", "dg"}: their gradients; dq is None on the values' side, where do is in the place of q
     starts, ends, scores, growth : what `ValueGateBackwardScores` writes for the other kernels
     """
 
-    def __init__(self, draft, problem, kernel, heads, read, transposed):
+    def __init__(self, draft, problem, kernel, heads, read, transposed=False):
         self.draft, self.read = draft, read
         B, T, K, V = problem.shape("B T K V")
         self.K, self.V = (V, K) if transposed else (K, V)
