@@ -49,14 +49,14 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
 template <typename X, int PANELS, typename P, class F>
 __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* memory, i64 stride, int rows,
                                            int columns, F f) {
-  const int first = threadIdx.x >> 3 & 3, piece = threadIdx.x & 7;
+  const int lane_row = threadIdx.x >> 3 & 3, piece = threadIdx.x & 7;
 #pragma unroll 1
   for (int panel = 0; panel < PANELS; ++panel) {
     const int column = panel * PANEL<X> + piece * (PANEL<X> / 8), valid_rows = column < columns ? rows : 0;
-    int offset = swizzled_offset(first, piece);
-    P* address = memory + first * stride + column;
+    int offset = swizzled_offset(lane_row, piece);
+    P* address = memory + lane_row * stride + column;
 #pragma unroll 1
-    for (int row = first; row < CHUNK; row += 4, address += 4 * stride, offset = (offset + 4 * 128) ^ 64)
+    for (int row = lane_row; row < CHUNK; row += 4, address += 4 * stride, offset = (offset + 4 * 128) ^ 64)
       f(reinterpret_cast<uint4*>(at_offset(tile[panel], offset)), address, row < valid_rows);
   }
 }
@@ -86,17 +86,17 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work,
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
     barrier_expect(full, bytes);
-    each_input([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0) {
+    each_input([&](auto& tile, const TensorMap& map, auto, i64, i32 first_column = 0) {
       for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-        tensor_load(tile[panel], map, full, first + i32(panel * columns_of(tile)), work.start + token, work.head,
+        tensor_load(tile[panel], map, full, first_column + i32(panel * columns_of(tile)), work.start + token, work.head,
                     work.batch);
     });
     return;
   }
-  each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first = 0) {
-    const auto* const start = from.row(work.batch, work.head, work.start + token) + first;
+  each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first_column = 0) {
+    const auto* const start = from.row(work.batch, work.head, work.start + token) + first_column;
     each_piece(
-        tile, start, from.t, work.tokens - token, int(width) - first,
+        tile, start, from.t, work.tokens - token, int(width) - first_column,
         [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // zeros if not inside
   });
   cp_async_commit();
@@ -112,22 +112,23 @@ template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Outputs each_output) {
   if (fills_boxes(work, token) && !runs_backwards(each_output)) {
     if ((threadIdx.x & 31) == 0) {
-      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
+      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first_column = 0, bool adds = false) {
         for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
-          const i32 column = first + i32(panel * columns_of(tile));
+          const i32 column = first_column + i32(panel * columns_of(tile));
           tensor_store_or_add(map, tile[panel][0], column, work.start + token, work.head, work.batch, adds);
         }
       });
       tensor_store_wait();
     }
   } else {
-    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
-      auto* const start = to.row(work.batch, work.head, work.start + token) + first;
-      each_piece(tile, start, to.t, work.tokens - token, int(width) - first, [&](auto* from, auto* to, bool inside) {
-        if (!inside) return;
-        if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
-        else *reinterpret_cast<uint4*>(to) = *from;
-      });
+    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first_column = 0, bool adds = false) {
+      auto* const start = to.row(work.batch, work.head, work.start + token) + first_column;
+      each_piece(tile, start, to.t, work.tokens - token, int(width) - first_column,
+                 [&](auto* from, auto* to, bool inside) {
+                   if (!inside) return;
+                   if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
+                   else *reinterpret_cast<uint4*>(to) = *from;
+                 });
     });
     commit_adds();
     tensor_store_wait();

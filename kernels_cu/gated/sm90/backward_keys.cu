@@ -93,15 +93,15 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                             int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
+  const int query = lane >> 2, key_pair = lane & 3;  // of a sub-chunk; keys 2 key_pair and 2 key_pair + 1
   const bool has_16_queries = warp % 2 == 0;
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
   const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
-  float within[2], across[4], self_score = 0.f;  // self_score: q . u k of token g of the warp's sub-chunk
+  float within[2], across[4], self_score = 0.f;  // self_score: q . u k of token `query` of the warp's sub-chunk
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * t + g;  // every eighth is of token g
+      const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * key_pair + query;  // every 8th: `query`
       self_score += parts[0] + parts[32];
     }
     self_score = channel_sum(self_score);
@@ -113,7 +113,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
     const float diagonal = ReadOrder::reads_before_write ? scale * self_score : to_scores * within[p];
-    put(p ? (score ^ 16) + 128 : score, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : diagonal);
+    const int key = 2 * key_pair + p;
+    put(p ? (score ^ 16) + 128 : score, key < query ? to_scores * within[p] : key > query ? 0.f : diagonal);
   }
   score = score_offset(queries, keys, lane);
 #pragma unroll
@@ -258,21 +259,21 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   const auto make_dA = [&](int iteration, float query_sum, WarpFlags<BK> flags) {
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
-    const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
-    float d[CHUNK / 2];
+    const int query = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
+    float products[CHUNK / 2];  // do . v of the query and keys 8 n + 2 (lane & 3) + 0, 1
     // v and do are in shared memory; so the previous chunk in this stage has been stored, and its dA read.
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
-    multiply_rows(d, in.do_, in.v);
+    multiply_rows(products, in.do_, in.v);
     const float factor = TF32_CORRECTION * scale;
-    const int after = i - 2 * (lane & 3), pair = pair_index(i, 2 * (lane & 3));
+    const int after = query - 2 * (lane & 3), pair = pair_index(query, 2 * (lane & 3));  // after the lane's first key
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
-        if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, i) = scale * x;
+        if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, query) = scale * x;
         return pair_value(j < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
       };
       if (n > warp) continue;
-      const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
+      const float2 two = {value(8 * n, products[4 * n]), value(8 * n + 1, products[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
     }
     if (TF32_READ<T, G, BK>) {
@@ -505,23 +506,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       });
     };
     float query_sums[2];  // with units
-    float before[2];      // sum_j k_j L_j dS v_j; then D sum_v S dS
+    float key_sums[2];    // sum_j k_j L_j dS v_j
+    float state_term[2];  // D sum_v S dS
     const uint4 masks = entry_of(MASKS);
     // Sums by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16 leaves. With
     // 128 channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
-    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false>(dg, before);
-    else sum_earlier_tokens(dg, before, {masks.x, masks.y});
+    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false>(dg, key_sums);
+    else sum_earlier_tokens(dg, key_sums, {masks.x, masks.y});
     if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float rest = carried[h] - before[h];
-      before[h] = is_forgotten(decays.all(h), rest, carried[h], kept_ratio) ? 0.f : rest;
+      const float rest = carried[h] - key_sums[h];
+      state_term[h] = is_forgotten(decays.all(h), rest, carried[h], kept_ratio) ? 0.f : rest;
       query_sums[h] = s.query_sums[iteration & 1][channel + 8 * h];
-      carried[h] = before[h] + query_sums[h];
+      carried[h] = state_term[h] + query_sums[h];
     }
-    add_query_share(dg, warpgroup_panels(in.query_share, warpgroup), before, query_sums, offset, masks.z);
+    add_query_share(dg, warpgroup_panels(in.query_share, warpgroup), state_term, query_sums, offset, masks.z);
     barrier_wait(s.within, iteration & 1);  // the queries within sub-chunks have been read: dk and dg overwrite them
     store_chunk_values(warpgroup_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);

@@ -139,20 +139,20 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     // v and do are in shared memory; so this stage's previous chunk has been stored, and its dA read.
     barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);
-    float d[2][4];
-    pair_products(d, in.do_, in.v, block, lane);
+    float products[2][4];
+    pair_products(products, in.do_, in.v, block, lane);
     const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), after = i - j;
-      const int pair = pair_index(i, j);
-      const auto value = [&](int n, float x) {
-        if (ReadOrder::reads_before_write && n == after) self_weight_at(in.dA, i) = scale * x;
-        return pair_value(n < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
+      const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
+      const int after = query - key, pair = pair_index(query, key);
+      const auto value = [&](int j, float x) {  // the value of `query` and key + j
+        if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, query) = scale * x;
+        return pair_value(j < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
       };
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float2 two = {value(8 * n, d[n][2 * half]), value(8 * n + 1, d[n][2 * half + 1])};
+        const float2 two = {value(8 * n, products[n][2 * half]), value(8 * n + 1, products[n][2 * half + 1])};
         *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
       }
     }
@@ -191,7 +191,7 @@ constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder
 
 // Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: gates were loaded so; pairs: dA's memory.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void add_pairs_within(Gradients& d, const TokenOperands<T, G>& tokens,
+__device__ __forceinline__ void set_pairs_within(Gradients& d, const TokenOperands<T, G>& tokens,
                                                  const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
                                                  const float (&u)[2], float (&du)[2]) {
 #pragma unroll
@@ -303,21 +303,21 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
 // tokens of query_terms - key_terms.
 __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk& key_terms, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
-  const bool other_lane_counts = t % 2 == 0,
-             other_pair_counts = t / 2 == 0;  // of the other lane of a pair; of the other pair
+  // Lanes t = 0...3 have two tokens of a sub-chunk each. Whether the neighbour's are later, and the other two lanes'.
+  const bool neighbour_is_later = t % 2 == 0, others_are_later = t / 2 == 0;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     all[h] = 0.f;
 #pragma unroll
     for (int n = SUBCHUNKS - 1; n >= 0; --n) {
       const float between = query_terms[n][2 * h + 1] - key_terms[n][2 * h];
-      const float own_sum = between + (query_terms[n][2 * h] - key_terms[n][2 * h + 1]);
-      const float other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1), pair_sum = own_sum + other_lane;
-      const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
+      const float lane_sum = between + (query_terms[n][2 * h] - key_terms[n][2 * h + 1]);
+      const float neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1), sum_of_two = lane_sum + neighbour;
+      const float others = __shfl_xor_sync(0xffffffffu, sum_of_two, 2);
       float after = all[h] - key_terms[n][2 * h + 1];
-      if (other_lane_counts) after += other_lane;
-      if (other_pair_counts) after += other_pair;
-      all[h] += pair_sum + other_pair;
+      if (neighbour_is_later) after += neighbour;
+      if (others_are_later) after += others;
+      all[h] += sum_of_two + others;
       query_terms[n][2 * h] = after + between, query_terms[n][2 * h + 1] = after;
     }
   }
@@ -376,7 +376,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_keep(from_state);
-    add_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
+    set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
     const auto set_flag = [&](bool value) {  // of this warp: whether the second pass computes the chunk token by token
       if (lane == 0) reinterpret_cast<bool*>(query_sums - channel + K)[threadIdx.x / 32] = value;
     };
@@ -433,18 +433,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   wgmma_wait<0>();
   wgmma_keep(from_state);
-  float end[2] = {};  // sum_v S dht
+  float final_c[2] = {};  // sum_v S dht: c of backward_keys after the last token
   // Whether a block of the second pass, which goes backwards, starts here, from dht.
   const bool stores_end = args.dht && (!args.joined || segment.last != segment.pair);
   if (stores_end)
     each_of_state<BV, true>(S, args.dht + segment.last * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
                               const float2 two = *reinterpret_cast<const float2*>(from);
-                              end[&x - S >> 1 & 1] += x * two.x + y * two.y;
+                              final_c[&x - S >> 1 & 1] += x * two.x + y * two.y;
                             });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float end_sum = channel_sum(end[h]), du_sum = channel_sum(du[h]);
+    const float end_sum = channel_sum(final_c[h]), du_sum = channel_sum(du[h]);
     if (t || !inside[h]) continue;
     if (stores_end) args.ends[segment.last * K + channel + 8 * h] = end_sum;
     if (!ReadOrder::reads_before_write) continue;

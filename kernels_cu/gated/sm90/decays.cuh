@@ -387,7 +387,7 @@ __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&self_weight_at(x, n * BC) + 2 * (threadIdx.x & 3));
 }
 
-// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.
+// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t = lane % 4, 2t + 1 at t + 4.
 __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
   const u32 a[4] = {__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])};
   mma_tf32(d, a, b);
@@ -397,7 +397,7 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
 // queries and keys; indices for other sub-chunks differ by an XOR and a sum.
 struct PairReader {
   const float* pairs;
-  int row, column;  // of query g with key 2t; of query 2t with key g
+  int row, column;  // of query lane / 4 with key 2 (lane % 4), and of the reverse
 
   // The caller keeps both indices from chunk to chunk.
   __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}

@@ -370,8 +370,8 @@ __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
 // state that they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
 template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
-  // Whether the sums of the other lane of a pair count, and those of the other pair.
-  const bool other_lane_counts = t % 2 == !FROM_TOKEN_ON, other_pair_counts = t / 2 == !FROM_TOKEN_ON;
+  // Whether the sum of the neighbouring lane counts, and that of the other two of the four lanes with a channel.
+  const bool neighbour_counts = t % 2 == !FROM_TOKEN_ON, other_two_count = t / 2 == !FROM_TOKEN_ON;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -379,14 +379,13 @@ template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuf
       SubChunk& sums = x[FROM_TOKEN_ON ? SUBCHUNKS - 1 - step : step];
       // Of the lane's two tokens: `more` is of the one whose sum has one more term.
       float &more = sums[2 * h + !FROM_TOKEN_ON], &less = sums[2 * h + FROM_TOKEN_ON];
-      const float own_sum = more + less, other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1),
-                  pair_sum = own_sum + other_lane;
-      const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
-      float others = other_lane_counts ? other_lane : 0.f;
+      const float lane_sum = more + less, neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1),
+                  sum_of_two = lane_sum + neighbour, other_two = __shfl_xor_sync(0xffffffffu, sum_of_two, 2);
+      float others = neighbour_counts ? neighbour : 0.f;
       if (step) others += all[h];
-      if (other_pair_counts) others += other_pair;
-      all[h] = step ? all[h] + (pair_sum + other_pair) : pair_sum + other_pair;
-      more = others + (FROM_TOKEN_ON ? own_sum : less), less = FROM_TOKEN_ON ? others + less : others;
+      if (other_two_count) others += other_two;
+      all[h] = step ? all[h] + (sum_of_two + other_two) : sum_of_two + other_two;
+      more = others + (FROM_TOKEN_ON ? lane_sum : less), less = FROM_TOKEN_ON ? others + less : others;
     }
   }
 }

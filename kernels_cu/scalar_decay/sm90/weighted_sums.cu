@@ -41,8 +41,7 @@
 
 // Fills `gates` from the log gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
 // `to_token` sums the gates from the block's start through the token, `to_end` those from after the token to the
-// block's end. Both are in units of log 2. output_scale, value_scale: what all output_factors and value_factors are
-// multiplied by.
+// block's end. Both are in units of log 2. output_scale, value_scale: factors of all output_factors and value_factors.
 __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1, int lane, float output_scale,
                                           float value_scale, bool backwards) {
   float to_token[2] = {LOG2E * gate0, LOG2E * gate1}, to_end[2] = {0.f, 0.f};
@@ -135,9 +134,8 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
 }
 
 // The address in `stretch_states` of the state of the stretch that `token` is in: S before the stretch's last chunk.
-// Stretches are counted from the start of each sequence, and the last one may be short. A sequence's first slot is its
-// start in the batch row divided by STRETCH, rounded down, plus its number in the row: so no two sequences share a
-// slot.
+// Stretches are counted from each sequence's start; the last one may be short. A sequence's first slot is its start in
+// the batch row divided by STRETCH, rounded down, plus its number in the row: so no two sequences share one.
 template <int BK, class Args>
 __device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile& work, int token) {
   const i64 first_slot = (i64(work.batch) * args.shape.H + work.head) * (args.shape.T / STRETCH + args.shape.count);
