@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
   launch_next();
   const u32 shares = u32(args.shares);
   const i64 b = blockIdx.x / shares, D = args.D, row = b * D;
-  const bool own = threadIdx.x * shares / THREADS == blockIdx.x % shares;
+  const bool stores = threadIdx.x * shares / THREADS == blockIdx.x % shares;  // whether this thread stores its channels
   float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
   const auto channels_at = [&](i64 j) {
     Channels<MIXES> found = {load4(args.weight + j), load4(args.bias + j)};
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
   Channels<MIXES> channels[EACH];
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
-    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && own && j < D) channels[n] = channels_at(j);
+    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && stores && j < D) channels[n] = channels_at(j);
   wait_for_previous();
 
   float4 x[EACH];
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
 #pragma unroll
       for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
       x[n] = add_scaled(x[n], factor, parts[0]);
-      if (own) store4(args.sum + row + j, x[n]);
+      if (stores) store4(args.sum + row + j, x[n]);
     }
     sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
   }
@@ -106,19 +106,19 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
       squares += (x[n].x * x[n].x + x[n].y * x[n].y) + (x[n].z * x[n].z + x[n].w * x[n].w);
   }
   const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) / D + float(args.eps));
-  if (!own) return;
+  if (!stores) return;
 
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const i64 j = 4 * (n * THREADS + threadIdx.x);
     if (j >= D) continue;
     if (!EARLY) channels[n] = channels_at(j);
-    const Channels<MIXES>& own = channels[n];
+    const Channels<MIXES>& of_four = channels[n];
     const float4 scaled = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
-    const float4 xx = add_scaled(own.bias, scaled, own.weight);
+    const float4 xx = add_scaled(of_four.bias, scaled, of_four.weight);
     float4 d = {};
     if (shift) {
-      d = add_scaled(own.shift, xx, {-1.f, -1.f, -1.f, -1.f});
+      d = add_scaled(of_four.shift, xx, {-1.f, -1.f, -1.f, -1.f});
       store4(shift + j, xx);
     }
     if (args.xx) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
     }
 #pragma unroll
     for (int c = 0; c < MIXES; ++c) {
-      const float4 mixed = args.maa ? add_scaled(xx, d, own.maa[c]) : xx;
+      const float4 mixed = args.maa ? add_scaled(xx, d, of_four.maa[c]) : xx;
       if (c < args.C) store4_terms<TERMS>(args.mixed + c * args.B * D + row + j, args.C * args.B * D, mixed);
     }
   }

@@ -60,8 +60,8 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   }
 }
 
-// Starts the products o = A v. SPLIT: A also holds the scores' rounding errors (SPLIT_SCORES), which are multiplied by
-// the same v. v: the warpgroup's columns of a chunk as two left operands of 16 tokens each.
+// Starts the products o = A v. A is the sum of a tile of each of the blocks (ranks) that share the channels. SPLIT: it
+// also holds the scores' rounding errors (SPLIT_SCORES). v: the warpgroup's columns as two left operands of 16 tokens.
 template <bool SPLIT, typename T, class Operands>
 __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
   auto& tiles = operands.scores(stage);
