@@ -2,9 +2,6 @@
 //           decode_phases.cuh, which stands before, has its phases.
 #include "rwkv6/decode_operands.cuh"
 
-template <class Own, typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
-                                       int tile);
 // Own: the version's phases. It stores the results of its products (`finish`), fetches their vectors (`fetch`), and
 // computes what is no product of weights (`compute`).
 template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
@@ -83,10 +80,10 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
   }
 
   // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for the mix of the block's first tile, or for
-  // VECTORS mixes; if KEEPS_NORM, keeps xx and the shift for `mix_again`. If the argument xx is not null, it gets the
-  // words of xx.
-  __device__ __forceinline__ void normalise(i64 layer, int phase, int tile, Word* xx) {
+  // VECTORS mixes; if KEEPS_NORM, keeps xx and the shift for `mix_again`. The first tile's block stores words of xx.
+  __device__ __forceinline__ void normalise(i64 layer, int phase, int tile) {
     constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
+    Word* const xx = tile == 0 && phase != HEAD ? normed_words(phase == FFN_INPUTS) : nullptr;
     const bool twice = VECTORS == 2 && phase == FFN_INPUTS;
     const Norm norm = norm_of(args, layer, phase, VECTORS == 2 ? 0 : input_of(args, phase, tile));
     const float inverse_D = 1.f / D;
@@ -243,7 +240,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
     const bool normed = is_normed(phase);
-    if (normed) ::normalise<Own, T, S, STAGES>(args, s, layer, phase, epoch, tiles[0]);
+    if (normed) normalise(layer, phase, tiles[0]);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
     const int part = normed ? K : min(K, int(args.staged));          // numbers in the staging area at a time
@@ -345,14 +342,6 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     }
   }
 };
-
-// Not inlined, so that the caller's registers are saved meanwhile.
-template <class Own, typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
-                                       int tile) {
-  Own block(args, s, epoch);
-  block.normalise(layer, phase, tile, tile == 0 && phase != HEAD ? block.normed_words(phase == FFN_INPUTS) : nullptr);
-}
 
 // Threads that compute, that copy weights, and those of the finishing warp.
 template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;

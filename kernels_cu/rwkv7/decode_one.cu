@@ -28,8 +28,6 @@ struct HeadScratch {
   // behind it: `low`
 };
 
-template <typename T, typename S, int STAGES>
-__device__ __noinline__ void time_mix(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, u32 epoch);
 template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<DecodeOne<T, S, STAGES>, T, S, STAGES> {
   typedef DecodeLayers<DecodeOne, T, S, STAGES> Layers;
   using Layers::args, Layers::s, Layers::staging, Layers::D, Layers::tid, Layers::epoch;
@@ -104,8 +102,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 
   // Computes y. A unit of work is a head; a thread has four columns of its state and every (4 THREADS / N)-th row, and
   // a channel of its vectors. What opens is computed before v, k and r are there, which come last.
-  __device__ __forceinline__ void compute(i64 layer, int) { ::time_mix<T, S, STAGES>(args, s, layer, epoch); }
-  __device__ __forceinline__ void time_mix(i64 layer) {
+  __device__ __forceinline__ void compute(i64 layer, int) {
     constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
     constexpr float DECAY_SCALE = 0.6065306597126334f;
     HeadScratch& s = *reinterpret_cast<HeadScratch*>(staging);
@@ -158,12 +155,6 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
     }
   }
 };
-
-// Not inlined, so that the caller's registers are saved meanwhile.
-template <typename T, typename S, int STAGES>
-__device__ __noinline__ void time_mix(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, u32 epoch) {
-  DecodeOne<T, S, STAGES>(args, s, epoch).time_mix(layer);
-}
 
 template <typename T, typename S, int STAGES>
 __global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv7_decode_one(const __grid_constant__ Args<T, S> args) {
