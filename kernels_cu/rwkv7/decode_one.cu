@@ -91,7 +91,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 #pragma unroll
       for (int n = 0; n < held_of(opening); ++n, r += part.groups) {
         if (n % 4 == 0) __syncwarp();  // or all numbers of `low` are loaded first, and take registers
-        if (r < rank) sum = add_scaled(sum, low[r], float4(rows.held[opening][n]));
+        sum = add_scaled(sum, r < rank ? low[r] : 0.f, float4(rows.held[opening][n]));
       }
 #pragma unroll 4
       for (; r < rank; r += part.groups)
@@ -136,20 +136,24 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       open(s, low, rows, place, layer, at, N);
       const StatePart part(state, N, tid, true);
       sync();  // the parts of what opens are in shared memory
-      float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
+      Token token = {};
+      if (tid < N) {
+        float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
+#pragma unroll 4
+        for (int group = 0; group < part.groups; ++group)
 #pragma unroll
-      for (int opening = 0; opening < OPENINGS; ++opening)
-        for (int group = 0; group < part.groups; ++group) opened[opening] += s.parts[opening][group * N + channel];
-      const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
-      Word words[3];
-      const Word* from[3];
+          for (int opening = 0; opening < OPENINGS; ++opening) opened[opening] += s.parts[opening][group * N + channel];
+        const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
+        Word words[3];
+        const Word* from[3];
 #pragma unroll
-      for (int n = 0; n < 3; ++n) from[n] = args.vkr_out + n * D + at + channel;
-      take_words(words, from, epoch);
-      float v = number(words[0]);
-      if (layer > 0) v = fmaf(first - v, share, v);
-      else if (tid < N) *first_v = v;
-      const Token token = {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
+        for (int n = 0; n < 3; ++n) from[n] = args.vkr_out + n * D + at + channel;
+        take_words(words, from, epoch);
+        float v = number(words[0]);
+        if (layer > 0) v = fmaf(first - v, share, v);
+        else *first_v = v;
+        token = {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
+      }
       time_mix_head(s.of_token, part, state, N, tid, own, token, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }
