@@ -40,7 +40,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
-    else Block::template fetch<Block::NEIGHBOURS + 3, false>(words, nullptr, pitch, count);
+    else Block::template fetch<Block::NEIGHBOURS + 4, false>(words, nullptr, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------

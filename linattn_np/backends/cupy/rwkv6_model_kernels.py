@@ -145,7 +145,7 @@ class DecodeFew(ModelKernel):
     PHASES: ClassVar[int] = 7  # of a layer
     ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
-    DIGITS_AT_ONCE: ClassVar[int] = 7168  # the most input numbers in the area for int8 weights, which take digits
+    DIGITS_AT_ONCE: ClassVar[int] = 8192  # the most input numbers in the area for int8 weights, which take digits
     dtype: np.dtype
     state: np.dtype
     stages: int
