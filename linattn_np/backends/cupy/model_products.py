@@ -132,8 +132,9 @@ class BatchProduct(ModelKernel):
 
     @property
     def may_be_deep(self) -> bool:
-        """Whether any model has an `early` product that uses this instance with `DEEP`. Such products have four times
-        as many rows as columns; with at most half of the columns of a cluster's step, SPLIT would be smaller."""
+        """Whether `early` products may use this instance with `DEEP`. RWKV-6's have four times as many rows as columns;
+        with at most half of the columns of a cluster's step, SPLIT would be smaller. RWKV-7's have at least three times
+        as many: those of 513 to 704 columns in int8 do without `DEEP`."""
         return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
 
     def steps(self, B, K, rows, device) -> float:

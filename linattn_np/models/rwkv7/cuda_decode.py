@@ -39,6 +39,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
             layer,
             ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
+            early=True,
         )
         w, openings, (terms, _, _, _), X = buffers.w, buffers.openings, buffers.mixed.shape, buffers.mixed.dtype
         opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
