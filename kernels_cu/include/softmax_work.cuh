@@ -43,12 +43,17 @@ __device__ __forceinline__ void mask_rows(float (&x)[EIGHTS][4], int column, int
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const TokenRange tokens = visible_tokens(diagonal + 8 * half, before, after, length);
-    const int from = column - tokens.from;
+    const int from = tokens.from - column - 2 * int(threadIdx.x & 3), stop = from + tokens.count;
+    // Each limit in a loop of its own, since comparing with a constant takes no addition.
+    const auto hide_where = [&](auto is_hidden) {
 #pragma unroll
-    for (int n = 0; n < EIGHTS; ++n)
+      for (int n = 0; n < EIGHTS; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(tokens.count)) x[n][2 * half + i] = hidden_value;
+        for (int i = 0; i < 2; ++i)
+          if (is_hidden(8 * n + i)) x[n][2 * half + i] = hidden_value;
+    };
+    hide_where([&](int j) { return j >= stop; });
+    if (from > 0) hide_where([&](int j) { return j < from; });
   }
 }
 template <int N>
