@@ -151,6 +151,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   auto wait_for_values = [&] {
     wgmma_wait<0>();
     wgmma_keep(o);
+    release(s.v_empty[v.stage]);
+    v.next();
   };
   // Replaces scores by weights, and updates each row's maximum and sum; the caller multiplies o by `rescale`.
   auto weigh_scores = [&] {
@@ -261,8 +263,6 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
 #pragma unroll
         for (int n = 0; n < V / 2; ++n) o[n] *= rescale[n / 2 % 2];
     }
-    release(s.v_empty[v.stage]);
-    v.next();
     accumulates = !next_is_new_tile;
     round_weights();
   }
