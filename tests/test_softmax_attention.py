@@ -697,13 +697,24 @@ def test_every_tile_is_taken_once(rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 2, "H": 5, "T": 1100, "K": 8, "V": 8}, HALF)
     tiles = softmax_tiles.tile_table(SOFTMAX_ATTENTION.bind(arrays), 128, 64)
     assert tiles.shape == (10, 9, softmax_tiles.WORDS)
-    for at_once in (10, 3):
-        table = softmax_tiles.balanced(tiles, 7, at_once)
+    for turns in (1, 4):
+        table = softmax_tiles.balanced(tiles, 7, turns)
         assert not table[-1].any()
         taken = table[softmax_tiles.other_tiles(table) > 0]
         assert sorted(map(tuple, taken)) == sorted(map(tuple, tiles.reshape(-1, softmax_tiles.WORDS)))
         loads = softmax_tiles.other_tiles(table).sum(0)
         assert loads.max() <= 1.1 * loads.mean()
+
+
+def test_the_last_turn_is_no_shorter_than_the_others(rng):
+    """A last turn of two heads would leave most blocks waiting for those that compute its longest tiles."""
+    arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 2, "H": 16, "T": 8192, "K": 8, "V": 8}, HALF)
+    tiles = softmax_tiles.tile_table(SOFTMAX_ATTENTION.bind(arrays, causal=True), 128, 128)
+    turns = softmax_tiles.turns(len(tiles), 8192 * 512, 1)
+    assert turns == 6
+    table = softmax_tiles.other_tiles(softmax_tiles.balanced(tiles, 132, turns))
+    loads = (table + (table > 0) * softmax_tiles.SETUP).sum(0)
+    assert loads.max() <= 1.015 * loads.mean()
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

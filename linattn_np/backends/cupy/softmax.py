@@ -384,8 +384,8 @@ class SoftmaxLaunches:
         K, V = self.problem.shape("K V")
         if isinstance(kernel, SoftmaxSm90):
             bytes_of_head = self.problem.sizes["T" if by_keys else "S"] * (K + V) * self.problem.dtype.itemsize
-            at_once = softmax_tiles.heads_at_once(len(tiles), bytes_of_head, 1 if by_keys else self.numbers["group"])
-            table = softmax_tiles.balanced(tiles, self.device.multiprocessors, at_once)
+            turns = softmax_tiles.turns(len(tiles), bytes_of_head, 1 if by_keys else self.numbers["group"])
+            table = softmax_tiles.balanced(tiles, self.device.multiprocessors, turns)
             blocks = table.shape[1]
         else:
             table = softmax_tiles.longest_first(tiles)

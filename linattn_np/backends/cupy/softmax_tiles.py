@@ -8,6 +8,7 @@ tiles: those with a key that one of its queries sees, or with a query that sees 
 from __future__ import annotations
 
 from heapq import heapreplace
+from itertools import pairwise
 
 import numpy as np
 
@@ -151,13 +152,15 @@ def longest_first(tiles: np.ndarray) -> np.ndarray:
     return listed[np.argsort(-other_tiles(listed), kind="stable")]
 
 
-def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.ndarray:
+def balanced(tiles: np.ndarray, multiprocessors: int, turns: int) -> np.ndarray:
     """[rounds + 1, blocks, WORDS]: the tiles of each block in order, followed by an empty one.
 
-    Tiles are assigned for `heads_at_once` heads at a time, the longest of these first, each to the block that has the
-    least work so far. Blocks that took tiles from a common counter would get the same order.
+    Tiles are assigned turn by turn, the longest of a turn first, each to the block that has the least work so far. The
+    turns have equally many heads, the last one at most one more than the others, so that its short tiles even out the
+    blocks. Blocks that took tiles from a common counter would get the same order.
     """
-    listed = np.concatenate([longest_first(tiles[n : n + heads_at_once]) for n in range(0, len(tiles), heads_at_once)])
+    bounds = [len(tiles) * turn // turns for turn in range(turns + 1)]
+    listed = np.concatenate([longest_first(tiles[start:stop]) for start, stop in pairwise(bounds)])
     count = min(multiprocessors, len(listed))
     loads, block_of = [(0.0, block) for block in range(count)], np.empty(len(listed), np.int64)
     for n, cost in enumerate((other_tiles(listed) + SETUP).tolist()):
@@ -171,8 +174,8 @@ def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.
     return table
 
 
-def heads_at_once(pairs: int, bytes_of_head: int, group: int) -> int:
-    """How many of the (batch, head) `pairs` are computed at a time, in equal turns: as many as have their keys and
-    values in the L2 cache; or all of them, if so few would leave blocks idle. `group`: query heads per key head."""
+def turns(pairs: int, bytes_of_head: int, group: int) -> int:
+    """In how many turns the (batch, head) `pairs` are computed: so many that the L2 cache holds the keys and values of
+    a turn; one, if a turn of so few heads would leave blocks idle. `group`: query heads per key head."""
     fitting = CACHED // max(bytes_of_head, 1) * group
-    return pairs if fitting < 4 * group or fitting >= pairs else ceil_div(pairs, ceil_div(pairs, fitting))
+    return 1 if fitting < 4 * group else max(1, ceil_div(pairs, fitting))
