@@ -710,11 +710,19 @@ def test_the_last_turn_is_no_shorter_than_the_others(rng):
     """A last turn of two heads would leave most blocks waiting for those that compute its longest tiles."""
     arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 2, "H": 16, "T": 8192, "K": 8, "V": 8}, HALF)
     tiles = softmax_tiles.tile_table(SOFTMAX_ATTENTION.bind(arrays, causal=True), 128, 128)
-    turns = softmax_tiles.turns(len(tiles), 8192 * 512, 1)
+    turns = softmax_tiles.turns(tiles, 8192 * 512, 1, 132)
     assert turns == 6
     table = softmax_tiles.other_tiles(softmax_tiles.balanced(tiles, 132, turns))
     loads = (table + (table > 0) * softmax_tiles.SETUP).sum(0)
     assert loads.max() <= 1.015 * loads.mean()
+
+
+@pytest.mark.parametrize(("T", "heads"), [(100, 100), (300, 44), (500, 33), (1000, 100)])
+def test_heads_of_few_tiles_have_a_tile_for_each_multiprocessor(rng, T, heads):
+    arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 16, "H": 16, "T": T, "K": 8, "V": 8}, HALF)
+    tiles = softmax_tiles.tile_table(SOFTMAX_ATTENTION.bind(arrays), 128, 128)
+    assert softmax_tiles.turns(tiles, softmax_tiles.CACHED // 100, 1, 132) == -(-256 // heads)
+    assert softmax_tiles.turns(tiles[:0], softmax_tiles.CACHED // 100, 1, 132) == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -384,8 +384,9 @@ class SoftmaxLaunches:
         K, V = self.problem.shape("K V")
         if isinstance(kernel, SoftmaxSm90):
             bytes_of_head = self.problem.sizes["T" if by_keys else "S"] * (K + V) * self.problem.dtype.itemsize
-            turns = softmax_tiles.turns(len(tiles), bytes_of_head, 1 if by_keys else self.numbers["group"])
-            table = softmax_tiles.balanced(tiles, self.device.multiprocessors, turns)
+            multiprocessors, group = self.device.multiprocessors, 1 if by_keys else self.numbers["group"]
+            turns = softmax_tiles.turns(tiles, bytes_of_head, group, multiprocessors)
+            table = softmax_tiles.balanced(tiles, multiprocessors, turns)
             blocks = table.shape[1]
         else:
             table = softmax_tiles.longest_first(tiles)

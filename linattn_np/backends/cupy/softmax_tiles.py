@@ -23,6 +23,7 @@ UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
 LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
 SETUP = 0.6  # the time of a tile's start and end, in times of computing it with one tile of the other side
 CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
+FEW_TILES = 4  # tiles of a head whose turns have one tile for each multiprocessor; at 8 they are no faster
 
 # Gradients of scores, ds, that the kernel of dk and dv stores for the kernel of dq. An *entry* has those of one tile of
 # keys and one chunk of queries, in half precision.
@@ -174,8 +175,15 @@ def balanced(tiles: np.ndarray, multiprocessors: int, turns: int) -> np.ndarray:
     return table
 
 
-def turns(pairs: int, bytes_of_head: int, group: int) -> int:
-    """In how many turns the (batch, head) `pairs` are computed: so many that the L2 cache holds the keys and values of
-    a turn; one, if a turn of so few heads would leave blocks idle. `group`: query heads per key head."""
-    fitting = CACHED // max(bytes_of_head, 1) * group
-    return 1 if fitting < 4 * group else max(1, ceil_div(pairs, fitting))
+def turns(tiles: np.ndarray, bytes_of_head: int, group: int, multiprocessors: int) -> int:
+    """In how many turns the heads of a table are computed: so many that the L2 cache holds the keys and values of a
+    turn; one, if a turn of so few heads would leave blocks idle. Heads of few tiles have turns of one tile for each
+    multiprocessor: other blocks then read a head's keys while they are in the cache, and memory is read at an even
+    rate. `group`: query heads per key head."""
+    pairs, tiles_of_head = tiles.shape[:2]
+    heads = CACHED // max(bytes_of_head, 1) * group
+    if heads < 4 * group or not tiles.size:
+        return 1
+    if tiles_of_head <= FEW_TILES:
+        heads = min(heads, max(1, multiprocessors // tiles_of_head))
+    return ceil_div(pairs, heads)
