@@ -151,11 +151,11 @@ def delta_rules():
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
-    for prepare, (T, G), K, gradient in product(prepares, GATES[1:], gated.TILES, (False, True)):
+    for prepare, (T, G), K, gradient in product(prepares, GATES, gated.TILES, (False, True)):
         yield prepare(T, G, K, gradient)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
-    for walk, T, (K, V), *sizes in product(walks, HALF, WIDTHS, (False, True), (2, 3), (False, True)):
-        yield walk(T, K, V, *sizes)
+    for walk, T, (K, V), two_writes, outputs in product(walks, CTYPES, WIDTHS, (False, True), (False, True)):
+        yield from (walk(T, K, V, two_writes, stages, outputs) for stages in ((2,) if T == SINGLE else (2, 3)))
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)

@@ -182,7 +182,7 @@ HARD = {  # gates, the cosine of keys, strengths
     "no-gates": ("zero", 0.5, 0.5),
     "growth": ("weak", 0.0, 0.5),
 }
-HARD_LIMITS = {BFLOAT16: 4.5e-3, HALF: 4.5e-3 / 8}
+HARD_LIMITS = {BFLOAT16: 4.5e-3, HALF: 4.5e-3 / 8, SINGLE: 4.5e-3 / 2**11}
 # Where states grow, the few tokens that are large by then make up the errors: of some hundred draws o has 0.72 +- 0.055
 # of the limit above and dk 0.82 +- 0.034.
 FEW_TOKENS = 1.4
@@ -203,7 +203,7 @@ def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
     else:
         arrays["beta"] = np.full_like(arrays["beta"], strength)
     if hard == "growth":
-        (gate,), nats = (arrays[name] for name in op.decays), 20 if dtype == BFLOAT16 else 4
+        (gate,), nats = (arrays[name] for name in op.decays), 4 if dtype == HALF else 20
         gate[:, :, 32:48] += nats / 16
         gate[:, :, 48:64] -= nats / 16
         gate[:, :, 64:96] += nats / 32
@@ -217,7 +217,7 @@ def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
 @pytest.mark.parametrize(
     "op, qk_l2norm", [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (KDA, False), (KDA, True), (RWKV7, False)]
 )
-@pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("hard", HARD)
 def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
     """What a chunk's products round is no larger than what is read and written, whatever the keys: whole errors are
@@ -232,6 +232,7 @@ def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
     found = backend.run(function, *map(backend.asarray, arrays), mode="chunk", **options)
     limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.3) * (FEW_TOKENS if hard == "growth" else 1)
     for what, x, y in zip(("o", "state"), found, wanted, strict=True):
+        print("RATIO", op.name, dtype, hard, what, rms(double(backend.tohost(x)) - y) / (limit * rms(y)))
         assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
 
 

@@ -12,7 +12,7 @@
 //           dS <- D dS + scale W^T do + E^T P
 // shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
 //           [B, HV, T, V padded with zeros to a multiple of 64]; residual: the same with TWO_WRITES, else such a row of
-//           rounded numbers, then one of their rounding errors; chunk_states: backward_storage.cuh; starts, F: scan.cu
+//           rounded numbers, then for 16-bit data one of their rounding errors; chunk_states: backward_storage.cuh; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Forwards the blocks of F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v or do
@@ -21,7 +21,7 @@
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and chunk_states are
 //           rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128; STAGES >= 2
+// limits    T of bfloat16, float16, single; K <= BK; BK and BV of 64, 128; STAGES >= 2
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
@@ -128,14 +128,14 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
         if (c / 8 * TILE < channels)
 #pragma unroll
           for (int right = 0; right < 2; ++right)
-            *reinterpret_cast<u32*>(to + (((first_column + column) / 8 + right) * 8 + c % 8) * 64 +
-                                    2 * (threadIdx.x & 31)) = pack<T>(S[c][2 * right], S[c][2 * right + 1]);
+            *reinterpret_cast<Word<T>*>(to + (((first_column + column) / 8 + right) * 8 + c % 8) * 64 +
+                                        2 * (threadIdx.x & 31)) = word_of<T>(S[c][2 * right], S[c][2 * right + 1]);
       }
     }
-    u32 packed_values[BT / 16][4] = {}, packed[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
+    Word<T> packed_values[BT / 16][4] = {}, packed[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
     if (!computes_F) load_packed<BV>(packed_values, values_tile, column);
     const auto betas = [&](int first) { return *reinterpret_cast<const float2*>(prepared.beta + first + 2 * t); };
-    const auto transposed_pairs = [&](const u32(&packed)[BT / 16][4]) {
+    const auto transposed_pairs = [&](const Word<T>(&packed)[BT / 16][4]) {
       return [&](int i, int across) { return transpose_pairs(packed[i / 16][i % 16 / 8 * 2 + across / 8]); };
     };
     if constexpr (BACKWARDS) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
           for (int m = 0; m < 4; ++m) dresidual[n][m] = P[n][m];
         add_tokens(dresidual, packed_values, prepared.B[TWO_WRITES], scale);
         pack_tokens<T>(packed, dresidual);
-        store(residuals, transposed_pairs(packed), padded_columns, 4);
+        store(residuals, transposed_pairs(packed), padded_columns, 16);
         if constexpr (!TWO_WRITES) {
           pack_tokens<T>(packed, dresidual, betas);
           store(args.dv, transposed_pairs(packed), columns, bytes);
@@ -179,10 +179,10 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
             residuals,
             [&](int i, int across) {
               const float* pair = residual[i / 16][across / 8] + i % 16 / 8 * 2;
-              return pack<T>(pair[0], pair[1]);
+              return word_of<T>(pair[0], pair[1]);
             },
-            padded_columns, 4);
-        if constexpr (!TWO_WRITES) {
+            padded_columns, 16);
+        if constexpr (!TWO_WRITES && sizeof(T) == 2) {
           Rows<T> errors = residuals;
           errors.p += padded(shape.V);
           store(
@@ -192,7 +192,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
                 const float2 rounded = unpack(pack<T>(pair[0], pair[1]), T{});
                 return pack<T>(pair[0] - rounded.x, pair[1] - rounded.y);
               },
-              padded_columns, 4);
+              padded_columns, 16);
         }
       }
       decay_state<BK>(S, prepared.decay);

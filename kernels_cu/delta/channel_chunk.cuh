@@ -35,6 +35,7 @@ __device__ __forceinline__ void add_product(float& sum, float4 x, float4 y) {
 }
 
 __device__ __forceinline__ float4 unpack_four(const float* x) { return *reinterpret_cast<const float4*>(x); }
+__device__ __forceinline__ float4 unpack_four(const single* x) { return unpack_four(&x->x); }
 template <typename T> __device__ __forceinline__ float4 unpack_four(const T* x) {
   const uint2 pairs = *reinterpret_cast<const uint2*>(x);
   const float2 low = unpack(pairs.x, T{}), high = unpack(pairs.y, T{});
@@ -44,11 +45,13 @@ template <typename G> __device__ __forceinline__ float4 decays_at(const G* g) {
   const float4 x = unpack_four(g);
   return {decay_of(x.x), decay_of(x.y), decay_of(x.z), decay_of(x.w)};
 }
+__device__ __forceinline__ void put_four(single* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
 template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {pack<T>(x.x, x.y), pack<T>(x.z, x.w)};
 }
 template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
-  *to = from_float<T>(x), to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
+  *to = from_float<T>(x);
+  if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
 }
 
 // Starts to copy a chunk's rows, which are multiples of 16 bytes; zeros from row `rows` and column `width` on.
@@ -155,21 +158,22 @@ __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][
 
 // Stores a block's rows, or columns, of a level, times `decay`. A tile has the tokens of one side of the level's
 // borders, in their order; 8 tokens of each of KINDS kinds follow each other.
-template <int KINDS, int BK>
-__device__ __forceinline__ void store_level(f16* tile, int level, int kind, const BlockTask<BK>& task,
+template <int KINDS, int BK, typename X>
+__device__ __forceinline__ void store_level(X* tile, int level, int kind, const BlockTask<BK>& task,
                                             const float4 (&x)[BLOCK], float4 decay) {
   const int block_in_tile = task.block >> (level + 1) << level | task.block & (1 << level) - 1;
-  const Spot<BK, 4, f16> spot(4 * (block_in_tile & 1), task.c);
+  const Spot<BK, 4, X> spot(4 * (block_in_tile & 1), task.c);
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (block_in_tile >> 1) * KINDS + kind, n), times(decay, x[n]));
 }
 
 // Stores zeros in the rows of a block's tokens.
-template <int BK> __device__ __forceinline__ void clear_rows(Matrix<f16>& M, const BlockTask<BK>& task) {
+template <int BK, typename X> __device__ __forceinline__ void clear_rows(Matrix<X>& M, const BlockTask<BK>& task) {
+  constexpr int PIECE = 16 / sizeof(X), ACROSS = BT / PIECE;
 #pragma unroll
   for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
     const int n = piece + task.lane;
-    *reinterpret_cast<uint4*>(M.at(task.first + n / 8, n % 4 * 8) + n / 4 % 2 * M.REST) = uint4{};
+    *reinterpret_cast<uint4*>(M.at(task.first + n / 8, n % ACROSS * PIECE) + n / ACROSS % M.NUMBERS * M.REST) = uint4{};
   }
 }
 template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD], const BlockTask<BK>& task) {
@@ -182,9 +186,9 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for the scores of token i with tokens j
 // and j + 1 that are computed by way of borders. task: 0 to 7, a warp's share.
-template <int BK, class F>
-__device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][BT * BK],
-                                              const f16 (&columns)[LEVELS][BT / 2 * BK], int task, F f) {
+template <int BK, typename X, class F>
+__device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK],
+                                              const X (&columns)[LEVELS][BT / 2 * BK], int task, F f) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, level = min(task / 2, LEVELS - 1);
   const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
   float d[2][4] = {};
@@ -225,38 +229,43 @@ __device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], 
   T* row = to.at(threadIdx.x & 31, 0);
 #pragma unroll
   for (int i = 0; i < BT; i += 8) {
-    u32 high[4], low[4];
+    if constexpr (sizeof(T) == 4) {
+      put_four(row + i, times(factor, unpack_four(x + i))), put_four(row + i + 4, times(factor, unpack_four(x + i + 4)));
+    } else {
+      u32 high[4], low[4];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float one = factor * x[i + 2 * n], next = factor * x[i + 2 * n + 1];
-      high[n] = pack<T>(one, next);
-      const float2 rounded = unpack(high[n], T{});
-      low[n] = pack<T>(one - rounded.x, next - rounded.y);
+      for (int n = 0; n < 4; ++n) {
+        const float one = factor * x[i + 2 * n], next = factor * x[i + 2 * n + 1];
+        high[n] = pack<T>(one, next);
+        const float2 rounded = unpack(high[n], T{});
+        low[n] = pack<T>(one - rounded.x, next - rounded.y);
+      }
+      *reinterpret_cast<uint4*>(row + i) = {high[0], high[1], high[2], high[3]};
+      *reinterpret_cast<uint4*>(row + to.REST + i) = {low[0], low[1], low[2], low[3]};
     }
-    *reinterpret_cast<uint4*>(row + i) = {high[0], high[1], high[2], high[3]};
-    *reinterpret_cast<uint4*>(row + to.REST + i) = {low[0], low[1], low[2], low[3]};
   }
 }
 
-// Loads rows row + 0...15, columns column + 0...15 as two left operands, whose sum is the matrix.
-template <typename T>
-__device__ __forceinline__ void load_left(u32 (&a)[2][4], const Matrix<T>& x, int row, int column) {
+// Loads rows row + 0...15, columns column + 0...15 as left operands, whose sum is the matrix.
+template <typename T, int NUMBERS>
+__device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const Matrix<T>& x, int row, int column) {
   const int lane = own_lane();
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
-    ldmatrix_x4(a[n], x.x + n * x.REST + (row + (lane & 15)) * x.LDA + column + (lane >> 4) * 8);
+  for (int n = 0; n < NUMBERS; ++n) x.load(a[n], n, row, column, lane);
 }
 // The same, of the part below the diagonal of a float matrix.
-template <typename T>
-__device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[BT][LD], int row, int column) {
+template <typename T, int NUMBERS>
+__device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float (&x)[BT][LD], int row, int column) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const int i = row + g + n % 2 * 8, j = column + 2 * t + n / 2 * 8;
     const float one = j < i ? x[i][j] : 0.f, next = j + 1 < i ? x[i][j + 1] : 0.f;
-    a[0][n] = pack<T>(one, next);
-    const float2 rounded = unpack(a[0][n], T{});
-    a[1][n] = pack<T>(one - rounded.x, next - rounded.y);
+    a[0][n] = word_of<T>(one, next);
+    if constexpr (NUMBERS == 2) {
+      const float2 rounded = unpack(a[0][n], T{});
+      a[1][n] = pack<T>(one - rounded.x, next - rounded.y);
+    }
   }
 }
 
@@ -273,15 +282,20 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
 #pragma unroll
     for (int token = 0; token < BT; token += 16) {
       if (token > row || token + 15 < column) continue;
-      u32 a[2][4];
+      Word<T> a[Matrix<T>::NUMBERS][4];
       load_left<T>(a, x, row, token);
       int n = 0;
       const auto multiply = [&](const Matrix<T>& y) {
-        u32 b[4];
-        ldmatrix_x4(b, y.x + from + token);
-        multiply_halves(d[n], a[1], {b[0], b[1]}, T{});
-        multiply_halves(d[n], a[0], {b[2], b[3]}, T{});
-        multiply_halves(d[n], a[0], {b[0], b[1]}, T{});
+        if constexpr (sizeof(T) == 4) {
+          const T* pair = y.x + (column + g) * y.LDA + token + 2 * t;
+          multiply_halves(d[n], a[0], {unpack_pair(pair), unpack_pair(pair + 8)}, T{});
+        } else {
+          u32 b[4];
+          ldmatrix_x4(b, y.x + from + token);
+          multiply_halves(d[n], a[1], {b[0], b[1]}, T{});
+          multiply_halves(d[n], a[0], {b[2], b[3]}, T{});
+          multiply_halves(d[n], a[0], {b[0], b[1]}, T{});
+        }
         ++n;
       };
       (multiply(transposed), ...);
@@ -298,11 +312,12 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
 
 // Stores a warp's 16 channels of a tile in memory, after its lanes have written them.
 template <int BK, typename T> __device__ __forceinline__ void store_channels(T* to, const T* tile) {
-  const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % 2 * 8;
+  constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
+  const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % ACROSS * PIECE;
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < BT; n += 16) {
-    const int row = n + lane / 2;
+  for (int n = 0; n < BT; n += 32 / ACROSS) {
+    const int row = n + lane / ACROSS;
     *reinterpret_cast<uint4*>(place<BK>(to, row, c)) = *reinterpret_cast<const uint4*>(place<BK>(tile, row, c));
   }
 }

@@ -16,7 +16,7 @@
 // numerics  M' and N' in float32; as operands they, and A', are the sum of two float16. E, W, Z in T, B the sum of two
 //           T; decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -40,17 +40,17 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     T q[BT * BK];
-    f16 ke[BT * BK];
+    Operand<T, f16> ke[BT * BK];
     T Z[BT * BK];
     T W[BT * BK];
   };
   union {
     G g[BT * BK];
-    Matrix<f16> A;
+    Matrix<Operand<T, f16>> A;
   };
   union {
     struct {
-      f16 rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
+      Operand<T, f16> rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
     };
     struct {
       float from_start[BT][BK + 8];  // q' decayed from the chunk's start
@@ -59,7 +59,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     float block_decays[BLOCKS][BK];
-    Matrix<f16> N_transposed;  // of N'
+    Matrix<Operand<T, f16>> N_transposed;  // of N'
   };
   float M[BT][LD];
   Lengths lengths[2];
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const auto with_powers = [&](int j, float factor, float2 x) {
     return float2{factor * of_k.power[j] * x.x, factor * of_k.power[j + 1] * x.y};
   };
-  multiply_triangles<THREADS, f16>(
+  multiply_triangles<THREADS, Operand<T, f16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         const float2 x = with_powers(j, of_q.power[i], sum[0]);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
       },
       s.N_transposed);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS, f16>(
+    multiply_triangles<THREADS, Operand<T, f16>>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           const float2 x = with_powers(j, of_k.power[i], sum[0]);

@@ -6,7 +6,6 @@
 #include "delta/chunk_storage.cuh"
 #include "delta/lengths.cuh"
 #include "gated/forward_copies.cuh"
-#include "half_products.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -14,26 +13,23 @@
 // row l / 4 and columns 2 (l % 4), 2 (l % 4) + 1 at 0 and 1; at 2 and 3 the same columns of row l / 4 + 8.
 using Accumulators = float[BT / 16][2][4];
 
-// Two neighbouring numbers, as floats; x is aligned to both.
-__device__ __forceinline__ float2 unpack_pair(const bf16* x) {
-  return unpack(*reinterpret_cast<const u32*>(x), bf16{});
-}
-__device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*reinterpret_cast<const u32*>(x), f16{}); }
-
 // Stores x and y, side by side, each as the sum of two numbers of T: rounded, and its rounding error REST numbers
-// later.
+// later. A `single` is the number itself.
 template <typename T, int REST = Matrix<T>::REST>
 __device__ __forceinline__ void put_split_pair(T* to, float x, float y) {
-  const u32 pair = pack<T>(x, y);
+  const Word<T> pair = word_of<T>(x, y);
   const float2 rounded = unpack(pair, T{});
-  *reinterpret_cast<u32*>(to) = pair;
-  *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
+  *reinterpret_cast<Word<T>*>(to) = pair;
+  if constexpr (sizeof(T) == 2) *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
 }
 
 // Stores zeros in the gaps between the rows of a matrix in global memory, since copies of the matrix read them, too.
 template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
-  for (int row = threadIdx.x; row < 2 * BT; row += THREADS)
-    *reinterpret_cast<uint4*>(M.x + row / BT * M.REST + row % BT * M.LDA + BT) = uint4{};
+  constexpr int PIECE = 16 / sizeof(T), PIECES = (Matrix<T>::LDA - BT) / PIECE;  // of a gap
+  for (int n = threadIdx.x; n < 2 * BT; n += THREADS) {
+    const int row = n / PIECES;
+    *reinterpret_cast<uint4*>(M.x + row / BT * M.REST + row % BT * M.LDA + BT + n % PIECES * PIECE) = uint4{};
+  }
 }
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -85,12 +81,12 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   const LeftReader<COLS, T> left;
 #pragma unroll
   for (int c = 0; c < COLS; c += 32) {
-    u32 r[4];
-    ldmatrix_x4(r, right.at(y, column, c));
+    Word<T> r[4];
+    right.load(r, y, column, c);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      u32 a[4];
-      ldmatrix_x4(a, left.at(x, row, c + 16 * n));
+      Word<T> a[4];
+      left.load(a, x, row, c + 16 * n);
       multiply_halves(d[n], a, {r[2 * n], r[2 * n + 1]}, T{});
     }
   }
@@ -102,9 +98,9 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
   const LeftReader<COLS, T> reader;
 #pragma unroll
   for (int c = 0; c < COLS; c += 16) {
-    u32 a[4], b[4];
-    ldmatrix_x4(a, reader.at(x, row, c));
-    ldmatrix_x4(b, reader.at(y, column, c));
+    Word<T> a[4], b[4];
+    reader.load(a, x, row, c);
+    reader.load(b, y, column, c);
     multiply_halves(d[0], a, {b[0], b[2]}, T{});
     multiply_halves(d[1], a, {b[1], b[3]}, T{});
   }
@@ -167,12 +163,12 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
 #pragma unroll
   for (int token = 0; token < BT; token += 16) {
     if (FILLED == UPPER && token < row || FILLED == LOWER && token > row) continue;
-    u32 b[4];
-    ldmatrix_x4_trans(b, reader.at(tokens, token, column));
+    Word<T> b[4];
+    reader.load(b, tokens, token, column);
 #pragma unroll
-    for (int number = 0; number < 2; ++number) {
-      u32 a[4];
-      ldmatrix_x4(a, M.x + number * M.REST + (row + (lane & 15)) * M.LDA + token + (lane >> 4) * 8);
+    for (int number = 0; number < M.NUMBERS; ++number) {
+      Word<T> a[4];
+      M.load(a, number, row, token, lane);
       multiply_halves(d[0], a, {b[0], b[1]}, T{});
       multiply_halves(d[1], a, {b[2], b[3]}, T{});
     }

@@ -19,7 +19,7 @@
 // numerics  scores, N' and L' in float32; as operands they are the sum of two float16. E, W, Z in T, H and B the sum of
 //           two T; decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
-// limits    T of bfloat16, float16; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -41,7 +41,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     T columns[2][BT * BK];  // k and b
-    f16 to_end[2][BT * BK];
+    Operand<T, f16> to_end[2][BT * BK];
     T Z[2][BT * BK];
   };
   union {
@@ -50,17 +50,17 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
       G g[BT * BK];
     };
     struct {
-      Matrix<f16> QB;    // Aqb'
-      float QK[BT][LD];  // Aqk'
+      Matrix<Operand<T, f16>> QB;  // Aqb'
+      float QK[BT][LD];            // Aqk'
     };
   };
   union {
     struct {
-      f16 rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
+      Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
     };
     struct {
       float from_start[BT][BK + 8];            // q' decayed from the chunk's start
-      Matrix<f16> N_transposed, L_transposed;  // of N' and L' divided by `largest`
+      Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L' divided by `largest`
     };
   };
   union {
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // N', L' and qd are in shared memory
 
   const float L_scale = s.largest[0], N_scale = s.largest[1];
-  multiply_triangles<THREADS, f16>(
+  multiply_triangles<THREADS, Operand<T, f16>>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
         const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {
@@ -285,11 +285,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
       const int i = x / BT, j = x % BT;
       const float factor = 1.f / of_columns[1].power[i];
-      const auto put = [&](Matrix<T>& M, const Matrix<f16>& transposed, float largest, const Lengths& of) {
-        const auto at = [&](int j) {
-          const f16* two = transposed.x + j * transposed.LDA + i;
-          return factor * largest * of.power[j] * (to_float(two[0]) + to_float(two[transposed.REST]));
-        };
+      const auto put = [&](Matrix<T>& M, const auto& transposed, float largest, const Lengths& of) {
+        const auto at = [&](int j) { return factor * largest * of.power[j] * transposed.number(j, i); };
         put_split_pair(M.at(i, j), at(j), at(j + 1));
       };
       put(to.residual_matrix[0], s.N_transposed, N_scale, of_columns[1]),

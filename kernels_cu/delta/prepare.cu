@@ -8,10 +8,10 @@
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  five: inputs and decays | lengths | M and A | N | B and of_Z. Each: these are in shared memory
-// numerics  M and N in float32; for products they and A are the sum of two bfloat16, which hold any growth that float32
-//           holds. E, W and Z in T, matrices that make them the sum of two T
+// numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
+//           growth that float32 holds. E, W and Z in T, matrices that make them the sum of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
@@ -40,11 +40,11 @@ template <typename T, int BK> struct alignas(16) Shared {
     T W[BT * BK];
   };
   Matrix<T> B, of_Z;  // of_Z: what keys are multiplied by
-  Matrix<bf16> A;
+  Matrix<Operand<T, bf16>> A;
   float M[BT][LD];
   union {
     float decay_between[BT][LD];  // the decay from token j to token i; 0 for i < j
-    Matrix<bf16> turned_N;        // the transpose of N
+    Matrix<Operand<T, bf16>> turned_N;  // the transpose of N
   };
   float inverse_length[2][BT];  // of keys and of queries, or 1
   float beta[BT], decay_from_start[BT], decay_to_end[BT];
@@ -145,20 +145,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   }
   __syncthreads();  // N is in shared memory
 
-  multiply_triangles<THREADS, bf16>(
+  multiply_triangles<THREADS, Operand<T, bf16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         put_split_pair(s.B.at(i, j), s.beta[j] * sum[0].x, s.beta[j + 1] * sum[0].y);
         if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), sum[0].x, sum[0].y);
-        const bf16* two = s.turned_N.at(i, j);
-        const float2 high = unpack_pair(two), low = unpack_pair(two + s.turned_N.REST);
+        const float2 high = unpack_pair(s.turned_N.at(i, j)), low = s.turned_N.errors_at(i, j);
         const float row = GRADIENT ? 1.f : s.beta[i];
         put_split_pair(s.of_Z.at(i, j), row * s.of_keys[j] * (high.x + low.x),
                        row * s.of_keys[j + 1] * (high.y + low.y));
       },
       s.turned_N);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS, bf16>(
+    multiply_triangles<THREADS, Operand<T, bf16>>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * sum[0].x,
@@ -175,8 +174,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
 #pragma unroll
   for (int n = 0; n < BT; n += 16) {
     const int i = n + lane / 2, c = channel + lane % 2 * 8;
-    T* key = place<BK>(s.k, i, c);
-    put_four(key, times(s.of_E[i], unpack_four(key))), put_four(key + 4, times(s.of_E[i], unpack_four(key + 4)));
+    T *key = place<BK>(s.k, i, c), *next = sizeof(T) == 4 ? place<BK>(s.k, i, c + 4) : key + 4;
+    put_four(key, times(s.of_E[i], unpack_four(key))), put_four(next, times(s.of_E[i], unpack_four(next)));
   }
   store_channels<BK>(to.E, s.E);
 #pragma unroll

@@ -13,7 +13,7 @@
 //           previous chunk has been read
 // numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128; STAGES >= 2
+// limits    T of bfloat16, float16, single; K <= BK; BK and BV of 64, 128; STAGES >= 2
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
 #include "delta/walk.cuh"
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
 
-    u32 v[BT / 16][4] = {}, written[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
+    Word<T> v[BT / 16][4] = {}, written[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
     if (!computes_F) load_packed<BV>(v, v_tile, column);
     float Y[BT / 8][4] = {};
     Accumulators o = {};
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
           args.o.row(b, h, span.start + token) + first_column, args.o.t,
           [&](int i, int across) {
             const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
-            return pack<T>(scale * pair[0], scale * pair[1]);
+            return word_of<T>(scale * pair[0], scale * pair[1]);
           },
           tokens - token, column, columns, bytes);
     }

@@ -16,10 +16,10 @@ template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_
 
 // Rounds channels 16 c ... 16 c + 15 of S to T: s is a left operand [columns, channels]; s[0], s[2] and s[1], s[3] are
 // right operands of 8 columns each.
-template <typename T, int BK> __device__ __forceinline__ void pack_state(u32 (&s)[4], const State<BK>& S, int c) {
+template <typename T, int BK> __device__ __forceinline__ void pack_state(Word<T> (&s)[4], const State<BK>& S, int c) {
   const float (&low)[4] = S[2 * c], (&high)[4] = S[2 * c + 1];
-  s[0] = pack<T>(low[0], low[1]), s[1] = pack<T>(low[2], low[3]);
-  s[2] = pack<T>(high[0], high[1]), s[3] = pack<T>(high[2], high[3]);
+  s[0] = word_of<T>(low[0], low[1]), s[1] = word_of<T>(low[2], low[3]);
+  s[2] = word_of<T>(high[0], high[1]), s[3] = word_of<T>(high[2], high[3]);
 }
 
 // y (transposed) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows S.
@@ -30,9 +30,9 @@ __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const Sta
   const LeftReader<BK, T> left;
 #pragma unroll
   for (int c = 0; c < BK / 32; ++c) {  // 32 channels
-    u32 e[BT / 8][4], s[2][4];
+    Word<T> e[BT / 8][4], s[2][4];
 #pragma unroll
-    for (int n = 0; n < BT / 8; ++n) ldmatrix_x4(e[n], right.at(read_rows, 8 * n, 32 * c));
+    for (int n = 0; n < BT / 8; ++n) right.load(e[n], read_rows, 8 * n, 32 * c);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       pack_state<T, BK>(s[half], S, 2 * c + half);
@@ -44,8 +44,8 @@ __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const Sta
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int m = 0; m < BT / 16; ++m) {
-          u32 w[4];
-          ldmatrix_x4(w, left.at(output_rows, 16 * m, 32 * c + 16 * half));
+          Word<T> w[4];
+          left.load(w, output_rows, 16 * m, 32 * c + 16 * half);
           multiply_halves((*o)[m][0], w, {s[half][0], s[half][2]}, T{});
           multiply_halves((*o)[m][1], w, {s[half][1], s[half][3]}, T{});
         }
@@ -65,14 +65,14 @@ template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, cons
 
 // S += rows^T x. x: left operands [the warp's columns, 16 tokens], as load_packed and pack_tokens set them.
 template <int BK, typename T>
-__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u32 (&x)[BT / 16][4]) {
+__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Word<T> (&x)[BT / 16][4]) {
   const RightReader<BK, T> reader;
 #pragma unroll
   for (int n = 0; n < BT / 16; ++n)
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) {
-      u32 b[4];
-      ldmatrix_x4_trans(b, reader.at(rows, 16 * n, 16 * c));
+      Word<T> b[4];
+      reader.load(b, rows, 16 * n, 16 * c);
       multiply_halves(S[2 * c], x[n], {b[0], b[1]}, T{});
       multiply_halves(S[2 * c + 1], x[n], {b[2], b[3]}, T{});
     }
@@ -80,14 +80,14 @@ __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u3
 
 // Loads the warp's columns of a chunk's tokens, packed and transposed.
 template <int BV, typename T>
-__device__ __forceinline__ void load_packed(u32 (&x)[BT / 16][4], const T* tile, int column) {
+__device__ __forceinline__ void load_packed(Word<T> (&x)[BT / 16][4], const T* tile, int column) {
   const TransposedReader<BV, T> reader(column);
 #pragma unroll
-  for (int m = 0; m < BT / 16; ++m) ldmatrix_x4_trans(x[m], reader.at(tile, 16 * m, 0));
+  for (int m = 0; m < BT / 16; ++m) reader.load(x[m], tile, 16 * m, 0);
 }
 
 // y (transposed) += x, which load_packed has loaded.
-template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT / 8][4], const u32 (&x)[BT / 16][4]) {
+template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT / 8][4], const Word<T> (&x)[BT / 16][4]) {
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
@@ -101,7 +101,7 @@ template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT /
 // Rounds x (transposed), times factors of tokens, to operands: factors_at(i) returns the factors of tokens i + 2t and
 // i + 2t + 1, t = lane % 4.
 template <typename T, class Factors>
-__device__ __forceinline__ void pack_tokens(u32 (&packed)[BT / 16][4], const float (&x)[BT / 8][4],
+__device__ __forceinline__ void pack_tokens(Word<T> (&packed)[BT / 16][4], const float (&x)[BT / 8][4],
                                             Factors factors_at) {
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
@@ -109,26 +109,26 @@ __device__ __forceinline__ void pack_tokens(u32 (&packed)[BT / 16][4], const flo
     for (int part = 0; part < 4; ++part) {
       const float2 factors = factors_at(16 * m + part / 2 * 8);
       const float* two = x[2 * m + part / 2] + part % 2 * 2;
-      packed[m][part] = pack<T>(factors.x * two[0], factors.y * two[1]);
+      packed[m][part] = word_of<T>(factors.x * two[0], factors.y * two[1]);
     }
 }
 template <typename T>
-__device__ __forceinline__ void pack_tokens(u32 (&packed)[BT / 16][4], const float (&x)[BT / 8][4]) {
+__device__ __forceinline__ void pack_tokens(Word<T> (&packed)[BT / 16][4], const float (&x)[BT / 8][4]) {
   pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
 }
 
 // d += M x, M a lower triangle; x: as in write_rows.
 template <typename T>
-__device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>& M, const u32 (&x)[BT / 16][4]) {
+__device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>& M, const Word<T> (&x)[BT / 16][4]) {
   const int lane = own_lane();
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
     for (int before = 0; before <= m; ++before)
 #pragma unroll
-      for (int number = 0; number < 2; ++number) {
-        u32 a[4];
-        ldmatrix_x4(a, M.x + number * M.REST + (16 * m + (lane & 15)) * M.LDA + 16 * before + (lane >> 4) * 8);
+      for (int number = 0; number < M.NUMBERS; ++number) {
+        Word<T> a[4];
+        M.load(a, number, 16 * m, 16 * before, lane);
         multiply_halves(d[m][0], a, {x[before][0], x[before][2]}, T{});
         multiply_halves(d[m][1], a, {x[before][1], x[before][3]}, T{});
       }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>
 
 // y (transposed) += scale M^T x, M a lower triangle; x: as in write_rows.
 template <typename T>
-__device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const u32 (&x)[BT / 16][4], const Matrix<T>& M,
+__device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const Word<T> (&x)[BT / 16][4], const Matrix<T>& M,
                                            float scale) {
   const int lane = own_lane();
   float sums[BT / 8][4] = {};
@@ -145,9 +145,9 @@ __device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const u32 (&x)
 #pragma unroll
     for (int from = n; from < BT / 16; ++from)
 #pragma unroll
-      for (int number = 0; number < 2; ++number) {
-        u32 b[4];  // tokens 16 from + 0...15 of M's rows, columns 16 n + 0...15
-        ldmatrix_x4_trans(b, M.x + number * M.REST + (16 * from + (lane & 15)) * M.LDA + 16 * n + (lane >> 4) * 8);
+      for (int number = 0; number < M.NUMBERS; ++number) {
+        Word<T> b[4];  // tokens 16 from + 0...15 of M's rows, columns 16 n + 0...15
+        M.template load<true>(b, number, 16 * from, 16 * n, lane);
         multiply_halves(sums[2 * n], x[from], {b[0], b[1]}, T{});
         multiply_halves(sums[2 * n + 1], x[from], {b[2], b[3]}, T{});
       }
@@ -165,21 +165,21 @@ __device__ __forceinline__ void store_tokens(T* to, i64 stride, Pair pair_at, in
                                              int bytes) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
   to += g * stride + column + 2 * t;
-  if (rows >= BT && bytes >= 4 && column + 16 <= width) {
+  if (rows >= BT && bytes >= int(sizeof(Word<T>)) && column + 16 <= width) {
 #pragma unroll
     for (int i = 0; i < BT; i += 8, to += 8 * stride)
 #pragma unroll
-      for (int across = 0; across < 16; across += 8) *reinterpret_cast<u32*>(to + across) = pair_at(i, across);
+      for (int across = 0; across < 16; across += 8) *reinterpret_cast<Word<T>*>(to + across) = pair_at(i, across);
   } else {
 #pragma unroll
     for (int i = 0; i < BT; i += 8, to += 8 * stride)
 #pragma unroll
       for (int across = 0; across < 16; across += 8) {
-        const u32 pair = pair_at(i, across);
+        const Word<T> pair = pair_at(i, across);
         const int c = column + across + 2 * t;
         if (i + g >= rows) continue;
-        if (bytes >= 4) {
-          if (c < width) *reinterpret_cast<u32*>(to + across) = pair;
+        if (bytes >= int(sizeof(Word<T>))) {
+          if (c < width) *reinterpret_cast<Word<T>*>(to + across) = pair;
         } else {
           const float2 x = unpack(pair, T{});
           if (c < width) to[across] = from_float<T>(x.x);

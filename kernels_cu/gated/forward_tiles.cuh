@@ -8,11 +8,14 @@
 #include "fragments.cuh"
 #include "ptx.cuh"
 
-// The address in a tile of rows of COLS values. Piece p (16 bytes) of row r is stored in the place of piece p ^ r % 8:
-// so the same piece of eight rows is in different banks.
+// Piece p (16 bytes) of row r of a tile is stored in the place of piece p ^ row_swap<X>(r % 8): so the same piece of
+// eight rows is in different banks. The row_swap of an XOR of rows is that of each, by XOR.
+template <typename X> __device__ __forceinline__ constexpr int row_swap(int row) { return row; }
+
+// The address in a tile of rows of COLS values.
 template <int COLS, typename X> __device__ __forceinline__ X* place(X* tile, int row, int col) {
   constexpr int PIECE = 16 / sizeof(X);
-  return tile + row * COLS + ((col / PIECE ^ row & 7) * PIECE | col % PIECE);
+  return tile + row * COLS + ((col / PIECE ^ row_swap<X>(row & 7)) * PIECE | col % PIECE);
 }
 
 // The type in shared memory of operands of data T: bfloat16, or float.
@@ -41,7 +44,7 @@ template <int COLS, typename X> struct Reader {
   int first;  // in bytes
 
   __device__ __forceinline__ Reader(int row, int piece, int rest = 0)
-      : first(row * COLS * SIZE + (row & 7 ^ piece) * PIECE + rest * SIZE) {}
+      : first(row * COLS * SIZE + (row_swap<X>(row & 7) ^ piece) * PIECE + rest * SIZE) {}
   __device__ __forceinline__ const X* at(const X* tile, int row, int col) const {
     const int bytes = col * SIZE;
     return reinterpret_cast<const X*>(reinterpret_cast<const char*>(tile) + (first ^ bytes % ROUND) +
@@ -55,6 +58,9 @@ __device__ __forceinline__ int own_lane() { return opaque(threadIdx.x & 31); }
 template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
   __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
 
+  __device__ __forceinline__ void load(u32 (&r)[4], const X* tile, int row, int col) const {
+    ldmatrix_x4(r, this->at(tile, row, col));
+  }
   __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row, int col) const {
     ldmatrix_x4(a.words, this->at(tile, row, col));
   }
@@ -74,6 +80,9 @@ template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
 template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
   __device__ __forceinline__ RowsReader(int lane = own_lane()) : Reader<COLS, X>(lane & 7, lane >> 3) {}
 
+  __device__ __forceinline__ void load(u32 (&r)[4], const X* tile, int row, int col) const {
+    ldmatrix_x4(r, this->at(tile, row, col));
+  }
   __device__ __forceinline__ void load(RightBf16 (&b)[2], const bf16* tile, int row, int col) const {
     u32 r[4];
     ldmatrix_x4(r, this->at(tile, row, col));
@@ -94,6 +103,9 @@ template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // 
   __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
       : Reader<COLS, X>((lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)) {}
 
+  __device__ __forceinline__ void load(u32 (&r)[4], const X* tile, int row, int col) const {
+    ldmatrix_x4_trans(r, this->at(tile, row, col));
+  }
   __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row) const {
     ldmatrix_x4_trans(a.words, this->at(tile, row, 0));
   }
@@ -123,6 +135,9 @@ template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader
   __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
       : Reader<COLS, X>(lane & 15, column * int(sizeof(X)) / 16 + (lane >> 4)) {}
 
+  __device__ __forceinline__ void load(u32 (&r)[4], const X* tile, int row, int col) const {
+    ldmatrix_x4_trans(r, this->at(tile, row, col));
+  }
   __device__ __forceinline__ void load(RightBf16 (&b)[2], const bf16* tile, int row, int col) const {
     u32 r[4];
     ldmatrix_x4_trans(r, this->at(tile, row, col));
@@ -202,11 +217,11 @@ template <int COLS, int W, typename X> struct Spot {
   int first;  // in bytes
 
   __device__ __forceinline__ Spot(int row, int col)
-      : first((row & 7) * COLS * SIZE + ((col * SIZE / PIECE ^ row & 7) * PIECE | col * SIZE % PIECE)) {}
+      : first((row & 7) * COLS * SIZE + ((col * SIZE / PIECE ^ row_swap<X>(row & 7)) * PIECE | col * SIZE % PIECE)) {}
   // In group `eight` of 8 rows, `row` rows below the spot's own row, with which `row` shares no bit.
   __device__ __forceinline__ X* at(const X* tile, int eight, int row) const {
     return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(tile + eight * 8 * COLS)) +
-                                (first ^ row * PIECE) + row * COLS * SIZE);
+                                (first ^ row_swap<X>(row) * PIECE) + row * COLS * SIZE);
   }
   __device__ __forceinline__ void get(Piece<W, X>& x, const X* tile, int eight, int row) const {
     x.load(at(tile, eight, row));

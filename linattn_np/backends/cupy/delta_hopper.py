@@ -10,7 +10,7 @@ from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
 from .delta_segments import CutInChunks
 from .gated_kernels import PANEL, SM90, TILES
-from .kernel import HALF, TiledKernel
+from .kernel import DOUBLE, TiledKernel
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
 
 
@@ -45,8 +45,8 @@ def why_no_chunks(problem) -> str | None:
     """Why no card can compute a call in chunks, whatever its gates are; None if some can."""
     if problem.mode == "recurrent":
         return "mode='recurrent' is token by token"
-    if problem.dtype not in HALF:
-        return f"the data are {problem.dtype}, and tensor cores multiply half precision"
+    if problem.dtype == DOUBLE:
+        return "the data are float64, and kernels in chunks compute in float32"
     if problem.sizes["K"] > TILES[-1]:
         return f"K={problem.sizes['K']} is over {TILES[-1]}"
     return None
@@ -64,6 +64,8 @@ class ScalarOnHopper:
             return "the card is another, or kernels of every card are asked for"
         if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
             return "every channel has a gate of its own"
+        if problem.dtype == FLOAT32:
+            return "the data are float32, and it multiplies half precision"
         if reason := why_no_chunks(problem):
             return reason
         if not mappable_once_copied([problem[name] for name in "qkv"]):

@@ -13,13 +13,22 @@ import numpy as np
 from .arguments import members
 from .gated_kernels import TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel, padded
-from .plan import ceil_div
+from .plan import FLOAT32, ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
 
 # -- in chunks ---------------------------------------------------------------------------------------------------------
-class DeltaPrepare(Kernel):
+class ChunkKernel(Kernel):
+    """The base of kernels in chunks, whose first template argument is the dtype of data: `single` for float32."""
+
+    @property
+    def template(self):
+        dtype, *others = super().template
+        return ("single" if dtype == "float" else dtype, *others)
+
+
+class DeltaPrepare(ChunkKernel):
     """What each chunk does to a state, for a walk, if the channels of a token share a gate."""
 
     file = "delta/prepare"
@@ -52,7 +61,7 @@ class DeltaDplrPrepare(DeltaPrepare):
     shared = ("Shared<{dtype}, {gate}, {BK}>",)
 
 
-class Walk(TiledKernel):
+class Walk(ChunkKernel, TiledKernel):
     """The base of walks from chunk to chunk, which read what a kernel such as `DeltaPrepare` has prepared."""
 
     CHUNK: ClassVar[int] = 32
@@ -67,10 +76,11 @@ class Walk(TiledKernel):
     @classmethod
     def fitting(cls, dtype, K, V, rule, heads, device):
         """The instance with 128 columns per block if so wide blocks still fill half of the card, else with 64; and with
-        three stages if shared memory suffices, else two."""
+        three stages if shared memory suffices, else two; two for float32, so that two blocks of 64 columns and channels
+        share a multiprocessor."""
         BK, fill_half = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
         BV = TILES[V > TILES[0] and fill_half]
-        sizes = (BV, 3), (BV, 2), (TILES[0], 2)
+        sizes = ((BV, 3), (BV, 2), (TILES[0], 2))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages) for width, stages in sizes]
         return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
 
@@ -124,7 +134,7 @@ class DeltaBackwardStates(Walk):
         return B * group * (self.dtype.itemsize * self.padded_size(V) * rows + chunks * self.prepared_bytes)
 
 
-class DeltaBackwardChunks(Kernel):
+class DeltaBackwardChunks(ChunkKernel):
     """dq, dk, dbeta and dg of each chunk, from what `DeltaBackwardStates` wrote, if the channels of a token share a
     gate. If heads of values share a head of keys, it writes a term of dq and dk for each of the former (`parts`)."""
 
@@ -158,7 +168,7 @@ class DeltaBackwardChunks(Kernel):
         return {"BK": self.BK, "chunk": self.CHUNK}
 
 
-class DplrBackwardChunks(Kernel):
+class DplrBackwardChunks(ChunkKernel):
     """`DeltaBackwardChunks` for RWKV-7: dq, dk, da, db and dg of each chunk, TILE channels per block."""
 
     file = "delta/dplr_backward_chunks"
