@@ -157,7 +157,7 @@ def delta_rules():
     for walk, T, (K, V), two_writes, outputs in product(walks, CTYPES, WIDTHS, (False, True), (False, True)):
         yield from (walk(T, K, V, two_writes, stages, outputs) for stages in ((2,) if T == SINGLE else (2, 3)))
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
-    for T, G in GATES[1:]:
+    for T, G in GATES:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
         yield delta.DplrBackwardChunks(T, G)
         yield delta.KdaBackwardChunks(T, G)

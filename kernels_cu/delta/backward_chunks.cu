@@ -19,16 +19,17 @@
 //           also: inverse lengths are in shared memory) | they have been read. Then: gate_terms, the matrices of tokens
 //           and `pairs` are in shared memory | pair_terms are. With normalized rows three more: gate_terms have been
 //           read | dot products of a warp's channels are in shared memory | `parallel` is
-// numerics  products of T are summed in float32. Pairs multiply e, and the gradients q or k, by the sum of two numbers
-//           of T. No division by a decay or by beta
+// numerics  products of T (operands.cuh) are summed in float32. Of 16-bit data e, and the matrices of tokens that
+//           multiply q and k, are the sum of two T. No division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16; K <= BK; BK of 64, 128; tokens and columns past the end are zeros in shared memory
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128; tokens and columns past the end are zeros in shared
+//           memory
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, e, w;  // a row of e: padded(V) rounded numbers, then their rounding errors
+  Rows<const T> q, k, do_, e, w;  // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
   Rows<const G> g, beta;          // of each token a row of one number
   const T* chunk_states;          // S and dS: backward_storage.cuh
   Rows<T> dq, dk;
@@ -44,7 +45,7 @@ template <typename T, typename G> struct Args {
 constexpr int COLUMNS = TILE;  // columns of V that are in shared memory at a time
 
 template <typename T, int BK> struct alignas(16) Shared {
-  static constexpr int WARPS = BK / 16;
+  static constexpr int WARPS = BK / 16, ERRORS = sizeof(T) == 2 ? BT * COLUMNS : 16 / sizeof(T);
   T q[BT * BK], k[BT * BK];
   union {
     T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
@@ -54,7 +55,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   };
   union {
     struct {
-      T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[BT * COLUMNS], w[BT * COLUMNS];
+      T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[ERRORS], w[BT * COLUMNS];
     };
     float pairs[BT][LD];  // A_ij dA_ij + M_ij dM_ij, j < i
   };
@@ -77,10 +78,14 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
   const int tile = threadIdx.x / TILE, kind = threadIdx.x / BT;
   const i64 token = span.start + threadIdx.x % BT;
   const i64 state = state_index(args.shape, tile / TILES, b, h, chunk, tile % TILES * TILE);
-  prefetch_line(args.chunk_states + state + i64(column + threadIdx.x % TILE) * TILE);
-  if (kind < 4 && token < span.stop) {
+  const auto prefetch = [](const T* numbers) {
+#pragma unroll
+    for (int n = 0; n < TILE; n += 128 / sizeof(T)) prefetch_line(numbers + n);
+  };
+  prefetch(args.chunk_states + state + i64(column + threadIdx.x % TILE) * TILE);
+  if (kind < 4 && (sizeof(T) == 2 || kind != 2) && token < span.stop) {
     const Rows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
-    prefetch_line(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
+    prefetch(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
   }
 }
 
@@ -88,7 +93,7 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
-  constexpr int THREADS = 2 * BK, PIECE = 8;
+  constexpr int THREADS = 2 * BK, PIECE = 16 / sizeof(T);
   const int rows = int(span.stop - span.start), padded_columns = padded(args.shape.V) - column;
 #pragma unroll
   for (int backwards = 0; backwards < 2; ++backwards)
@@ -102,8 +107,9 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.t, rows,
                                int(args.shape.V) - column, int(args.bytes));
   copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.t, rows, padded_columns, 16);
-  copy_chunk<COLUMNS, THREADS>(s.e_error, args.e.row(b, h, span.start) + padded(args.shape.V) + column, args.e.t, rows,
-                               padded_columns, 16);
+  if constexpr (sizeof(T) == 2)
+    copy_chunk<COLUMNS, THREADS>(s.e_error, args.e.row(b, h, span.start) + padded(args.shape.V) + column, args.e.t,
+                                 rows, padded_columns, 16);
   copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.t, rows, padded_columns, 16);
   cp_async_commit();
 }
@@ -113,25 +119,25 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
-  const int lane = own_lane(), matrix = lane >> 3, warp = threadIdx.x >> 5;
+  using States = StateReader<true, T>;
+  const int lane = own_lane(), warp = threadIdx.x >> 5;
   const LeftReader<COLUMNS, T> reader(lane);
-  const int first =
-      warp / 4 * COLUMNS * TILE + ((matrix & 1) * 8 + 2 * (warp % 4) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+  const int first = warp / 4 * COLUMNS * TILE + States::first(2 * (warp % 4), lane);
 #pragma unroll
   for (int c = 0; c < COLUMNS / 16; ++c) {
-    u32 state[4];
+    Word<T> state[4];
     const auto add = [&](Accumulators& sums, const T* rows) {
 #pragma unroll
       for (int m = 0; m < BT / 16; ++m) {
-        u32 a[4];
-        ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
+        Word<T> a[4];
+        reader.load(a, rows, 16 * m, 16 * c);
         multiply_halves(sums[m][0], a, {state[0], state[1]}, T{});
         multiply_halves(sums[m][1], a, {state[2], state[3]}, T{});
       }
     };
-    ldmatrix_x4_trans(state, s.states[0] + first + 2 * c * TILE * 8);
+    States::load(state, s.states[0] + first + 2 * c * TILE * 8);
     add(S_do, s.do_), add(S_w, s.w);
-    ldmatrix_x4_trans(state, s.states[1] + first + 2 * c * TILE * 8);
+    States::load(state, s.states[1] + first + 2 * c * TILE * 8);
     add(dS_e, s.e);
   }
 }
@@ -140,16 +146,16 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
 // which a lane holds two numbers of row g = lane / 4 each: in dot[0] and dot[1], and in dot[2] and dot[3].
 template <int BK, typename T>
 __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {
-  const int lane = own_lane(), matrix = lane >> 3;
-  const int first = (column / 8 + (matrix & 1)) * TILE * 8 + (matrix >> 1) * 64 + (lane & 7) * 8;
+  using States = StateReader<false, T>;
+  const int first = States::first(column / 8 * (TILE / 8), own_lane());
 #pragma unroll 4
   for (int n = 0; n < BK / 8; ++n) {
     const int offset = first + n / 8 * COLUMNS * TILE + n / 4 % 2 * 2 * TILE * 8 + n % 4 * 128;
-    u32 a[4], b[4];
-    ldmatrix_x4(a, S + offset);
-    ldmatrix_x4(b, dS + offset);
-    multiply_halves(dot, {a[0], 0, a[2], 0}, {b[0], b[2]}, T{});
-    multiply_halves(dot, {0, a[1], 0, a[3]}, {b[1], b[3]}, T{});
+    Word<T> a[4], b[4];
+    States::load(a, S + offset);
+    States::load(b, dS + offset);
+    multiply_halves(dot, {a[0], Word<T>{}, a[2], Word<T>{}}, {b[0], b[2]}, T{});
+    multiply_halves(dot, {Word<T>{}, a[1], Word<T>{}, a[3]}, {b[1], b[3]}, T{});
   }
 }
 
@@ -181,7 +187,7 @@ __device__ __forceinline__ float sum_of_this_and_higher_lanes(float x) {
 template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, int i, int j, float x) {
   const T rounded = from_float<T>(x);
   *M.at(i, j) = rounded;
-  M.at(i, j)[M.REST] = from_float<T>(x - to_float(rounded));
+  if constexpr (Matrix<T>::NUMBERS == 2) M.at(i, j)[M.REST] = from_float<T>(x - to_float(rounded));
 }
 
 // A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of 16 rows i and 8 keys j; there is
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       for (int m = 0; m < 2; ++m) {
         float sums[2][4] = {};
         multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e, task.row, task.key);
-        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e_error, task.row, task.key);
+        if constexpr (sizeof(T) == 2) multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e_error, task.row, task.key);
 #pragma unroll
         for (int x = 0; x < 4; ++x) products[n][m][x] += sums[0][x] + sums[1][x];
       }
@@ -396,9 +402,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     __syncwarp();  // the warp's channels of the gradient are in shared memory
     T* const first = to.row(b, head, span.start);
     if (bytes == 16) {
+      constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
 #pragma unroll
-      for (int n = 0; n < BT; n += 16) {
-        const int i = n + lane / 2, c = channel + lane % 2 * 8;
+      for (int n = 0; n < BT; n += 32 / ACROSS) {
+        const int i = n + lane / ACROSS, c = channel + lane % ACROSS * PIECE;
         if (i < rows && c < channels)
           *reinterpret_cast<uint4*>(first + i * to.t + c) = *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
       }

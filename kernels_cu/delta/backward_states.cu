@@ -12,7 +12,8 @@
 //           dS <- D dS + scale W^T do + E^T P
 // shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
 //           [B, HV, T, V padded with zeros to a multiple of 64]; residual: the same with TWO_WRITES, else such a row of
-//           rounded numbers, then for 16-bit data one of their rounding errors; chunk_states: backward_storage.cuh; starts, F: scan.cu
+//           rounded numbers, then for 16-bit data one of their rounding errors; chunk_states: backward_storage.cuh;
+//           starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Forwards the blocks of F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v or do

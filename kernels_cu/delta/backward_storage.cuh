@@ -3,7 +3,7 @@
 //           (direction 1).
 // shapes    [direction, B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V by 8 channels of K, as
 //           ldmatrix loads them. K and V are padded with zeros to multiples of 64
-#include "ptx.cuh"
+#include "delta/operands.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 64;  // channels, or columns, that kernels read together
@@ -17,3 +17,28 @@ __device__ __forceinline__ i64 state_index(const Shape& shape, bool backwards, i
   const i64 state = ((backwards * shape.B + batch) * shape.H + head) * shape.NC + chunk;
   return (state * padded(shape.K) + channel) * padded(shape.V);
 }
+
+// Loads words of four matrices of a chunk's tile of 64 channels: of two neighbours along K, in 8 columns of V and in
+// the next 8; matrix 1 has the channels of matrix 0. first(): a lane's offset, from matrix `matrix` of the tile on.
+template <bool TRANSPOSED, typename T> struct StateReader {
+  __device__ __forceinline__ static int first(int matrix, int lane) {
+    if constexpr (sizeof(T) == 2) {
+      const int own = lane >> 3;
+      return ((own & 1) * (TILE / 8) + matrix + (own >> 1)) * 64 + (lane & 7) * 8;
+    } else {
+      const int g = lane >> 2, t = lane & 3;
+      return matrix * 64 + (TRANSPOSED ? 16 * t + g : 8 * g + 2 * t);
+    }
+  }
+  __device__ __forceinline__ static void load(Word<T> (&r)[4], const T* from) {
+    if constexpr (sizeof(T) == 4)
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const T* matrix = from + (m % 2 * (TILE / 8) + m / 2) * 64;
+        if (TRANSPOSED) r[m] = {matrix[0].x, matrix[8].x};
+        else r[m] = unpack_pair(matrix);
+      }
+    else if (TRANSPOSED) ldmatrix_x4_trans(r, from);
+    else ldmatrix_x4(r, from);
+  }
+};

@@ -9,8 +9,8 @@
 //           The chunk has 4 blocks of 8 tokens. Pairs within a block are added up one by one. A pair of two blocks is
 //           computed by way of the *border* between them: that after 16 tokens of the chunk, or after 8 of 16. The row
 //           is decayed from the border, and the column up to it
-// numerics  Pairs of two blocks, and their decayed rows and columns, are the sum of two bfloat16 numbers: the rounded
-//           number and its rounding error. Of the four products of these, three are computed
+// numerics  Pairs of two blocks, and their decayed rows and columns, are, for 16-bit data, the sum of two bfloat16
+//           numbers: the rounded number and its rounding error. Of the four products of these, three are computed
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
@@ -19,11 +19,13 @@ constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks o
 
 // Shared memory for pairs of two blocks and for sums over blocks. dg_t is the sum of all terms that gate t multiplies:
 // to the gates of one block, another block adds one sum over all its tokens.
-template <int COLUMN_KINDS> struct BlockSums {
-  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;  // numbers of kinds; terms of columns follow those of rows
+template <int COLUMN_KINDS, typename X> struct BlockSums {
+  using Number = X;                                        // of pairs, and of decayed rows and columns
+  static constexpr int NUMBERS = Matrix<Number>::NUMBERS;  // that a value is the sum of
+  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;   // numbers of kinds; terms of columns follow those of rows
   // pair_ij of each kind of rows with each kind of columns, rounded, and the rounding errors: [0] over the border after
   // 16 tokens, [1] over the two borders after 8 of 16.
-  bf16 pairs_across[2][ROWS * COLUMNS][2][HALF * HALF];
+  Number pairs_across[2][ROWS * COLUMNS][NUMBERS][HALF * HALF];
   float block_decays[BLOCKS][TILE];
   // Sums over a block of rows times their terms of S, and of columns times their terms of dS.
   float row_sums[BLOCKS][TILE], column_sums[BLOCKS][TILE];
@@ -54,13 +56,15 @@ template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { re
 // on. `bytes`: 16 if rows start on 16 bytes and `width` is a multiple of 16 bytes; otherwise copies number by number.
 template <typename T>
 __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  const int lane = own_lane(), first = lane / 8, c = lane % 8 * 8;
+  constexpr int PIECE = 16 / sizeof(T), ACROSS = TILE / PIECE, AT_ONCE = 32 / ACROSS;
+  const int lane = own_lane(), first = lane / ACROSS, c = lane % ACROSS * PIECE;
   if (bytes == 16) {
     const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
-    const i64 four_rows = 4 * stride * i64(sizeof(T));
+    const i64 rows_at_once = AT_ONCE * stride * i64(sizeof(T));
     rows = c < width ? rows - first : 0;
 #pragma unroll
-    for (int n = 0; n < BT; n += 4, piece += four_rows) cp_async<16>(place<TILE>(tile, first + n, c), piece, n < rows);
+    for (int n = 0; n < BT; n += AT_ONCE, piece += rows_at_once)
+      cp_async<16>(place<TILE>(tile, first + n, c), piece, n < rows);
   } else {
 #pragma unroll 1
     for (int index = lane; index < BT * TILE; index += 32) {
@@ -74,7 +78,7 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
 template <typename T, class S>
 __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const Shape& shape, i64 b, i64 h, i64 chunk,
                                              int channel, int column) {
-  constexpr int PIECE = 8, SIZE = TILE * TILE / 2;
+  constexpr int PIECE = 16 / sizeof(T), SIZE = TILE * TILE / 2;
   const int warp = threadIdx.x >> 5, state = warp / 2, first = warp % 2 * SIZE + own_lane() * PIECE;
   const T* from = chunk_states + state_index(shape, state, b, h, chunk, channel) + i64(column) * TILE + first;
 #pragma unroll
@@ -82,10 +86,11 @@ __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const 
 }
 
 // Adds S dS, summed over 16 columns of V, for the warp's 16 channels: the diagonal of S dS^T, which tensor cores
-// compute. ldmatrix_x4_trans has loaded S and dS. A lane holds four numbers about the diagonal in `d`.
+// compute. StateReader has loaded S and dS, transposed. A lane holds four numbers about the diagonal in `d`.
 template <typename T>
-__device__ __forceinline__ void multiply_diagonals(float (&d)[4], const u32 (&state)[4], const u32 (&gradient)[4]) {
-  const u32 left[4] = {state[0], state[2], state[1], state[3]};
+__device__ __forceinline__ void multiply_diagonals(float (&d)[4], const Word<T> (&state)[4],
+                                                   const Word<T> (&gradient)[4]) {
+  const Word<T> left[4] = {state[0], state[2], state[1], state[3]};
   float product[2][4] = {{d[0], d[1]}, {0.f, 0.f, d[2], d[3]}};
 #pragma unroll
   for (int n = 0; n < 2; ++n) multiply_halves(product[n], left, {gradient[2 * n], gradient[2 * n + 1]}, T{});
@@ -102,21 +107,22 @@ __device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (
 // channels, and the sum of S dS to `diagonals`. s.values has for each kind what its products multiply.
 template <typename T, int KINDS, class S>
 __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], float (&diagonals)[4], const S& s) {
-  const int lane = own_lane(), matrix = lane >> 3;
+  using States = StateReader<true, T>;
+  const int lane = own_lane();
   const LeftReader<TILE, T> reader(lane);
-  const int first = ((matrix & 1) * (TILE / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+  const int first = States::first(2 * (threadIdx.x >> 5), lane);
 #pragma unroll 1
   for (int c = 0; c < TILE / 16; ++c) {
-    u32 states[2][4];
+    Word<T> states[2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) ldmatrix_x4_trans(states[n], s.states[n] + first + 2 * c * (TILE / 8) * 64);
+    for (int n = 0; n < 2; ++n) States::load(states[n], s.states[n] + first + 2 * c * (TILE / 8) * 64);
 #pragma unroll
     for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
       for (int m = 0; m < BT / 16; ++m) {
-        const u32(&state)[4] = states[kind / 2];
-        u32 values[4];
-        ldmatrix_x4(values, reader.at(s.values[kind], 16 * m, 16 * c));
+        const Word<T>(&state)[4] = states[kind / 2];
+        Word<T> values[4];
+        reader.load(values, s.values[kind], 16 * m, 16 * c);
         multiply_halves(terms[kind][m][0], values, {state[0], state[1]}, T{});
         multiply_halves(terms[kind][m][1], values, {state[2], state[3]}, T{});
       }
@@ -132,7 +138,8 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, 
                                                       F store_within) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const auto store_across = [&](int border, int i, int j, float x, float y) {
-    put_split_pair<bf16, HALF * HALF>(s.pairs_across[border][kinds][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
+    put_split_pair<typename S::Number, HALF * HALF>(
+        s.pairs_across[border][kinds][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
   };
   if (row == column) store_within(g, 2 * t);
   else if (row < column) store_across(1, row / 2, 1 - column / 2, 0.f, 0.f);
@@ -146,6 +153,7 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, 
 // their border, rounded, and the rounding errors.
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
+  using Number = typename S::Number;
   constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own_start = OF_COLUMNS ? 0 : TOKENS, other_start = TOKENS - own_start;
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
   const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
@@ -168,26 +176,48 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
     const float2 x = times(decay, pair_at(terms + term_place(i, c)));
     to[0] = x.x, to[1] = x.y;
   });
-#pragma unroll
+#pragma unroll(sizeof(Number) == 4 ? 1 : OTHER)  // for float32 registers are few
   for (int m = 0; m < OTHER; ++m) {
-    u32 b[2][4];
+    Word<Number> b[S::NUMBERS][4];
+    if constexpr (sizeof(Number) == 4)
 #pragma unroll
-    for (int number = 0; number < 2; ++number)
-      ldmatrix_x4_trans(b[number],
-                        place<TILE>(s.decayed[m][number], before(lane & 15) + other_start, channel + (lane >> 4) * 8));
+      for (int part = 0; part < 4; ++part) {
+        const auto at = [&](int i) {
+          return place<TILE>(s.decayed[m][0], before(2 * t + part % 2 * 8) + i + other_start,
+                             channel + g + part / 2 * 8)
+              ->x;
+        };
+        b[0][part] = {at(0), at(1)};
+      }
+    else
+#pragma unroll
+      for (int number = 0; number < 2; ++number)
+        ldmatrix_x4_trans(
+            b[number], place<TILE>(s.decayed[m][number], before(lane & 15) + other_start, channel + (lane >> 4) * 8));
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
 #pragma unroll
-      for (int number = 0; number < 2; ++number) {
+      for (int number = 0; number < S::NUMBERS; ++number) {
         const int row = OF_COLUMNS ? m : n, column = OF_COLUMNS ? n : m;  // kinds
-        const bf16* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][number];
-        u32 a[4];
-        if (OF_COLUMNS) ldmatrix_x4_trans(a, matrix + pair_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
+        const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][number];
+        Word<Number> a[4];
+        if constexpr (sizeof(Number) == 4)
+#pragma unroll
+          for (int part = 0; part < 4; ++part) {
+            const int down = part % 2 * 8, right = part / 2 * 8;
+            if (OF_COLUMNS)
+              a[part] = {matrix[pair_place(2 * t + right, g + down)].x,
+                         matrix[pair_place(2 * t + 1 + right, g + down)].x};
+            else a[part] = unpack_pair(matrix + pair_place(g + down, 2 * t + right));
+          }
+        else if (OF_COLUMNS)
+          ldmatrix_x4_trans(a, matrix + pair_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
         else ldmatrix_x4(a, matrix + pair_place(lane & 15, (lane >> 4) * 8));
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
-          mma_bf16(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]});
-          if (number == 0) mma_bf16(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]});
+          multiply_halves(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]}, Number{});
+          if constexpr (sizeof(Number) == 2)
+            if (number == 0) multiply_halves(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]}, Number{});
         }
       }
   }
@@ -215,7 +245,7 @@ __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int col
 
 // The tokens of a thread's block, in two channels from c on, of KINDS arrays; and their decays.
 template <typename T, int KINDS> struct BlockTokens {
-  u32 tokens[KINDS][BLOCK];
+  Word<T> tokens[KINDS][BLOCK];
   float2 decays[BLOCK];
 
   template <class S> __device__ __forceinline__ BlockTokens(const S& s, int block, int c) {
@@ -226,7 +256,7 @@ template <typename T, int KINDS> struct BlockTokens {
       decays[n] = {decay_of(gates.x), decay_of(gates.y)};
 #pragma unroll
       for (int kind = 0; kind < KINDS; ++kind)
-        tokens[kind][n] = *reinterpret_cast<const u32*>(place<TILE>(s.tokens[kind], i, c));
+        tokens[kind][n] = *reinterpret_cast<const Word<T>*>(place<TILE>(s.tokens[kind], i, c));
     }
   }
   __device__ __forceinline__ float2 token(int kind, int n) const { return unpack(tokens[kind][n], T{}); }
@@ -252,7 +282,7 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   const int start = block * BLOCK;
   const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
   const auto store_decayed = [&](int kind, int n, float2 x) {
-    put_split_pair<bf16, BT * TILE>(place<TILE>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
+    put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
   };
   const auto sum_rows = [&](float (&to)[TILE], float2 decay) {
     float2 sum = {};

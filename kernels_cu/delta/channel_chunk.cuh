@@ -7,9 +7,9 @@
 //           scored by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in
 //           the later half and decayed from the border, the column is in the earlier half and decayed to it
 // numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). Pairs of one block are multiplied in
-//           float32, in the recurrence's order. Rows and columns of other pairs are rounded to float16, and so are keys
-//           decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so that any gate
-//           is exact
+//           float32, in the recurrence's order. Of 16-bit data, rows and columns of other pairs are rounded to float16,
+//           and so are keys decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so
+//           that any gate is exact
 #include "delta/chunk.cuh"
 
 constexpr int BLOCK = 4;  // tokens of a block
@@ -187,8 +187,8 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for the scores of token i with tokens j
 // and j + 1 that are computed by way of borders. task: 0 to 7, a warp's share.
 template <int BK, typename X, class F>
-__device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK],
-                                              const X (&columns)[LEVELS][BT / 2 * BK], int task, F f) {
+__device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], const X (&columns)[LEVELS][BT / 2 * BK],
+                                              int task, F f) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, level = min(task / 2, LEVELS - 1);
   const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
   float d[2][4] = {};
@@ -230,7 +230,8 @@ __device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], 
 #pragma unroll
   for (int i = 0; i < BT; i += 8) {
     if constexpr (sizeof(T) == 4) {
-      put_four(row + i, times(factor, unpack_four(x + i))), put_four(row + i + 4, times(factor, unpack_four(x + i + 4)));
+      put_four(row + i, times(factor, unpack_four(x + i))),
+          put_four(row + i + 4, times(factor, unpack_four(x + i + 4)));
     } else {
       u32 high[4], low[4];
 #pragma unroll

@@ -1,6 +1,7 @@
 // what      A chunk's tokens in the delta rules' kernels of every card: copies, decays by one gate for all channels of
 //           a token, products of rows, and products of matrices of tokens with tokens.
-// numerics  products of T are summed in float32; matrices of tokens are the sum of two numbers of T
+// numerics  products of T are summed in float32; matrices of tokens are, for 16-bit data, the sum of two
+//           numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N (prepare.cu)
 //           multiplies what is read from and written to a state, which N does not enlarge, and not the residuals
 #include "delta/chunk_storage.cuh"

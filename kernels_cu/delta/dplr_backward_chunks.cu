@@ -21,7 +21,7 @@
 //           float32; all others: channel_backward.cuh. A decay is a product of the decays of the tokens in between, so
 //           that any gate is exact
 // source    Peng et al., 2025 (2503.14456), eq. 17
-// limits    T of bfloat16, float16
+// limits    T of bfloat16, float16, single
 #include "cards.cuh"
 #include "delta/channel_backward.cuh"
 
@@ -40,12 +40,12 @@ template <typename T, typename G> struct Args {
 enum Token { Q_ROW, A_ROW, K_COLUMN, B_COLUMN };
 enum Value { DO, DU, V_, U };  // multiply rows q, rows a, columns k, columns b
 
-template <typename T, typename G> struct alignas(16) Shared : BlockSums<2> {
+template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Operand<T, bf16>> {
   union {
     T tokens[4][BT * TILE];
     // Rows q and a after a border, decayed from it; columns k and b before it, decayed to it. A number is the sum of
     // two.
-    bf16 decayed[2][2][BT * TILE];
+    Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
   union {
@@ -78,15 +78,15 @@ template <typename T> __device__ __forceinline__ void multiply_values(float (&d)
   const LeftReader<TILE, T> left;
 #pragma unroll
   for (int c = 0; c < TILE; c += 32) {
-    u32 a[2][2][4];
+    Word<T> a[2][2][4];
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int n = 0; n < 2; ++n) ldmatrix_x4(a[m][n], left.at(x, 16 * m, c + 16 * n));
+      for (int n = 0; n < 2; ++n) left.load(a[m][n], x, 16 * m, c + 16 * n);
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
-      u32 b[4];
-      ldmatrix_x4(b, right.at(y, 8 * j, c));
+      Word<T> b[4];
+      right.load(b, y, 8 * j, c);
 #pragma unroll
       for (int m = j / 2; m < 2; ++m)
 #pragma unroll

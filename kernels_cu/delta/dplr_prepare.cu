@@ -16,8 +16,8 @@
 // barriers  eight: inputs have arrived | decays of blocks | decayed rows and k | scores with k | decayed b | scores
 //           with b | N', L' and qd | H and B. Each: these are in shared memory, and their operands have been read and
 //           may be overwritten
-// numerics  scores, N' and L' in float32; as operands they are the sum of two float16. E, W, Z in T, H and B the sum of
-//           two T; decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
+// numerics  scores, N' and L' in float32. Of 16-bit data they are the sum of two float16 as operands, and H and B of
+//           two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -59,7 +59,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
       Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
     };
     struct {
-      float from_start[BT][BK + 8];            // q' decayed from the chunk's start
+      float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
       Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L' divided by `largest`
     };
   };

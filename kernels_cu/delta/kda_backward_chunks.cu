@@ -16,16 +16,16 @@
 // smem      Shared: the chunk's q, k and gates; 64 columns of S, dS, do, w and e at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and q, k and g have arrived. Then:
 //           terms of S and dS, and pairs, are stored; four more in add_pairs_of_blocks
-// numerics  products with S and dS, and of values, are of T, summed in float32; e is the sum of two T in products of
-//           values. Pairs within 8 tokens are added up in float32; all others: channel_backward.cuh. A decay is a
+// numerics  products with S and dS, and of values, are of T, summed in float32; of 16-bit data e is there the sum of
+//           two T. Pairs within 8 tokens are added up in float32; all others: channel_backward.cuh. A decay is a
 //           product of the decays of the tokens in between, so that any gate is exact
 // source    Kimi Team, 2025 (2510.26692), eq. 1
-// limits    T of bfloat16, float16
+// limits    T of bfloat16, float16, single
 #include "cards.cuh"
 #include "delta/channel_backward.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, w, e;  // a row of e: rounded numbers, then their rounding errors
+  Rows<const T> q, k, do_, w, e;  // a row of e: numbers, then rounding errors of 16-bit ones
   Rows<const G> g, beta;          // a token's beta is a row of one number
   const T* chunk_states;          // S and dS: backward_storage.cuh
   float* parts;                   // null if dq and dk are stored
@@ -43,17 +43,17 @@ enum Term { Q_ROW, K_ROW, K_COLUMN };  // of dq; of dk, as k reads the state; of
 enum Value { DO, W, E, E_ERROR };      // of rows q; of rows k; of columns k, rounded; the rounding errors of E
 enum Token { TOKEN_Q, TOKEN_K };
 
-template <typename T, typename G> struct alignas(16) Shared : BlockSums<1> {
+template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Operand<T, bf16>> {
   union {
     T tokens[2][BT * TILE];
     // Rows q and k after a border, decayed from it; columns k before it, decayed to it. A number is the sum of two.
-    bf16 decayed[2][2][BT * TILE];
+    Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
   union {
     struct {
       T states[2][TILE * TILE];  // S, dS
-      T values[4][BT * TILE];
+      T values[E + Matrix<T>::NUMBERS][BT * TILE];
     };
     float terms[3][BT * TILE];  // of dq, dk and dk (Term), of S, dS and other blocks; at term_place
   };
@@ -69,8 +69,9 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
   fetch_states(s, args.chunk_states, args.shape, b, h, chunk, channel, column);
   const Rows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
-  fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column, rows.t,
-             int(span.stop - span.start), (warp == DO ? V : padded(V)) - column, warp == DO ? int(args.bytes) : 16);
+  if (warp < E + Matrix<T>::NUMBERS)
+    fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column, rows.t,
+               int(span.stop - span.start), (warp == DO ? V : padded(V)) - column, warp == DO ? int(args.bytes) : 16);
   cp_async_commit();
 }
 
@@ -82,16 +83,16 @@ __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Sha
   const LeftReader<TILE, T> left;
 #pragma unroll
   for (int c = 0; c < TILE; c += 32) {
-    u32 a[2][4];
+    Word<T> a[2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) ldmatrix_x4(a[n], left.at(s.values[kind] + 16 * half * TILE, 0, c + 16 * n));
+    for (int n = 0; n < 2; ++n) left.load(a[n], s.values[kind] + 16 * half * TILE, 0, c + 16 * n);
 #pragma unroll
-    for (int number = 0; number < 2; ++number)
+    for (int number = 0; number < Matrix<T>::NUMBERS; ++number)
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
         if (j / 2 > half) break;
-        u32 b[4];
-        ldmatrix_x4(b, right.at(s.values[E + number], 8 * j, c));
+        Word<T> b[4];
+        right.load(b, s.values[E + number], 8 * j, c);
 #pragma unroll
         for (int n = 0; n < 2; ++n) multiply_halves(d[j], a[n], {b[2 * n], b[2 * n + 1]}, T{});
       }

@@ -63,8 +63,8 @@ __device__ __forceinline__ void multiply_halves(float (&d)[4], const float2 (&a)
 
 // ---- tiles of `single` ----------------------------------------------------------------------------------------------
 
-// Without conflicts of banks: a piece of eight rows; two pieces side by side of rows 0 to 3, of 4 to 7, of even rows and
-// of odd rows.
+// Without conflicts of banks: a piece of eight rows; two pieces side by side of rows 0 to 3, of 4 to 7, of even rows
+// and of odd rows.
 template <> __device__ __forceinline__ constexpr int row_swap<single>(int row) {
   return ((row ^ row >> 2) & 3) * 2 | row >> 2;
 }
@@ -85,7 +85,8 @@ template <int COLS, Order ORDER, bool TRANSPOSED> struct SingleReader : Reader<C
     for (int m = 0; m < 4; ++m) {
       const int i = row + (ORDER == ALONG ? 0 : 8 * (ORDER == DOWN ? m & 1 : m >> 1));
       const int j = col + 8 * (ORDER == ALONG ? m : ORDER == DOWN ? m >> 1 : m & 1);
-      if (TRANSPOSED) r[m] = {this->at(tile, i, j)->x, this->at(tile, i + 1, j ^ 8)->x};  // the next row's row_swap is 2
+      if (TRANSPOSED)
+        r[m] = {this->at(tile, i, j)->x, this->at(tile, i + 1, j ^ 8)->x};  // the next row's row_swap is 2
       else r[m] = *reinterpret_cast<const float2*>(this->at(tile, i, j));
     }
   }

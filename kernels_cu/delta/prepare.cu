@@ -9,7 +9,7 @@
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  five: inputs and decays | lengths | M and A | N | B and of_Z. Each: these are in shared memory
 // numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
-//           growth that float32 holds. E, W and Z in T, matrices that make them the sum of two T
+//           growth that float32 holds. E, W and Z in T, matrices that make them of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -43,7 +43,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   Matrix<Operand<T, bf16>> A;
   float M[BT][LD];
   union {
-    float decay_between[BT][LD];  // the decay from token j to token i; 0 for i < j
+    float decay_between[BT][LD];        // the decay from token j to token i; 0 for i < j
     Matrix<Operand<T, bf16>> turned_N;  // the transpose of N
   };
   float inverse_length[2][BT];  // of keys and of queries, or 1

@@ -87,7 +87,8 @@ __device__ __forceinline__ void load_packed(Word<T> (&x)[BT / 16][4], const T* t
 }
 
 // y (transposed) += x, which load_packed has loaded.
-template <typename T> __device__ __forceinline__ void add_packed(float (&y)[BT / 8][4], const Word<T> (&x)[BT / 16][4]) {
+template <typename T>
+__device__ __forceinline__ void add_packed(float (&y)[BT / 8][4], const Word<T> (&x)[BT / 16][4]) {
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
 #pragma unroll

@@ -50,10 +50,18 @@ def why_not_in_chunks(problem, device, gradient=False) -> str | None:
     """Why the portable kernels in chunks cannot compute a call, or its gradients if `gradient`; None if they can."""
     if reason := why_no_chunks(problem):
         return reason
-    kernels = chunk_kernels(problem, device, gradient)
+    kernels = *chunk_kernels(problem, device, gradient), *([last_kernel(problem)] if gradient else ())
     if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
-        return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
+        return f"the card has no shared memory for {problem.sizes['K']} channels of {problem.dtype} in chunks"
     return None
+
+
+def last_kernel(problem):
+    """The last kernel of gradients in chunks, which computes those of all chunks in parallel."""
+    instance = problem.dtype, gate_dtype(problem)
+    if rule_of(problem.op) == GATED_DELTA:
+        return DeltaBackwardChunks(*instance, TILES[problem.sizes["K"] > TILES[0]])
+    return (DplrBackwardChunks if rule_of(problem.op) == DPLR else KdaBackwardChunks)(*instance)
 
 
 def plan(problem, device):
@@ -143,7 +151,7 @@ class TokenByToken:
 
 
 class InChunks:
-    """The way in chunks, on tensor cores of every card: for half-precision data and at most 128 channels.
+    """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels.
 
     Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory.
     """
@@ -285,11 +293,8 @@ class GradientsInChunks(Gradients):
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
-        self.kernel, self.cut = self.last_kernel(), CutInChunks(problem, device, gradient=True)
+        self.kernel, self.cut = last_kernel(problem), CutInChunks(problem, device, gradient=True)
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
-
-    def last_kernel(self):
-        return DeltaBackwardChunks(self.problem.dtype, self.inputs.gate, TILES[self.problem.sizes["K"] > TILES[0]])
 
     @property
     def has_parts(self) -> bool:
@@ -309,7 +314,8 @@ class GradientsInChunks(Gradients):
         channels, columns = walk.padded_size(K), walk.padded_size(V)
         v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
         chunk_states = draft.empty((2, B, heads, shape.NC, channels, columns), problem.dtype)
-        residual_numbers = 1 if walk.two_writes else 2  # a number and what its rounding has lost
+        # a number, and what its rounding has lost
+        residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
         residual, dresidual = (draft.empty((B, heads, T, n * columns), problem.dtype) for n in (residual_numbers, 1))
 
         args = inputs.common_args(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
@@ -348,9 +354,6 @@ class DplrGradientsInChunks(GradientsInChunks):
 
     RESIDUALS = ("u", "du")
 
-    def last_kernel(self):
-        return DplrBackwardChunks(self.problem.dtype, self.inputs.gate)
-
 
 class KdaGradientsInChunks(GradientsInChunks):
     """`GradientsInChunks` for kda, which has gates of channels. A block has 64 channels, so it cannot compute the
@@ -359,9 +362,6 @@ class KdaGradientsInChunks(GradientsInChunks):
     @property
     def has_parts(self):
         return self.inputs.group > 1 or self.inputs.normalized
-
-    def last_kernel(self):
-        return KdaBackwardChunks(self.problem.dtype, self.inputs.gate)
 
 
 def sum_parts(draft, parts, total, normalized):
