@@ -2,17 +2,18 @@
 
 python tests/translated.py FOLDER 13.0 SEED     the folder holds its library, as pip puts it: pip install --target
 
-For Hopper, so that all code is read: every instance goes through the front end, which is what differs between releases.
-Where warpgroups multiply, the widest go through the assembler, too: an older one may have no registers for what a newer
-one can do, and serialise products. Of these a part, which has every template argument: another part for another SEED.
-"all" in place of SEED has every instance where warpgroups multiply go through the assembler, in half an hour of a core:
-threads of a warp must meet before what it does as a whole, in every instance (convergence.py).
+For Hopper, so that all code is read: instances go through the front end, which is what differs between releases, a part
+that has every pair of template arguments. Where warpgroups multiply, one of the widest goes through the assembler, too:
+an older one may have no registers for what a newer one can do, and serialise products. SEED draws it.
+"all" in place of SEED reads every instance, and has each go through the assembler where warpgroups multiply, in half an
+hour of a core: threads of a warp must meet before what it does as a whole, in every instance (convergence.py).
 """
 
 import ctypes
 import math
 import multiprocessing
 import os
+import random
 import sys
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -50,14 +51,12 @@ def refused(kernels):
 
 
 def widest(kernels, seed):
-    """The largest of instances that differ in sizes alone, since it wants most registers: of these, enough for every
-    one of the other arguments.
-    """
+    """The largest of instances that differ in sizes alone, since it wants most registers: of these, one."""
     by_types = defaultdict(list)
     for kernel in kernels:
         by_types[tuple(word for word in kernel.template if not word.isdigit())].append(kernel)
     size = lambda kernel: math.prod(int(word) for word in kernel.template if word.isdigit())
-    return pairs.instances([max(alike, key=size) for alike in by_types.values()], 1, seed)
+    return [max(random.Random(seed).choice([*by_types.values()]), key=size)]
 
 
 def assembled(kernels):
@@ -95,14 +94,16 @@ def main(folder, wanted, seed):
         every[kernel.file].append(kernel)
     multiply = [kernels for kernels in every.values() if "wgmma.mma_async" in source.text(kernels[0].file)]
     if seed == "all":
+        read = [*every.values()]
         products = [[kernel] for kernels in multiply for kernel in kernels if kernel.arch == ARCH]
     else:
+        read = [pairs.instances(kernels, 2) for kernels in every.values()]
         products = [widest(kernels, int(seed)) for kernels in multiply] + [[apart()]]
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted)) as pool:
-        advice, refusals = pool.map(assembled, products), pool.map(refused, every.values())
+        advice, refusals = pool.map(assembled, products), pool.map(refused, read)
         complaints = [said for said in (*refusals, *advice) if said]
-    done = f"takes {sum(map(len, every.values()))} instances of {len(every)} files"
+    done = f"takes {sum(map(len, read))} instances of {len(read)} files"
     print("\n".join(complaints) or f"NVRTC {wanted} {done}, and assembles {sum(map(len, products))}")
     return bool(complaints)
 
