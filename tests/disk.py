@@ -6,6 +6,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from linattn_np.backends.cupy import source
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -29,8 +31,10 @@ def key(*texts):
 
 
 def anywhere(text):
-    """A kernel's text without the folder of this checkout in its `#line`s: another clone's is the same."""
-    return text.replace(f'"{CHECKOUT.as_posix()}/', '"')
+    """A kernel's text without the folders of this checkout and of the package in its `#line`s: a copy's is the same."""
+    for folder in (CHECKOUT, source.root().parent):
+        text = text.replace(f'"{folder.as_posix()}/', '"')
+    return text
 
 
 def write(path, text):
