@@ -5,8 +5,8 @@ instance is translated once for each, and assembled for every card. What was com
 `disk.py` says where it is kept.
 
 With --exhaustive the main targets have every instance, and the others those that have between them every pair of
-arguments. Without it a part is compiled, which has every single argument, each instance for one of all targets: another
-part, for other targets, for another seed. `translated.py` has every instance read.
+arguments. Without it a part is compiled, half of those that have every single argument, each instance for one of all
+targets: another part, for other targets, for another seed. `translated.py` has more instances read.
 """
 
 import random
@@ -47,12 +47,14 @@ def chosen(kernels, exhaustive, seed):
     """What is measured: instances by target, the only one of a file that has kernels for one card alone."""
     most = pairs.instances(kernels, 2)
     few = pairs.instances(most, 1, seed)
+    draw = random.Random(f"{seed} {kernels[0].file}")
+    part = draw.sample(few, -(-len(few) // 2))
     if kernels[0].arch:
-        return {kernels[0].arch: kernels if exhaustive else few}
+        return {kernels[0].arch: kernels if exhaustive else part}
     if exhaustive:
         return dict.fromkeys(MAIN, kernels) | dict.fromkeys(OTHERS, most)
     in_turn, every = defaultdict(list), MAIN + OTHERS
-    for kernel, target in zip(few, cycle(random.Random(f"{seed} {kernels[0].file}").sample(every, len(every)))):
+    for kernel, target in zip(part, cycle(draw.sample(every, len(every)))):
         in_turn[target].append(kernel)
     return in_turn
 
