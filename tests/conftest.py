@@ -9,6 +9,7 @@ pytest --exhaustive                                 every case of every product,
 
 import functools
 import os
+import random
 import sys
 import zlib
 from collections import defaultdict
@@ -250,16 +251,24 @@ def pytest_configure(config):
         config.option.seed = int.from_bytes(os.urandom(4))
 
 
-def kept(cases, joined, config):
+def kept(cases, mark, config):
     """The numbers of the cases that run, of a test marked `pairwise`: first those with all pairs of its axes' values,
-    where axes that are `joined` count as one; of these a part that the seed draws, with every value.
-    NumPy's cases take no time, and `pytest -m quick` has few: both stay.
+    where axes that are joined count as one; of these a part that the seed draws, with every value. Where the mark has
+    an axis `half`, of half of its values, which the seed draws.
+    NumPy's cases take no time, and `pytest -m quick` has few: all pairs and all of these stay.
     """
-    costly = [n for n, case in enumerate(cases) if case.params.get("backend") != "numpy"]
-    axes = lambda n: pairs.axes_of(cases[n].params, joined)
-    drawn = pairs.part(pairs.choose(costly, axes), axes, PART, config.option.seed)
-    quick = [n for n in costly if any(mark.name == "quick" for mark in cases[n].marks)]
-    return {*range(len(cases))}.difference(costly).union(drawn, quick)
+    seed = config.option.seed
+    axes = functools.cache(lambda n: (*pairs.axes_of(cases[n].params, mark.args),))
+    numpys = [n for n, case in enumerate(cases) if case.params.get("backend") == "numpy"]
+    costly = sorted({*range(len(cases))}.difference(numpys))
+    quick = [n for n, case in enumerate(cases) if any(mark.name == "quick" for mark in case.marks)]
+    if "half" in mark.kwargs:
+        value = lambda n: repr(cases[n].params[mark.kwargs["half"]])
+        values = sorted({*map(value, costly)})
+        values = random.Random(seed).sample(values, -(-len(values) // 2))
+        costly = [n for n in costly if value(n) in values]
+    drawn = pairs.part(pairs.choose(costly, axes), axes, PART, seed)
+    return {*pairs.choose(random.Random(seed).sample(numpys, len(numpys)), axes), *drawn, *quick}
 
 
 @functools.cache
@@ -291,10 +300,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         mark = item.get_closest_marker("pairwise")
         if mark and hasattr(item, "callspec"):
-            products[item.function, mark.args].append(item)
+            products[item.function].append(item)
     left_out = set()
-    for (_, joined), cases in products.items():
-        runs = kept([item.callspec for item in cases], joined, config)
+    for cases in products.values():
+        runs = kept([item.callspec for item in cases], cases[0].get_closest_marker("pairwise"), config)
         left_out |= {item for n, item in enumerate(cases) if n not in runs}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
@@ -318,7 +327,7 @@ def pytest_generate_tests(metafunc):
     yield  # to what modules have of this name
     mark = metafunc.definition.get_closest_marker("pairwise")
     if mark and metafunc._calls and thins_at_once(metafunc.config):
-        runs = kept(metafunc._calls, mark.args, metafunc.config)
+        runs = kept(metafunc._calls, mark, metafunc.config)
         metafunc._calls[:] = [case for n, case in enumerate(metafunc._calls) if n in runs]
 
 

@@ -65,6 +65,7 @@ def test_forward(kernels, rng, op, layout, given):
     assert_close("final", kernels.tohost(final), end, BFLOAT16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_time_backwards(kernels, rng, layout, monkeypatch):
     """The same bits as of arrays that were turned round before, without a copy."""

@@ -65,6 +65,7 @@ def test_a_state_out_of_range_that_no_output_needs():
         np.testing.assert_allclose(p.ravel(), 1e30 * np.arange(1, tokens + 1), rtol=LIMIT)
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore::linattn_np.LinattnWarning")
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
 def test_growth_on_one_side_and_decay_on_the_other(backend, dtype, rng):

@@ -173,6 +173,7 @@ def test_int8_is_refused_where_it_is_not_served(device, rng):
             CudaDecoder(synthetic(rng, SMALL), np.int8, 1, device)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
 @pytest.mark.parametrize("B", [1, 9])
 def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B, dtype, rng):
@@ -399,6 +400,7 @@ def test_slots_choose_rows_of_a_pool(device, B, rng):
         assert (host(part)[:, others] == 7).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
 @pytest.mark.parametrize("B", [1, 3])
 def test_greedy_tokens_are_the_argmax(device, B, dtype, rng):
@@ -412,6 +414,7 @@ def test_greedy_tokens_are_the_argmax(device, B, dtype, rng):
         np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("D", [8, 2056, 4104])
 @pytest.mark.parametrize("shares", [1, kernels.NormShift.SHARES])

@@ -137,6 +137,7 @@ def test_gradients(backend, case, rng):
             assert_close(f"d{name}", x, exact, case.dtype, factor=10)
 
 
+@pytest.mark.pairwise("op", "dtype")
 @pytest.mark.parametrize(
     "op, dtype",
     [(GATED_DELTA_RULE, DOUBLE), (GATED_DELTA_RULE, SINGLE), (GATED_DELTA_RULE, HALF), (KDA, HALF), (RWKV7, HALF)],

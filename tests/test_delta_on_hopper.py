@@ -126,6 +126,7 @@ def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, transposed
     assert whole < limit and end < limit and row < 5 * limit, (whole, row, end)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
 def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds):  # noqa: F811
     kernel = DeltaScalarForwardSm90(BFLOAT16, 128, 128)

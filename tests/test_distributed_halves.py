@@ -98,6 +98,7 @@ def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, r
         assert_close(f"gradient {number}", x, y, dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("operator", ["gla", "rwkv6"])

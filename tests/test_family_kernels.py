@@ -159,6 +159,7 @@ def test_scalar_decay_is_read_in_place(device, rng):
         assert_close(op.name, planned.host(o), wanted, BFLOAT16, terms=size_of_terms(OPS[op], host))
 
 
+@pytest.mark.pairwise("gate", "gate_dtype", "K", "V")
 @pytest.mark.parametrize(
     "gate, gate_dtype, K, V",
     [
@@ -184,6 +185,7 @@ def test_scalar_decay_in_segments(backend, rng, gate, gate_dtype, K, V):
 MANY_HEADS = 70  # more than half as many as a card has multiprocessors: Hopper's blocks take all columns of V
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate_dtype", [BFLOAT16, np.float32], ids=["gate16", "gate32"])
 def test_scalar_decay_of_many_heads(backend, rng, gate_dtype):
     arrays = draw(
@@ -295,7 +297,7 @@ OF_ITS_SIZE = 1.2e-2  # of dg: all tokens of a stretch share the error of the st
 CANCELS = 4e-7  # of float32: what comes in with the gradient of a final state, before a strong decay
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 @pytest.mark.parametrize("case", SCALAR_DECAYS)
 def test_gradients_under_scalar_decay(backend, rng, case):
     """With the digits of bfloat16; the gate's own with those of q . dq and k . dk, whose sums it is."""
@@ -322,7 +324,7 @@ OWN_SIZE = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 @pytest.mark.parametrize("dht", [False, True], ids=["no-dht", "dht"])
 @pytest.mark.parametrize("case", OWN_SIZE)
 def test_no_gate_drowns_its_gradient(backend, rng, case, dht):
@@ -354,7 +356,7 @@ FIXED = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 @pytest.mark.parametrize("case", FIXED)
 def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     """Without a gradient of the gate three sums at once."""
@@ -404,6 +406,7 @@ def test_how_the_gates_gradient_is_made(heads, T, K, kernels, segments):
     assert plan.scratch <= 1.5 * sum(x.nbytes for x in arrays)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("T", [70, 1100])
 def test_the_same_gradients_again_the_same_bits(backend, rng, T):
     gradients, *_ = under_scalar_decay(rng, T=T)

@@ -204,7 +204,7 @@ class Call:
             assert error <= limit * size, f"{what}: d{name} is off by {error:.1e} where gradients are {size:.1e}"
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 def test_float64(op, backend, case, rng):
     call = Call(op, CASES[case], rng)
     before = [x.copy() for x in (*call.arrays, call.do)]
@@ -217,6 +217,7 @@ def test_float64(op, backend, case, rng):
     assert all(same_bits(x, y) for x, y in zip(before, (*call.arrays, call.do))), "an input was changed"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("T", [75, 1100])
 def test_strong_gates_of_one_head(op, backend, T, rng):
     """They leave the other heads alone."""
@@ -255,6 +256,7 @@ def test_hopper_computes_a_head_once(op, dtype):
     assert [name for name in planned.names(plan) if "backward" in name] == own
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("length", [1024, 1025, 2100])
 def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch):
     """Uncut: the gate's gradient goes on from the states that the first pass keeps, in packed sequences too."""
@@ -276,6 +278,7 @@ def test_any_channels_and_columns(op, K, V, dtype, rng):
     call.assert_close(f"K={K}, V={V}", [*found, *start], call.exact[1])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("turn", [1, 2])
 def test_heads_take_turns_where_their_states_are_large(op, backend, turn, rng, monkeypatch):
     monkeypatch.setattr(gated_backward, "heads_at_once", lambda *_: turn)
@@ -284,6 +287,7 @@ def test_heads_take_turns_where_their_states_are_large(op, backend, turn, rng, m
     call.assert_close(f"{turn} of three heads at once", found, call.exact[1])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", ["logsigmoid", "zero", "spikes-40", "some-inf", "all-20"])
 def test_the_gates_gradient_is_as_exact_as_the_others(op, backend, gate, rng):
     """Where no larger sums cancel: GLA's strong gates, without a gradient of the final state, keep all digits.
@@ -338,6 +342,7 @@ def test_transpose_along_any_direction(op, backend, rng):
     assert np.isclose(forward, backward, rtol=1e-4, atol=1e-4 * np.sqrt(sum(x.size for x in inputs)))
 
 
+@pytest.mark.pairwise
 def test_split_sequence_equals_whole(op, backend, rng):
     case = Case(T=90, K=32, V=16)
     call, axes = Call(op, case, rng), BY_NAME[op][0].arrays.values()
@@ -389,6 +394,7 @@ def test_same_call_again_same_bits_in_every_mode(op, backend, dtype, rng):
         assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
 
 
+@pytest.mark.pairwise
 def test_views_of_any_strides(op, backend, rng):
     """Slices of a fused buffer, columns, backwards, repeated rows; do of another dtype; one pull after another."""
     call = Call(op, Case(K=16, V=16, initial=None), rng)

@@ -67,6 +67,7 @@ def steps_of(plan, name):
     return [step for step in plan.launches if step.kernel.name == f"gated_sm90_backward_{name}"]
 
 
+@pytest.mark.pairwise(half="name")
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_add_up(hopper, name, rng):
     call = WideCall(name, CASES[name], rng)
@@ -133,6 +134,7 @@ def test_tiles_under_a_shared_gate(op, dtype):
     assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256, T=2048, H=64), EmulatedDevice(90)).tiles) == taken
 
 
+@pytest.mark.pairwise("gate", "gate_dtype")
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
 def test_shared_gates_by_tiles(hopper, gate, gate_dtype, segments, rng, monkeypatch):
@@ -160,6 +162,7 @@ def test_tokens_own_gates_take_tiles_of_segments():
     assert "tiles" in whole.tiles and "segments" not in whole.tiles
 
 
+@pytest.mark.pairwise(half="dtype")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fixed_decays_by_tiles(hopper, dtype, rng):
     q, k, v, do = (rng.standard_normal((1, 2, 150, D)).astype(dtype) for D in (136, 136, 264, 264))

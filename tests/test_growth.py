@@ -72,6 +72,7 @@ def test_growth_of_many_sizes(device, rng, op, K, V, dtype, gate_dtype, lengths)
     assert_right(drawn(op, rng, dtype, K=K, V=V, gate_dtype=gate_dtype, lengths=lengths), device, dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_in_segments(device, rng, monkeypatch, op):
     monkeypatch.setattr(cuts, "segments_that_fill", lambda *sizes: 3)
@@ -81,6 +82,7 @@ def test_growth_in_segments(device, rng, monkeypatch, op):
     assert_right(drawn(op, rng, BFLOAT16, "ramps", lengths=(300,)), device, BFLOAT16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_little_growth_over_chunks_of_a_segment(device, rng, monkeypatch, op):
     """From a border of segments on, 64 queries of size 4 grow by e^10 together, which float16 does not hold."""
@@ -136,6 +138,7 @@ def test_few_gates_that_grow(device, rng, op, dtype):
     assert_right(Call(op, rng, growth.scattered, dtype, lengths=(100,)), device, dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_with_one_product(device, rng, monkeypatch, op):
     monkeypatch.setattr(cuts, "tf32_products", lambda problem: 1)

@@ -109,6 +109,7 @@ def test_few_tokens(hopper, op, q, gates):
     check(hopper, op, few_tokens(op, q, gates))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("schedule", ["whole", "segments", "columns"])
 @pytest.mark.parametrize("K", [64, 128, 192])
 def test_nothing_may_grow(hopper, rng, monkeypatch, K, schedule):

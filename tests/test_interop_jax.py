@@ -98,6 +98,7 @@ def test_gradients(home, variant, rng):
     compare(found, exactly(lambda x: case.gradients(case.literal, x), inputs), home.dtype)
 
 
+@pytest.mark.pairwise(half="variant")
 def test_gradients_without_states(home, variant, rng):
     case = Case(variant, rng, stateful=False)
     case.final, case.weights = False, case.weights[:1]

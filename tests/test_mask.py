@@ -50,6 +50,7 @@ def parts(x):
     return x if isinstance(x, tuple) else (x,)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 def test_is_the_call_without_padding(backend, variant, reverse, rng):
     op, function, options = VARIANTS[variant]

@@ -88,7 +88,7 @@ def ptx_of_launches(monkeypatch, compiled, problem, capability):
     return found
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="call")
 @needs_numba
 @needs_compiler
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids="sm_{0[0]}{0[1]}".format)
@@ -105,6 +105,7 @@ def test_what_is_launched_compiles(monkeypatch, compiled, call, dtype, capabilit
         assert dtype == "float64" or ".f64" not in ptx, f"{name} computes in float64"
 
 
+@pytest.mark.pairwise(half="channels")
 @needs_numba
 @needs_compiler
 @pytest.mark.parametrize("channels, op", [*((n, RWKV6) for n in (16, 32, 64, 128, 256)), (256, declarations.RWKV7)])

@@ -57,14 +57,21 @@ def test_marked(a, b, c): pass
 @pytest.mark.parametrize("c", range(2))
 @pytest.mark.parametrize("d", range(2))
 def test_joined(a, b, c, d): pass
+@pytest.mark.pairwise(half="a")
+@pytest.mark.parametrize("a", range(5))
+@pytest.mark.parametrize("b", range(2))
+def test_halved(a, b): pass
 @pytest.mark.parametrize("a, b", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("c", range(4))
 def test_other(a, b, c): pass
 """
 
 
-@pytest.mark.parametrize("arguments, marked, joined", [([], range(4, 11), range(4, 6)), (["--exhaustive"], [64], [16])])
-def test_what_pytest_runs(tmp_path, arguments, marked, joined):
+@pytest.mark.parametrize(
+    "arguments, marked, joined, halved",
+    [([], range(4, 11), range(4, 6), [3]), (["--exhaustive"], [64], [16], [10])],
+)
+def test_what_pytest_runs(tmp_path, arguments, marked, joined, halved):
     (tmp_path / "test_product.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
     tests = os.path.dirname(__file__)
@@ -76,5 +83,5 @@ def test_what_pytest_runs(tmp_path, arguments, marked, joined):
         capture_output=True,
         text=True,
     )
-    found = [done.stdout.count(f"::{name}[") for name in ("test_marked", "test_joined", "test_other")]
-    assert found[0] in marked and found[1] in joined and found[2] == 16, done.stdout
+    found = [done.stdout.count(f"::{name}[") for name in ("test_marked", "test_joined", "test_halved", "test_other")]
+    assert found[0] in marked and found[1] in joined and found[2] in halved and found[3] == 16, done.stdout

@@ -108,6 +108,7 @@ def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
         close(host(part), wanted_part, limit)
 
 
+@pytest.mark.pairwise
 @versions
 @pytest.mark.parametrize("lengths", [[5], [4, 1]], ids=str)
 def test_hidden_states_are_the_cpus(on_cuda, kind, lengths, rng):
@@ -222,6 +223,7 @@ def test_one_sequence_of_rwkv7_of_any_size(hopper, monkeypatch, blocks, sizes, s
             wanted_part[:, 0] = host(part)[:, 1].astype(np.float32)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sizes", ["wide heads", "odd"])
 def test_prompts_of_other_sizes(on_cuda, sizes, rng):
     weights, tokens = synthetic(rng, SIZES[sizes]), rng.integers(0, 50, (3, 37))

@@ -99,6 +99,7 @@ def test_columns_split_over_a_cluster(hopper, rng, monkeypatch, op, K, V, dtype,
     assert all(map(same_bits, found, results(op, arrays, hopper, start, True, **arguments)))
 
 
+@pytest.mark.pairwise("op", "K", "V", "gate")
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
 @pytest.mark.parametrize(
     "op, K, V, gate",

@@ -110,7 +110,7 @@ def in_order(backend, case, x):
     return swap_heads(backend.tohost(x), SOFTMAX_ATTENTION.out, case.layout)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 def test_forward(backend, case, rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, case.sizes, case.dtype)
     given = inputs(backend, case, arrays)
@@ -135,7 +135,7 @@ def gradient_terms(q, k, v, do):
     return scores @ abs(k), scores.swapaxes(-1, -2) @ abs(q), weights.swapaxes(-1, -2) @ abs(do)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 def test_gradients(backend, case, rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, case.sizes, case.dtype)
     given = inputs(backend, case, arrays)
@@ -259,6 +259,7 @@ def test_options(backend, name, dtype, layout, rng):
 
 
 # -- numbers near the end of the dtype's range -------------------------------------------------------------------------
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("dtype", "score"),
     [("float64", 0), ("float32", 0), ("float16", 1e10), *(("bfloat16", score) for score in (5e5, 4e8, 5e13, 1e36))],
@@ -578,7 +579,7 @@ KEPT = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="name")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", KEPT)
 def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch):

@@ -182,6 +182,7 @@ def test_combine(backend, inputs, exclusive):
     assert same_bits(backend.tohost(out.view), o)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_the_pipeline_is_the_operator(backend, inputs, exclusive):
     """Stage after stage gives what mode "staged" gives, in either layout."""

@@ -81,6 +81,7 @@ def test_shapes(backend, op, shape, state_dtype, rng):
     check(backend, op, SHAPES[shape], np.float32, DTYPES[state_dtype], rng, scale=1.0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(backend, op, gate, rng):
     check(backend, op, (2, 3, 16, 8), np.float32, np.float32, rng, gate)  # several, as one score alone may cancel

@@ -116,6 +116,7 @@ def test_gradients_are_those_of_numpy(device, dtype, kind, rng):
     mostly_close(draw, dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sizes", [dict(width=264, head_size=8), dict(width=64, head_size=64, vocabulary=256)], ids=str)
 def test_gradients_of_other_sizes(device, sizes, rng):
     layout, vector, tokens = model(rng, (2, 6), layers=1, **sizes)

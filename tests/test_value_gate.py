@@ -183,7 +183,7 @@ def arguments(backend, case, mask):
     return found | ({} if mask is None else {"mask": backend.asarray(mask)})
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 def test_is_the_equation(backend, case, rng):
     case = CASES[case]
     arrays, (start, _) = case.drawn(rng)
@@ -211,7 +211,7 @@ def test_is_the_equation(backend, case, rng):
         assert all(same_bits(backend.tohost(x), copy) for x, copy in zip(inputs, before))
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 def test_gradients(backend, case, rng):
     case = CASES[case]
     arrays, (start, dht) = case.drawn(rng)

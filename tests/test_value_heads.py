@@ -138,6 +138,7 @@ def test_gradients(backend, variant, layout, turns, rng):
     compare_gradients(backend, variant, SIZES, rng, layout, turns)
 
 
+@pytest.mark.pairwise
 def test_gradients_of_wide_groups(backend, variant, rng):
     """More columns together than a tile of the CUDA kernels has."""
     if not backend.gradients:
