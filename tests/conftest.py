@@ -245,6 +245,12 @@ def pytest_configure(config):
     if unknown := set(names) - set(CLASSES):
         raise pytest.UsageError(f"--backends: {', '.join(sorted(unknown))} unknown, expected {', '.join(CLASSES)}")
     config.backends = {name: CLASSES[name] for name in names}
+    if not any(
+        issubclass(cls, OnCard) for cls in config.backends.values()
+    ):  # most of JAX's time on a CPU is compilation
+        os.environ.setdefault(
+            "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        )
     if hasattr(config, "workerinput"):  # one of pytest-xdist's processes
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:

@@ -14,7 +14,8 @@ NAMES = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")[: 2 if s
 if sys.argv[1:]:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 else:
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={COUNT}"
+    quick = os.environ.get("XLA_FLAGS", "")  # pytest's
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={COUNT} {quick}"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
