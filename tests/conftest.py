@@ -257,13 +257,13 @@ def pytest_configure(config):
         config.option.seed = int.from_bytes(os.urandom(4))
 
 
-def kept(cases, mark, config):
+def kept(name, cases, mark, config):
     """The numbers of the cases that run, of a test marked `pairwise`: first those with all pairs of its axes' values,
     where axes that are joined count as one; of these a part that the seed draws, with every value. Where the mark has
     an axis `half`, of half of its values, which the seed draws.
     NumPy's cases take no time, and `pytest -m quick` has few: all pairs and all of these stay.
     """
-    seed = config.option.seed
+    seed = f"{config.option.seed} {name}"
     axes = functools.cache(lambda n: (*pairs.axes_of(cases[n].params, mark.args),))
     numpys = [n for n, case in enumerate(cases) if case.params.get("backend") == "numpy"]
     costly = sorted({*range(len(cases))}.difference(numpys))
@@ -309,7 +309,8 @@ def pytest_collection_modifyitems(config, items):
             products[item.function].append(item)
     left_out = set()
     for cases in products.values():
-        runs = kept([item.callspec for item in cases], cases[0].get_closest_marker("pairwise"), config)
+        mark = cases[0].get_closest_marker("pairwise")
+        runs = kept(cases[0].originalname, [item.callspec for item in cases], mark, config)
         left_out |= {item for n, item in enumerate(cases) if n not in runs}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
@@ -323,7 +324,7 @@ def pytest_configure_node(node):
 
 def pytest_report_header(config):
     chosen = config.option.markexpr or config.option.keyword or config.args != config.getini("testpaths")
-    takes = [] if chosen else ["all tests take 25 minutes on two cores; pytest -m quick takes one"]
+    takes = [] if chosen else ["all tests take 15 minutes on two cores; pytest -m quick takes one"]
     return [f"backends: {', '.join(config.backends)}; --seed={config.option.seed}", *takes]
 
 
@@ -333,7 +334,7 @@ def pytest_generate_tests(metafunc):
     yield  # to what modules have of this name
     mark = metafunc.definition.get_closest_marker("pairwise")
     if mark and metafunc._calls and thins_at_once(metafunc.config):
-        runs = kept(metafunc._calls, mark, metafunc.config)
+        runs = kept(metafunc.definition.originalname, metafunc._calls, mark, metafunc.config)
         metafunc._calls[:] = [case for n, case in enumerate(metafunc._calls) if n in runs]
 
 

@@ -134,6 +134,7 @@ def test_logits_are_the_golden_ones(on_cuda, kind):
         close(in_calls(model, prompt, lengths)[0][0], wanted, limit)
 
 
+@pytest.mark.pairwise(half="device")
 def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
     model = on_cuda(synthetic(rng, SMALL))
     _, state = model.forward([[1, 2, 3]])
@@ -336,6 +337,7 @@ def test_weights_beyond_float16_are_refused(on_cuda, dtype, rng):
         on_cuda(weights, HALF)
 
 
+@pytest.mark.pairwise(half="device")
 def test_threads_and_streams_share_a_model(on_cuda, rng):
     """Prompts and steps of each thread are what they are alone; on a card also where each has a stream of its own."""
     model, how, streams = on_cuda(synthetic(rng, SMALL)), Sampling(temperature=0), [nullcontext]
@@ -410,6 +412,7 @@ def test_joining_and_leaving_is_the_cpus(on_cuda, kind, rng):
     assert batches[0].drawn == batches[1].drawn
 
 
+@pytest.mark.pairwise(half="device")
 def test_generating_is_the_cpus(on_cuda, rng):
     weights = synthetic(rng, SMALL)
     texts = [list(islice(model.generate([1, 2, 3], temperature=0), 8)) for model in (on_cuda(weights), RWKV6(weights))]
@@ -457,6 +460,7 @@ def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, rng):
         close(model.to_host(found), expected, 1e-5)
 
 
+@pytest.mark.pairwise(half="device")
 def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
     model = on_cuda(synthetic(rng, SMALL))
     pool = model.initial_state(12)
