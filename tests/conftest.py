@@ -261,20 +261,20 @@ def kept(name, cases, mark, config):
     """The numbers of the cases that run, of a test marked `pairwise`: first those with all pairs of its axes' values,
     where axes that are joined count as one; of these a part that the seed draws, with every value. Where the mark has
     an axis `half`, of half of its values, which the seed draws.
-    NumPy's cases take no time, and `pytest -m quick` has few: all pairs and all of these stay.
+    NumPy's cases take less time, and `pytest -m quick` has few: all pairs and all of these stay.
     """
     seed = f"{config.option.seed} {name}"
     axes = functools.cache(lambda n: (*pairs.axes_of(cases[n].params, mark.args),))
-    numpys = [n for n, case in enumerate(cases) if case.params.get("backend") == "numpy"]
-    costly = sorted({*range(len(cases))}.difference(numpys))
     quick = [n for n, case in enumerate(cases) if any(mark.name == "quick" for mark in case.marks)]
-    if "half" in mark.kwargs:
-        value = lambda n: repr(cases[n].params[mark.kwargs["half"]])
-        values = sorted({*map(value, costly)})
-        values = random.Random(seed).sample(values, -(-len(values) // 2))
-        costly = [n for n in costly if value(n) in values]
-    drawn = pairs.part(pairs.choose(costly, axes), axes, PART, seed)
-    return {*pairs.choose(random.Random(seed).sample(numpys, len(numpys)), axes), *drawn, *quick}
+    value = lambda n: repr(cases[n].params[mark.kwargs["half"]]) if mark.kwargs else ""
+    values = sorted({*map(value, range(len(cases)))})
+    values = random.Random(seed).sample(values, -(-len(values) // 2))
+    of_numpy, costly = [], []
+    for n, case in enumerate(cases):
+        if value(n) in values:
+            (of_numpy if case.params.get("backend") == "numpy" else costly).append(n)
+    random.Random(seed).shuffle(of_numpy)
+    return {*pairs.choose(of_numpy, axes), *pairs.part(pairs.choose(costly, axes), axes, PART, seed), *quick}
 
 
 @functools.cache

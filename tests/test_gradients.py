@@ -155,10 +155,12 @@ def test_every_entry_matches_finite_differences(backend, variant, mode, rng):
     assert_gradients(Call(variant, mode, SMALL, rng))
 
 
+@pytest.mark.pairwise(half="variant")
 def test_across_chunks_matches_finite_differences(backend, variant, mode, rng):
     assert_gradients(Call(variant, mode, LONG, rng), places_each=25)
 
 
+@pytest.mark.pairwise(half="variant")
 def test_packed_with_empty_sequences_matches_finite_differences(backend, variant, mode, rng):
     sizes = {"B": 1, "H": 1, "T": 24, "K": 3, "V": 2}
     assert_gradients(Call(variant, mode, sizes, rng, bounds=[0, 0, 5, 6, 6, 24, 24]), places_each=25)
