@@ -23,7 +23,11 @@ from linattn_np.backends.cupy import gated_kernels as gated
 from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
 from linattn_np.backends.cupy import rwkv6_training_kernels as training
 from linattn_np.backends.cupy import rwkv7_model_kernels as rwkv7
-from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90
+from linattn_np.backends.cupy.delta_hopper import (
+    DeltaScalarBackwardStatesSm90,
+    DeltaScalarBackwardTokensSm90,
+    DeltaScalarForwardSm90,
+)
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
 from linattn_np.backends.cupy.scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
@@ -163,6 +167,8 @@ def delta_rules():
         yield delta.KdaBackwardChunks(T, G)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
+        yield DeltaScalarBackwardStatesSm90(T, K, V)
+        yield DeltaScalarBackwardTokensSm90(T, K, V)
 
 
 def steps_of_several():

@@ -79,7 +79,8 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
 #undef WGMMA
 
 // Starts D = A B, plus D if it accumulates, with A[64, DEPTH] a tile that `a` describes, as `b` describes B; warp w of
-// the warpgroup has rows 16 w to 16 w + 15 of D. In half precision only; N is 16, 24, 32, 64, 72, 96, 128 or 144.
+// the warpgroup has rows 16 w to 16 w + 15 of D. In half precision only; N is 16, 24, 32, 64, 72, 96, 128 or 144; 64 if
+// B is transposed.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -93,20 +94,23 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accu
                  : __VA_ARGS__                                                                                      \
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                                           \
   }
-#define WGMMA_TILES(n, ...)                                      \
-  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
-  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
+#define WGMMA_TILES_OF(n, transposed, tail, ...)                     \
+  WGMMA(bf16, n, transposed, "k16.f32.bf16.bf16", tail, __VA_ARGS__) \
+  WGMMA(f16, n, transposed, "k16.f32.f16.f16", tail, __VA_ARGS__)
+#define WGMMA_TILES(n, ...) WGMMA_TILES_OF(n, false, ", 0", __VA_ARGS__)
 
 WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
 WGMMA_TILES(24, TEN() "%10,%11", "%12", "%13", "%14", D8(0), D4(8))
 WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
 WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
+WGMMA_TILES_OF(64, true, ", 1", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
 WGMMA_TILES(72, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35", "%36", "%37", "%38", D32(0), D4(32))
 WGMMA_TILES(96, TEN() TEN(1) TEN(2) TEN(3) EIGHT(4), "%48", "%49", "%50", D32(0), D8(32), D8(40))
 WGMMA_TILES(128, SIXTY "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
 WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D8(64))
 #undef WGMMA
 #undef WGMMA_TILES
+#undef WGMMA_TILES_OF
 #undef WGMMA_FORMATS
 #undef EIGHT
 #undef TEN

@@ -64,7 +64,7 @@ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
 }
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, emulator::Where where = emulator::here()) {
-  static_assert(N >= 16 && N <= 256 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
+  static_assert(N >= 16 && N <= 256 && emulator::Format<T>::PACKED == 2 && (!TRANSPOSED || N == 64), "no such product");
   emulator::TileProduct operand{emulator::Format<T>::multiply_tile, d, nullptr, a, b, accumulate, N, TRANSPOSED, where};
   emulator::collective("wgmma", where, emulator::start, &operand);
 }

@@ -8,10 +8,7 @@
 //           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N;
 //           operands_ready: B, W and Z; outputs_ready: o, and all of the stage has been read
 // limits    sm_90a; bfloat16 or float16
-constexpr int CHUNK = 32;  // tokens
-#include "warpgroup.cuh"
-#include "fragments.cuh"
-#include "half_products.cuh"
+#include "delta/sm90/scalar_chunks.cuh"
 
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes of a chunk's tokens and 64 columns, swizzled
@@ -28,51 +25,9 @@ template <typename T> struct Args {
   double scale;
 };
 
-// 32 rows of 128 bytes, in the tensor cores' swizzle. A split matrix [32, 32], whose elements are sums of two numbers
-// of T, has the rounded elements in columns 0 to 31, and their rounding errors in columns 32 to 63.
-template <typename T> using Panel = T[CHUNK][64];
-
-template <typename T, int BK, int BV> struct alignas(1024) Stage {
-  using Element = T;
-  T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, later overwritten by W; rows 32 to 63: keys
-  union {
-    struct {
-      // On its diagonal the two blocks [16, 16] of -diag(beta) M. M's block at the lower left is stored at the upper
-      // right, where M is zero: -M, without beta, split.
-      float minus_beta_M[CHUNK][32];
-      Panel<T> A;  // [query, key], split
-    };
-    Panel<T> Z[BK / 64];
-  };
-  union {
-    Panel<T> N_to_end;  // N_ij beta_j L_i, [j, i], split: for Z
-    Panel<T> B;         // [query, key], split
-  };
-  union {
-    float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
-    Panel<T> N_beta;     // N_ij beta_j, [j, i], split: for B
-  };
-  Tile<T, BV> v;  // overwritten by o
-};
-
-// Factors of a chunk's tokens, one for each token. If args.normalized, they include the inverse lengths of queries and
-// keys, since shared memory holds these undivided.
-struct alignas(16) Gates {
-  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; if not args.normalized, scale and 1
-  float query_start_factors[CHUNK], key_start_factors[CHUNK];  // times the decay from the chunk's start to the token
-  float key_end_factors[CHUNK];  // the decay from the token to the chunk's end, times the key's factor
-  float beta[CHUNK];
-  alignas(16) float chunk_decay;
-};
-
-// Decays and betas of CHUNKS_AHEAD chunks, loaded early to hide the latency of memory.
-constexpr int CHUNKS_AHEAD = 4;
-struct alignas(16) Upcoming {
-  float decay[CHUNKS_AHEAD][CHUNK], beta[CHUNKS_AHEAD][CHUNK];
-};
-
 template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
+  static constexpr Pass PASS = FORWARD;
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 5;
   Stage<T, BK, BV> stages[STAGES];
   Panel<T> minus_BE[2];  // -B_ij E_j, [query, key], split: for W; of a chunk and the one before it, [chunk % 2]
@@ -81,10 +36,6 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
-
-constexpr int OPERAND_THREADS = 128, OTHER_THREADS = 128;  // others: copies, decays, inverses
-template <int BV> constexpr int CONSUMERS = 2 * BV;
-template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHER_THREADS;
 
 // Registers of a thread by role. BLOCKS: blocks on a multiprocessor. A block whose roles ask for more registers than it
 // starts with (AT_FIRST) would wait for ever.

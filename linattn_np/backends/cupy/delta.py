@@ -1,9 +1,8 @@
 """The planner of the delta rules, which erase what the state holds for a token's key before they write the token.
 
-A call is planned by the first of `FORWARD_WAYS` whose `why_not` gives no reason; `explain` shows the reasons against
-the ways before it. Gradients are computed in chunks unless `why_not_in_chunks` gives a reason, else token by token. In
-chunks, a first kernel prepares all chunks in parallel, and a *walk* goes from chunk to chunk; `delta_segments` says how
-walks are cut into segments.
+A call is planned by the first of `FORWARD_WAYS` whose `why_not` gives no reason, its gradients by the first of
+`gradient_ways`; `explain` shows the reasons against the ways before it. In chunks, a first kernel prepares all chunks
+in parallel, and a *walk* goes from chunk to chunk; `delta_segments` says how walks are cut into segments.
 
 Sizes: B batch, H heads of values, T tokens, K channels, V columns, NC chunks. `group` heads of values share a head of
 keys.
@@ -16,15 +15,15 @@ from dataclasses import replace
 import numpy as np
 
 from ... import declarations
-from .delta_hopper import ScalarOnHopper, why_no_chunks
+from .delta_hopper import ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
-    DeltaSumParts,
     DplrBackwardChunks,
     KdaBackwardChunks,
+    sum_parts,
 )
 from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
@@ -192,10 +191,18 @@ FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
 def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`
     is always empty: plans of calls save nothing."""
+    reasons = {}
+    for way in gradient_ways(problem.op):
+        reason = way.why_not(problem, device)
+        if reason is None:
+            return replace(way(problem, device, do, dht).plan(), reasons=reasons)
+        reasons[way.name] = reason
+
+
+def gradient_ways(op) -> tuple:
+    """The ways of computing an operator's gradients, the fastest first."""
     in_chunks = {declarations.KDA: KdaGradientsInChunks, declarations.RWKV7: DplrGradientsInChunks}
-    reason = why_not_in_chunks(problem, device, gradient=True)
-    way = in_chunks.get(problem.op, GradientsInChunks) if reason is None else GradientsByToken
-    return replace(way(problem, device, do, dht).plan(), reasons={} if reason is None else {IN_CHUNKS: reason})
+    return ScalarGradientsOnHopper, in_chunks.get(op, GradientsInChunks), GradientsByToken
 
 
 class Gradients:
@@ -248,6 +255,8 @@ class Gradients:
 class GradientsByToken(Gradients):
     """The gradients of any call, token by token backwards in time, from states that a forward walk stores."""
 
+    name, why_not = TokenByToken.name, TokenByToken.why_not
+
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
         self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
@@ -289,7 +298,12 @@ class GradientsInChunks(Gradients):
     other gradients of all chunks in parallel.
     """
 
+    name = IN_CHUNKS
     RESIDUALS = ("e", "w")  # the last kernel's names of the residual and of its gradient
+
+    @staticmethod
+    def why_not(problem, device):
+        return why_not_in_chunks(problem, device, gradient=True)
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
@@ -362,15 +376,3 @@ class KdaGradientsInChunks(GradientsInChunks):
     @property
     def has_parts(self):
         return self.inputs.group > 1 or self.inputs.normalized
-
-
-def sum_parts(draft, parts, total, normalized):
-    """Launches total [B, H, T, K] = the sum of parts [tiles, B, heads, T, K] over tiles and heads of a group.
-
-    `normalized`: q or k, if the forward pass divided its rows by their lengths; the kernel then applies the pullback of
-    this division to the sum. None otherwise.
-    """
-    kernel, (tiles, _, heads, T, K), (B, H) = DeltaSumParts(total.dtype), parts.shape, total.shape[:2]
-    sizes = {"B": B, "H": H, "T_": T, "K": K, "group": heads // max(H, 1), "tiles": tiles}
-    blocks = ceil_div(B * H * T, kernel.threads // 32)
-    draft.launch(kernel, blocks, parts=parts, x=normalized, dx=total, **sizes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 
 from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
+from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks
 from .gated_kernels import PANEL, SM90, TILES
 from .kernel import DOUBLE, TiledKernel
@@ -41,6 +43,31 @@ class DeltaScalarForwardSm90(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
+class DeltaScalarBackwardStatesSm90(DeltaScalarForwardSm90):
+    """The first of two kernels of gradients, backwards in time: dv, dh0, and the gradient of the state after every
+    chunk."""
+
+    file = "delta/sm90/scalar_backward_states"
+    arguments = members(
+        "maps+rows q k do_ dv, maps state_gradients, rows? g, rows beta, shape, pointers? dht dh0, "
+        "integers group state_k state_v wide_gate wide_beta normalized, reals scale"
+    )
+
+
+class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
+    """The second kernel of gradients, forwards in time: dq, dk, dbeta and dg. BV is at least V."""
+
+    file = "delta/sm90/scalar_backward_tokens"
+    arguments = members(
+        "maps state_gradients, maps+rows q k v do_ dv dq dk, rows? g, rows beta dbeta, rows? dg, "
+        "pointers? initial parts, shape, integers group state_k state_v wide_gate wide_beta normalized, reals scale"
+    )
+
+    @property
+    def resident(self):
+        return 1
+
+
 def why_no_chunks(problem) -> str | None:
     """Why no card can compute a call in chunks, whatever its gates are; None if some can."""
     if problem.mode == "recurrent":
@@ -52,6 +79,21 @@ def why_no_chunks(problem) -> str | None:
     return None
 
 
+def why_not_on_hopper(problem, device) -> str | None:
+    """Why Hopper's own kernels cannot compute a call; None if they can."""
+    if device.capability != 90:
+        return "the card is another, or kernels of every card are asked for"
+    if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
+        return "every channel has a gate of its own"
+    if problem.dtype == FLOAT32:
+        return "the data are float32, and these kernels multiply half precision"
+    if reason := why_no_chunks(problem):
+        return reason
+    if not mappable_once_copied([problem[name] for name in "qkv"]):
+        return "rows are no whole pieces of 16 bytes, or there are none"
+    return None
+
+
 class ScalarOnHopper:
     """Plans a call by Hopper's own kernel, for half-precision data that tensor maps can describe. Cuts no sequences."""
 
@@ -60,16 +102,8 @@ class ScalarOnHopper:
 
     @staticmethod
     def why_not(problem, device) -> str | None:
-        if device.capability != 90:
-            return "the card is another, or kernels of every card are asked for"
-        if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
-            return "every channel has a gate of its own"
-        if problem.dtype == FLOAT32:
-            return "the data are float32, and it multiplies half precision"
-        if reason := why_no_chunks(problem):
+        if reason := why_not_on_hopper(problem, device):
             return reason
-        if not mappable_once_copied([problem[name] for name in "qkv"]):
-            return "rows are no whole pieces of 16 bytes, or there are none"
         (N, H, V), cut = problem.shape("N H V"), CutInChunks(problem, device)
         few_blocks = N * H * ceil_div(V, PANEL) <= device.multiprocessors
         if few_blocks and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.pass_time:
@@ -104,18 +138,127 @@ def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, trans
     """Launches the kernel on `tokens`: (q, k, v, g or None, beta). The heads of `shape` are those of v. initial, final:
     float32 states [N, H, K, V], or [N, H, V, K] if `transposed`; None for zeros, and for a state that is not wanted."""
     q, k, v, g, beta = tokens
-    maps = {name: TensorMap(x, PANEL, kernel.CHUNK, swizzled=True) for name, x in zip("qkvo", (q, k, v, o))}
-    rows = {f"{name}_rows": tensor_map.array for name, tensor_map in maps.items()}
     draft.launch(
         kernel,
         all_heads(shape) * ceil_div(shape.V, kernel.BV),
-        **{**maps, **rows, "shape": shape, "scale": scale, "initial": initial, "final": final},
-        g=None if g is None else g[..., None],
-        beta=beta[..., None],
-        group=shape.H // q.shape[1],
-        state_k=1 if transposed else shape.V,
-        state_v=shape.K if transposed else 1,
-        wide_gate=g is None or g.dtype == FLOAT32,
-        wide_beta=beta.dtype == FLOAT32,
-        normalized=normalized,
+        **mapped(kernel, q=q, k=k, v=v, o=o),
+        **token_args(q, g, beta, shape, scale, normalized, transposed),
+        initial=initial,
+        final=final,
     )
+
+
+def mapped(kernel, **arrays) -> dict:
+    """The arguments that describe arrays [B, H, T, D]: tensor maps, and rows for tokens that their boxes do not
+    cover."""
+    maps = {name: TensorMap(x, PANEL, kernel.CHUNK, swizzled=True) for name, x in arrays.items()}
+    return maps | {f"{name.removesuffix('_')}_rows": x for name, x in arrays.items()}
+
+
+def token_args(q, g, beta, shape, scale, normalized, transposed=False) -> dict:
+    """The arguments that all of these kernels have."""
+    return {
+        "shape": shape,
+        "scale": scale,
+        "g": None if g is None else g[..., None],
+        "beta": beta[..., None],
+        "group": shape.H // q.shape[1],
+        "state_k": 1 if transposed else shape.V,
+        "state_v": shape.K if transposed else 1,
+        "wide_gate": g is None or g.dtype == FLOAT32,
+        "wide_beta": beta.dtype == FLOAT32,
+        "normalized": normalized,
+    }
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+class ScalarGradientsOnHopper:
+    """Plans the gradients by Hopper's own two kernels: the first goes backwards in time and stores the gradient of the
+    state after every chunk, the second goes forwards. They cut no sequences."""
+
+    name = "by Hopper's own kernels"
+    # In microseconds, fitted to an H200. The kernels of every card take CALL_TIME and LAST_TIME beyond `pass_time`.
+    CHUNK_TIME = 8.0  # of a chunk by both kernels, in blocks that have a multiprocessor for themselves
+    CALL_TIME, LAST_TIME = 50.0, 10.0  # of a call; of a chunk on one multiprocessor
+
+    @staticmethod
+    def why_not(problem, device) -> str | None:
+        if reason := why_not_on_hopper(problem, device):
+            return reason
+        (N, H, V), way = problem.shape("N H V"), ScalarGradientsOnHopper
+        if V > TILES[-1]:
+            return f"V={V} is over {TILES[-1]}"
+        cut = CutInChunks(problem, device, gradient=True)
+        own = ceil_div(N * H, device.multiprocessors) * cut.chunks * way.CHUNK_TIME
+        last = way.CALL_TIME + N * H * cut.chunks / device.multiprocessors * way.LAST_TIME
+        if own > cut.pass_time + last:
+            return "few heads of long sequences are faster by the kernels of every card"
+        return None
+
+    def __init__(self, problem, device, do, dht):
+        self.problem, self.device, self.draft = problem, device, Draft()
+        do, self.dht = self.draft.cotangents(problem, do, dht)
+        self.do = self.draft.mapped(do, "do")
+
+    def plan(self):
+        problem, draft = self.problem, self.draft
+        given, x = problem.arrays, SimpleNamespace(**{name: draft.mapped(problem[name], name) for name in "qkv"})
+        x.g, x.beta, x.initial = given.get("g"), problem["beta"], draft.initial(problem)
+        gradients = SimpleNamespace(**{name: draft.like(array) for name, array in given.items()})
+        gradients.h0 = draft.gradient_of_state(problem)
+        shape = draft.shape(problem, chunk=DeltaScalarForwardSm90.CHUNK)
+        normalized = problem.options.get("qk_l2norm", False)
+        kernel = launch_backward(
+            draft, x, self.do, self.dht, gradients, shape, problem.scale, self.device.multiprocessors, normalized
+        )
+        results = tuple(getattr(gradients, name) for name in given), draft.stored_gradient(problem, gradients.h0)
+        return draft.plan(results, tiles=kernel.tiles)
+
+
+def launch_backward(draft, x, do, dht, gradients, shape, scale, multiprocessors, normalized=False):
+    """Launches the two kernels of gradients, and the sums and casts of what they write. Returns the second kernel.
+
+    x : q, k, v, g or None, beta, initial; the heads of `shape` are those of v
+    gradients : the memory for their gradients by name, and h0, or None
+    """
+    dtype, (T, K, V) = x.q.dtype, (shape.T, shape.K, shape.V)
+    last = DeltaScalarBackwardTokensSm90(dtype, TILES[K > PANEL], TILES[V > PANEL])
+    few_blocks = all_heads(shape) * ceil_div(V, PANEL) <= multiprocessors
+    first = DeltaScalarBackwardStatesSm90(dtype, last.BK, PANEL if few_blocks else last.BV)
+    args = token_args(x.q, x.g, x.beta, shape, scale, normalized)
+    chunks = shape.B * shape.H * (T // last.CHUNK + shape.count)
+    states = draft.empty((1, 1, chunks * last.BV, last.BK), dtype)
+    draft.launch(
+        first,
+        all_heads(shape) * ceil_div(V, first.BV),
+        **mapped(first, q=x.q, k=x.k, do_=do, dv=gradients.v),
+        **args,
+        state_gradients=TensorMap(states, PANEL, 16, swizzled=True),
+        dht=dht,
+        dh0=gradients.h0,
+    )
+
+    def in_float32(name):
+        """The memory of a scalar's gradient as the kernel writes it."""
+        array = getattr(gradients, name, None)
+        return array if array is None or array.dtype == FLOAT32 else draft.like(array, FLOAT32)
+
+    scalars = {name: in_float32(name) for name in ("beta", "g")}
+    grouped = args["group"] > 1
+    parts = draft.empty((2, shape.B, shape.H, T, K), FLOAT32) if grouped else None
+    draft.launch(
+        last,
+        all_heads(shape),
+        **mapped(last, q=x.q, k=x.k, v=x.v, do_=do, dv=gradients.v, dq=gradients.q, dk=gradients.k),
+        **args,
+        **{f"d{name}": None if array is None else array[..., None] for name, array in scalars.items()},
+        state_gradients=TensorMap(states, PANEL, PANEL, swizzled=True),
+        initial=x.initial,
+        parts=parts,
+    )
+    for part, name in enumerate("qk" if grouped else ""):
+        sum_parts(draft, parts[part][None], getattr(gradients, name), getattr(x, name) if normalized else None)
+    for name, array in scalars.items():
+        if array is not None and array is not getattr(gradients, name):
+            draft.copy(array, getattr(gradients, name))
+    return last

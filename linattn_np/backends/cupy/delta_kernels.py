@@ -337,3 +337,15 @@ class DeltaSumParts(Kernel):
     arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
     threads = 128
     dtype: np.dtype
+
+
+def sum_parts(draft, parts, total, normalized):
+    """Launches total [B, H, T, K] = the sum of parts [tiles, B, heads, T, K] over tiles and heads of a group.
+
+    `normalized`: q or k, if the forward pass divided its rows by their lengths; the kernel then applies the pullback of
+    this division to the sum. None otherwise.
+    """
+    kernel, (tiles, _, heads, T, K), (B, H) = DeltaSumParts(total.dtype), parts.shape, total.shape[:2]
+    sizes = {"B": B, "H": H, "T_": T, "K": K, "group": heads // max(H, 1), "tiles": tiles}
+    blocks = ceil_div(B * H * T, kernel.threads // 32)
+    draft.launch(kernel, blocks, parts=parts, x=normalized, dx=total, **sizes)

@@ -1,0 +1,172 @@
+// what      The delta rule's gradients on Hopper, with a gate for each token and head, or none; the first of two
+//           kernels, backwards in time: dv, the gradient of the state after every chunk of 32 tokens, and dh0.
+// math      dS is the gradient of the state after a chunk. Decays and matrices as in scalar_forward.cu, but
+//           B = A N and Z_j = sum_i N_ij L_i k_i, without beta; W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j
+//           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j
+// shapes    q k [B, H, T, K], do dv [B, HV, T, V], g beta [B, HV, T] of any strides; states [N, HV, K, V] float32;
+//           state_gradients: a state [BV of all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk`)
+// grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
+// roles     as in scalar_forward.cu; consumers hold dS transposed in registers, and store it
+// smem      scalar_chunks.cuh
+// barriers  as in scalar_forward_storage.cuh, with do in place of v and dv in place of o
+// numerics  products of T are summed in float32. q, k and do are used undecayed; dS, W, Z, beta_j E_j P_j and dv are
+//           rounded to T; A, B and N are the sums of two T each. Decays and N as in scalar_forward.cu
+// source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
+// limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
+#include "delta/sm90/scalar_chunks.cuh"
+
+template <typename T> struct Args {
+  TensorMap q, k, do_, dv;  // boxes of a chunk's tokens and 64 columns, swizzled
+  Rows<const T> q_rows, k_rows, do_rows;
+  Rows<T> dv_rows;
+  TensorMap state_gradients;  // boxes of 16 columns of V and 64 channels, swizzled
+  Rows<const void> g, beta;   // no gate: null
+  Shape shape;                // H is the number of value heads
+  const float* dht;           // null: zeros
+  float* dh0;                 // null: not wanted
+  i64 group;                  // value heads that share a head of queries and keys
+  i64 state_k, state_v;       // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;   // whether g, and beta, are float32; otherwise they are of type T
+  i64 normalized;             // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
+  double scale;
+};
+
+template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
+  using T = Element;
+  static constexpr Pass PASS = BACKWARD_STATES;
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 4;
+  Stage<T, BK, BV> stages[STAGES];
+  Panel<T> minus_BE[2];  // -B_ij beta_j E_j, [query, key], split: for W; of chunks in turn
+  alignas(1024) T rounded[CONSUMERS<BV> / 32][BK / 64][16][64];  // dS, a warp's 16 columns, on their way to memory
+  Gates gates[STAGES];
+  Upcoming upcoming;
+  Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+      operands_ready[STAGES], outputs_ready[STAGES];
+};
+
+// Registers of a thread by role: see scalar_forward_storage.cuh.
+template <int BK, int BV> struct Registers {
+  static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
+  static constexpr int CONSUMER = BLOCKS == 2 ? 120 : BV == 64 ? 208 : 168;
+  static constexpr int OPERANDS = BLOCKS == 2 ? 72
+                                  : BV == 64  ? 168
+                                              : 120,
+                       OTHER = BLOCKS == 2 ? 48
+                               : BV == 64  ? 128
+                                           : 56;
+  static_assert(BV / 64 * CONSUMER + OPERANDS + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
+};
+
+// A warpgroup with 64 columns of V: P, dv and dS, transposed in registers, of each chunk.
+template <class S>
+__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
+                                        int all_columns) {
+  using T = typename S::T;
+  constexpr int BK = S::BK;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
+  const int column = first + 16 * warp + lane / 4;
+  const int channel_offset = channel_operand_offset(lane, warp % 4), left_offset = left_operand_offset(lane);
+  const i64 states = work.pair * args.shape.K * args.shape.V;
+  float dS[BK / 2] = {};
+  if (args.dht)
+    each_transposed<BK>(dS, args.dht + states, args, args.shape, column,
+                        [](float& x, const float* from) { x = *from; });
+  Ring<S::STAGES> ring;
+#pragma unroll 1
+  for (int token = first_token<S>(work, 0); token >= 0; token -= CHUNK, ring.next()) {
+    auto& in = s.stages[ring.stage];
+    const Gates& gates = s.gates[ring.stage];
+    u32 rounded_dS[BK / 16][4];
+    Operand do_, Y;     // Y: -beta_j E_j P_j
+    Values P, from_do;  // from_do: B^T do
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+#pragma unroll
+      for (int m = 0; m < 4; ++m) rounded_dS[c][m] = pack<T>(dS[8 * c + 2 * m], dS[8 * c + 2 * m + 1]);
+    wgmma_keep(rounded_dS);
+    barrier_wait(s.values_full[ring.stage], ring.parity);
+    load_transposed(do_, in.values[warpgroup], channel_offset);
+    barrier_wait(s.full[ring.stage], ring.parity);
+    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    const u64 descriptor = stage_descriptor(in);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+      wgmma<T, CHUNK, false>(P, rounded_dS[c], descriptor + (descriptor_offset(in, in.Z[c / 4]) + c % 4 * 2), c > 0);
+    const u64 B = descriptor + descriptor_offset(in, in.B);
+#pragma unroll
+    for (int c = 0; c < 4; ++c)  // tokens 0 to 15 and 16 to 31 of rounded elements, then of their rounding errors
+      wgmma<T, CHUNK, true>(from_do, do_[c % 2], B + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
+    wgmma_commit();
+    if (token != first_token<S>(work, 0)) {
+      if (lane == 0) tensor_store_wait();
+      __syncwarp();  // the previous dS has been read from `rounded`
+    }
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+      stmatrix_x4(at_offset(s.rounded[warp][c / 4], shifted_offset(left_offset, 0, c % 4 * 16)), rounded_dS[c]);
+    fence_async();
+    __syncwarp();  // all lanes have written to `rounded`
+    if (lane == 0)
+#pragma unroll
+      for (int panel = 0; panel < BK / 64; ++panel)
+        tensor_store(args.state_gradients, s.rounded[warp][panel], 64 * panel,
+                     i32(work.chunk + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
+    const float chunk_decay = gates.chunk_decay;
+    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
+#pragma unroll
+      for (float& value : dS) value *= chunk_decay;
+    wgmma_fence();
+    const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys
+#pragma unroll
+    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(dS, do_[c], rows + c * (16 * 128 / 16), true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_keep(P), wgmma_keep(from_do), wgmma_keep(rounded_dS);
+    each_two([&](int i, int c, int m) {
+      const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3));
+      Y[c][m] = pack<T>(-from_start.x * P[i], -from_start.y * P[i + 1]);
+    });
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(dS, Y[c], rows + (CHUNK + 16 * c) * (128 / 16), true);
+    wgmma_commit();
+    each_two([&](int i, int, int) {
+      const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
+      from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);
+    });
+    store_transposed(in.values[warpgroup], channel_offset, from_do);
+    wgmma_wait<0>();
+    wgmma_keep(dS);
+    warp_arrive(s.outputs_ready[ring.stage]);
+  }
+  if (args.dh0)
+    each_transposed<BK>(dS, args.dh0 + states, args, args.shape, column, [](float& x, float* to) { *to = x; });
+  if (lane == 0) tensor_store_wait();  // the block's shared memory lasts until then
+}
+
+template <typename T, int BK, int BV>
+__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
+    delta_sm90_scalar_backward_states(const __grid_constant__ Args<T> args) {
+  auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
+  const u32 tiles = u32(args.shape.V + BV - 1) / BV;
+  const int column = blockIdx.x % tiles * BV;
+  const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
+  if (threadIdx.x == 0) init_barriers<BV>(s);
+  fence_async();
+  __syncthreads();
+  using RoleRegisters = Registers<BK, BV>;
+  if (threadIdx.x < CONSUMERS<BV>) {
+    registers_up<RoleRegisters::CONSUMER>();
+    consume(s, args, work, column, tiles * BV);
+  } else if (threadIdx.x < CONSUMERS<BV> + OPERAND_THREADS) {
+    registers_down<RoleRegisters::OPERANDS>();
+    make_operands(s, work.tokens);
+  } else {
+    registers_down<RoleRegisters::OTHER>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) move_chunks(s, args, args.do_, args.do_rows, args.dv, args.dv_rows, work, column);
+    else if (warp == 1) compute_decays(s, args, work);
+    else invert(s, work.tokens, warp - 2);
+  }
+}

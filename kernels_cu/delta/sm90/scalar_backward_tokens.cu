@@ -1,0 +1,676 @@
+// what      The delta rule's gradients on Hopper, with a gate for each token and head, or none; the second of two
+//           kernels, forwards in time: dq, dk, dbeta and dg, from what scalar_backward_states.cu has stored.
+// math      S is the state before a chunk of 32 tokens, dS the gradient of the state after it, decays D, E and L and
+//           matrices as in scalar_forward.cu. R = (I + M diag(beta))^-1;  X_j = v_j - E_j S^T k_j;  S <- E_32 S + Z^T X
+//           e = R X: v_j minus what token j reads of its key.  With F_ij = do_i . e_j and G_ij = -dv_i . e_j:
+//           H_ij = scale D_ij beta_j F_ij, j <= i;  P_ij = D_ij beta_j G_ij, j < i
+//           dq_i = scale E_i S do_i + sum_j H_ij k_j
+//           dk_i = -E_i S dv_i + beta_i L_i dS e_i + sum_j (P_ij + P_ji) k_j + sum_j H_ji q_j
+//           dbeta_j = L_j k_j . dS e_j + sum_i A_ij F_ij + M_ij G_ij
+//           dg_t adds up all terms that gate t multiplies: of S with queries and keys i >= t, of dS with the keys
+//           j < t, beta_j (A_ij F_ij + M_ij G_ij) of pairs j < t <= i, and <S, dS> times the chunk's decay. Nothing is
+//           subtracted, nothing divided by a decay or by beta
+// shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; state_gradients:
+//           scalar_backward_states.cu. If heads of values share a head of queries, `parts` [2, B, HV, T, K] float32
+//           takes the place of dq and dk: gradients of q and k after the division by their lengths, for sum_parts.cu
+// grid      a block for every (sequence, head of v), sequence slowest
+// roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
+//           Gradients: a warpgroup makes M of chunk n + 2, Z of chunk n + 1, and gradients of chunk n; warps 0 and 1
+//           have the rows of queries, warps 2 and 3 those of keys. In a last warpgroup warp 0 copies chunks, warp 1
+//           computes decays, and warps 2 and 3 invert I + M diag(beta) of even and odd chunks
+// smem      Stage: a chunk's queries and keys, and its matrices. Shared: values, gradients and states
+// barriers  by stage: full: queries and keys have arrived; then complete: decays_ready: D and gates; scores_ready: M;
+//           inverse_ready: R; operands_ready: Z; outputs_ready: dq and dk, and all of the stage and of values has been
+//           read. By chunk: values_full: v has arrived; residuals_ready: e, and Z has been read; of every chunk:
+//           tokens_full: do and dv have arrived; state_gradient_full: dS has; gradients_read: both have been read;
+//           states_ready: S is in shared memory; states_read: it has been read. Named 1, of the gradients' warpgroup:
+//           terms, H and P are in shared memory | all products that read queries and keys have ended
+// numerics  products of T are summed in float32. S, dS, X, Z, and do and dv as they came, are of T, and so is e beside
+//           dS; beside do and dv, e is the sum of two T, as R, H and P are. Decays and R as in scalar_forward.cu
+// source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, V a multiple of 8; BK, BV of 64, 128; rows start on 16 bytes
+#include "delta/sm90/scalar_chunks.cuh"
+
+template <typename T> struct Args {
+  TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled
+  TensorMap q, k, v, do_, dv, dq, dk;  // boxes of a chunk's tokens and 64 columns, swizzled
+  Rows<const T> q_rows, k_rows, v_rows, do_rows, dv_rows;
+  Rows<T> dq_rows, dk_rows;
+  Rows<const void> g, beta;  // no gate: null
+  Rows<float> dbeta, dg;     // dg: null without gates
+  const float* initial;      // [N, HV, K, V]; null: zeros
+  float* parts;              // null if a head of queries has one head of values
+  Shape shape;               // H is the number of value heads
+  i64 group;                 // value heads that share a head of queries and keys
+  i64 state_k, state_v;      // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
+  i64 normalized;            // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
+  double scale;
+};
+
+template <typename T, int BK> struct alignas(1024) GradientStage {
+  using Element = T;
+  T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, overwritten by dq; rows 32 to 63: keys, by dk
+  union {
+    float minus_beta_M[CHUNK][32];  // of -M diag(beta): see `store_scores`
+    Panel<T> Z[BK / 64];
+  };
+  union {
+    Panel<T> N_to_end;  // R_ij beta_i L_i, [j, i], split: for Z
+    Panel<T> H;         // [query, key], split
+  };
+  union {
+    Panel<T> N;  // R_ij, [j, i], split
+    Panel<T> P;  // [later key, earlier key], split
+  };
+  float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
+};
+
+struct alignas(16) TokenGates : Gates {  // its key_end_factors include beta
+  float key_to_end[CHUNK];               // those factors without beta
+  float query_inverse[CHUNK];            // 1 / |q|; only if args.normalized
+};
+
+template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
+  using T = Element;
+  static constexpr Pass PASS = BACKWARD_TOKENS;
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3;
+  GradientStage<T, BK> stages[STAGES];
+  T values[2][BV / 64][2 * CHUNK][64];  // rows 32 to 63: v, overwritten by e; rows 0 to 31: e's rounding errors
+  T gradients[BV / 64][2 * CHUNK][64];  // rows 0 to 31: do; rows 32 to 63: dv
+  T states[BK / 64][BV][64], state_gradient[BK / 64][BV][64];  // S and dS, transposed
+  TokenGates gates[STAGES];
+  Upcoming upcoming;
+  float pair_terms[4][CHUNK];  // of dg, from pairs of a warp's rows
+  float beta_terms[4][CHUNK];  // of dbeta, likewise
+  float read_terms[2][CHUNK];  // q . dq and k . dk, of what S gives
+  float write_terms[CHUNK];    // k . dk / beta, of what dS gives
+  float state_dots[4];         // <S, dS> over a warp's columns
+  Barrier full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES], operands_ready[STAGES],
+      outputs_ready[STAGES];
+  Barrier values_full[2], residuals_ready[2];
+  Barrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
+};
+
+// Registers of a thread by role: see scalar_forward_storage.cuh.
+template <int BV> struct Registers {
+  static constexpr int AT_FIRST = 65536 / ALL_THREADS<BV> / 8 * 8;
+  static constexpr int CONSUMER = BV == 64 ? 168 : 152, GRADIENTS = BV == 64 ? 232 : 152, OTHER = BV == 64 ? 104 : 56;
+  static_assert(BV / 64 * CONSUMER + GRADIENTS + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
+};
+
+// ---- a warp that copies chunks ------------------------------------------------------------------------------------
+
+// Calls f(half, panel number) for each panel of `pairs`, of two tiles of tokens: rows 0 to 31 and rows 32 to 63.
+template <typename T, int PANELS, class F>
+__device__ __forceinline__ void each_half(T (&pairs)[PANELS][2 * CHUNK][64], F f) {
+  for (int panel = 0; panel < PANELS; ++panel) {
+    auto& halves = *reinterpret_cast<Panel<T>(*)[2][1]>(&pairs[panel]);
+    f(halves[0], halves[1], 64 * panel);
+  }
+}
+
+// Fills stages with q and k, `values` with v, and `gradients` and `state_gradient`; stores dq and dk.
+template <class S>
+__device__ __forceinline__ void move_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work) {
+  WorkTile keys = work;
+  keys.head /= int(args.group);
+  const auto fetch_keys = [&](int token, int stage) {
+    if (token < work.tokens)
+      fetch_chunk(s.full[stage], keys, token, [&](auto f) {
+        each_half(s.stages[stage].queries_keys, [&](auto& query, auto& key, int channel) {
+          f(query, args.q, args.q_rows, args.shape.K, channel), f(key, args.k, args.k_rows, args.shape.K, channel);
+        });
+      });
+  };
+  const auto fetch_values = [&](int token) {
+    const int half = token / CHUNK & 1;
+    if (token < work.tokens)
+      fetch_chunk(s.values_full[half], work, token, [&](auto f) {
+        each_half(s.values[half],
+                  [&](auto&, auto& value, int column) { f(value, args.v, args.v_rows, args.shape.V, column); });
+      });
+  };
+  const auto fetch_gradients = [&](int token) {
+    if (token >= work.tokens) return;
+    fetch_chunk(s.tokens_full, work, token, [&](auto f) {
+      each_half(s.gradients, [&](auto& do_, auto& dv, int column) {
+        f(do_, args.do_, args.do_rows, args.shape.V, column), f(dv, args.dv, args.dv_rows, args.shape.V, column);
+      });
+    });
+    if ((threadIdx.x & 31) == 0) {
+      barrier_expect(s.state_gradient_full, sizeof s.state_gradient);
+      for (int panel = 0; panel < S::BK / 64; ++panel)
+        for (int column = 0; column < S::BV; column += 64)
+          tensor_load(s.state_gradient[panel][column], args.state_gradients, s.state_gradient_full, 64 * panel,
+                      i32(work.chunk + token / CHUNK) * S::BV + column, 0, 0);
+    }
+    __syncwarp();
+  };
+  for (int stage = 0; stage < S::STAGES; ++stage) fetch_keys(stage * CHUNK, stage);
+  fetch_values(0), fetch_values(CHUNK), fetch_gradients(0);
+  Ring<S::STAGES> ring;
+#pragma unroll 1
+  for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
+    barrier_wait(s.gradients_read, token / CHUNK & 1);
+    fetch_gradients(token + CHUNK);
+    barrier_wait(s.outputs_ready[ring.stage], ring.parity);
+    fence_async();  // orders what other warps have read and written before the copies that overwrite it
+    if (!args.parts)
+      store_chunk(work, token, [&](auto f) {
+        each_half(s.stages[ring.stage].queries_keys, [&](auto& dq, auto& dk, int channel) {
+          f(dq, args.dq, args.dq_rows, args.shape.K, channel), f(dk, args.dk, args.dk_rows, args.shape.K, channel);
+        });
+      });
+    fetch_keys(token + S::STAGES * CHUNK, ring.stage), fetch_values(token + 2 * CHUNK);
+  }
+}
+
+// ---- a warpgroup that makes M and Z, and computes gradients ---------------------------------------------------------
+
+// The sum of the x of all lanes with lower numbers than this one.
+__device__ __forceinline__ float sum_of_lower_lanes(float x, int lane) {
+  x = __shfl_up_sync(0xffffffffu, x, 1);
+  if (lane == 0) x = 0.f;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, x, distance);
+    if (lane >= distance) x += other;
+  }
+  return x;
+}
+
+// The sum of the x of this lane and of all lanes with higher numbers.
+__device__ __forceinline__ float sum_of_this_and_higher_lanes(float x, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_down_sync(0xffffffffu, x, distance);
+    if (lane + distance < 32) x += other;
+  }
+  return x;
+}
+
+// Adds x over the 8 lanes lane % 4, lane % 4 + 4 ...: lane l gets the sum of their x[l / 4].
+__device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
+#pragma unroll
+  for (int count = 4; count; count /= 2) {
+    const bool upper = lane & 4 * count;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + count], 4 * count);
+      x[i] = (upper ? x[i + count] : x[i]) + other;
+    }
+  }
+  return x[0];
+}
+
+// x + the x of the other three lanes with the same lane / 4.
+__device__ __forceinline__ float sum_of_four(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Starts d[64 tokens, 64 channels] = tokens [64, BV] states[BV, 64], of panels.
+template <typename T, int PANELS>
+__device__ __forceinline__ void start_state_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
+                                                    T (&states)[64 * PANELS][64]) {
+  u64 rows = wgmma_tile(tokens, 16, 1024), columns = wgmma_tile(states, 16, 1024);
+#pragma unroll
+  for (int c = 0; c < 4 * PANELS; ++c)
+    wgmma<T, 64, true>(d, rows + c / 4 * (sizeof tokens[0] / 16) + c % 4 * 2, columns + c * (16 * 128 / 16), c > 0);
+}
+
+// Calls f(i, x, h) for pairs of this lane's numbers of d [64 tokens, 64 channels]: d[i] and d[i + 1], of the token
+// lane / 4 + 8 h of the warp's 16 tokens; x: the same two numbers of `panel`, of 64 tokens.
+template <typename T, class F>
+__device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int offset, F f) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    u32 x[4];
+    ldmatrix_x4(x, at_offset(panel, shifted_offset(offset, 0, 16 * c)));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) f(4 * (2 * c + m / 2) + 2 * (m % 2), unpack(x[m], T{}), m % 2);
+  }
+}
+
+// Z of a chunk.
+template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::STAGES>& ring, int channel_offset) {
+  using T = typename S::T;
+  auto& in = s.stages[ring.stage];
+  barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+#pragma unroll
+  for (int p = 0; p < S::BK / 64; ++p) {
+    Operand keys;
+    Values z;
+    load_transposed(keys, in.queries_keys[p] + CHUNK, channel_offset);
+    wgmma_fence();
+    start_split_product<T>(z, keys, wgmma_tile(in.N_to_end, 16, 1024), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_keep(z);
+    store_transposed(in.Z[p], channel_offset, z);  // overwrites M
+  }
+  fence_async();
+  warp_arrive(s.operands_ready[ring.stage]);
+}
+
+// M of a chunk.
+template <class S>
+__device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, int lane, int warp, int left_offset) {
+  Values d;
+  barrier_wait(s.full[ring.stage], ring.parity);
+  wgmma_fence();
+  start_scores(d, s.stages[ring.stage]);
+  wgmma_wait<0>();
+  wgmma_keep(d);
+  store_scores(s, ring, d, lane, warp, left_offset);
+}
+
+// Stores H or P of a warp's rows, and their terms of dg and dbeta, from F or -G, `products`, and q . k or k . k,
+// `scores`.
+template <class S>
+__device__ __forceinline__ void store_pairs(S& s, int stage, const Values& products, const Values& scores, int lane,
+                                            int warp, int left_offset) {
+  using T = typename S::T;
+  const bool has_keys = warp >= 2;
+  const int first_row = 16 * (warp & 1), g = lane / 4, t = lane % 4;
+  auto& in = s.stages[stage];
+  const TokenGates& gates = s.gates[stage];
+  const float (&row_factors)[CHUNK] = has_keys ? gates.key_factors : gates.query_factors;
+  float matrix[4][4], pair_terms[8] = {}, beta_terms[8] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int i = first_row + g + 8 * h;
+    const float factor = row_factors[i];
+    float earlier = 0.f;  // the sum of terms of the row's keys before the 8 keys
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int j = 8 * n + 2 * t;
+      const float2 decays = *reinterpret_cast<const float2*>(swizzled(in.D[0], i, j / 4) + j % 4),
+                   betas = load_float2(gates.beta + j);
+      float own[2];
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const float decay = (x ? decays.y : decays.x) * factor, beta = x ? betas.y : betas.x;
+        const float product = has_keys ? -products[4 * n + 2 * h + x] : products[4 * n + 2 * h + x];
+        const bool strictly = j + x < i, counts = has_keys ? strictly : j + x <= i;
+        const float of_score = counts ? decay * product : 0.f, term = of_score * scores[4 * n + 2 * h + x];
+        matrix[n][2 * h + x] = beta * of_score;
+        beta_terms[2 * n + x] += term;
+        own[x] = strictly ? beta * term : 0.f;
+      }
+      const float pair = own[0] + own[1];
+      float before = __shfl_up_sync(0xffffffffu, pair, 1);  // becomes the sum over lanes of lower t
+      before = t > 0 ? before : 0.f;
+      const float further = __shfl_up_sync(0xffffffffu, pair, 2), furthest = __shfl_up_sync(0xffffffffu, pair, 3);
+      before += (t > 1 ? further : 0.f) + (t > 2 ? furthest : 0.f);
+      const float sum = earlier + before;
+      pair_terms[2 * n] += j <= i ? sum : 0.f;
+      pair_terms[2 * n + 1] += j < i ? sum + own[0] : 0.f;
+      earlier += __shfl_sync(0xffffffffu, before + pair, lane | 3);
+    }
+  }
+  store_split<T, 2>(has_keys ? in.P : in.H, shifted_offset(left_offset, first_row, 0), matrix);
+  const int column = g / 2 * 8 + 2 * t + g % 2;
+  s.pair_terms[warp][column] = sum_of_rows(pair_terms, lane);
+  s.beta_terms[warp][column] = sum_of_rows(beta_terms, lane);
+}
+
+// Stores dbeta and dg of a chunk, by two warps of the four.
+template <class S>
+__device__ __forceinline__ void store_token_gradients(const S& s, const Args<typename S::T>& args, const WorkTile& work,
+                                                      int token, const TokenGates& gates, int lane, int warp) {
+  if (warp > 1 || warp == 1 && !args.dg.p) return;
+  const bool inside = token + lane < work.tokens;
+  const float (&terms)[4][CHUNK] = warp == 0 ? s.beta_terms : s.pair_terms;
+  float sum = (terms[0][lane] + terms[1][lane]) + (terms[2][lane] + terms[3][lane]);
+  const float written = s.write_terms[lane];
+  if (warp == 0) {
+    if (inside) *args.dbeta.row(work.batch, work.head, work.start + token + lane) = sum + written;
+    return;
+  }
+  sum += sum_of_this_and_higher_lanes(s.read_terms[0][lane] + s.read_terms[1][lane], lane);
+  sum += sum_of_lower_lanes(gates.beta[lane] * written, lane);
+  const float dot = (s.state_dots[0] + s.state_dots[1]) + (s.state_dots[2] + s.state_dots[3]);
+  if (inside) *args.dg.row(work.batch, work.head, work.start + token + lane) = fmaf(gates.chunk_decay, dot, sum);
+}
+
+// Stores a warp's rows of d, dq or dk, to shared memory, or to `parts`.
+template <class S>
+__device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work, int token,
+                                                int stage, float (&d)[S::BK / 64][32], int lane, int warp,
+                                                int own_offset) {
+  using T = typename S::T;
+  constexpr int PANELS = S::BK / 64;
+  auto& rows = s.stages[stage].queries_keys;
+  const int first_row = 16 * (warp & 1) + lane / 4;
+  if (args.normalized) {
+    const float* const inverses = (warp < 2 ? s.gates[stage].query_inverse : s.gates[stage].key_factors) + first_row;
+    const float inverse[2] = {inverses[0], inverses[8]};
+    if (args.parts) {
+      const float length[2] = {1.f / inverse[0], 1.f / inverse[1]};
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p)
+#pragma unroll
+        for (int i = 0; i < 32; ++i) d[p][i] *= length[i / 2 % 2];
+    } else {  // removes the part of each row along x
+      float dots[2] = {};
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p)
+        each_of_panel(rows[p], own_offset,
+                      [&](int i, float2 x, int h) { dots[h] = fmaf(x.x, d[p][i], fmaf(x.y, d[p][i + 1], dots[h])); });
+#pragma unroll
+      for (int h = 0; h < 2; ++h) dots[h] = inverse[h] * inverse[h] * sum_of_four(dots[h]);
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p)
+        each_of_panel(rows[p], own_offset, [&](int i, float2 x, int h) {
+          d[p][i] = fmaf(-dots[h], x.x, d[p][i]), d[p][i + 1] = fmaf(-dots[h], x.y, d[p][i + 1]);
+        });
+    }
+  }
+  if (args.parts) {
+    const i64 head = ((warp / 2 * args.shape.B + work.batch) * args.shape.H + work.head) * args.shape.T;
+    const int channel = 2 * (lane % 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = token + first_row + 8 * h;
+      float* const to = args.parts + (head + work.start + row) * args.shape.K;
+      if (row < work.tokens)
+#pragma unroll
+        for (int p = 0; p < PANELS; ++p)
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+            if (64 * p + 8 * n < args.shape.K)
+              *reinterpret_cast<float2*>(to + 64 * p + 8 * n + channel) = {d[p][4 * n + 2 * h],
+                                                                           d[p][4 * n + 2 * h + 1]};
+    }
+    return;
+  }
+#pragma unroll
+  for (int p = 0; p < PANELS; ++p)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      u32 packed[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) packed[m] = pack<T>(d[p][8 * c + 2 * m], d[p][8 * c + 2 * m + 1]);
+      stmatrix_x4(at_offset(rows[p], shifted_offset(own_offset, 0, 16 * c)), packed);
+    }
+}
+
+template <class S>
+__device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work) {
+  using T = typename S::T;
+  constexpr int PANELS = S::BK / 64, V_PANELS = S::BV / 64;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0), lane = threadIdx.x & 31;
+  const int channel_offset = channel_operand_offset(lane, warp), left_offset = left_operand_offset(lane),
+            right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
+  const bool has_keys = warp >= 2;
+  const int first_row = 16 * (warp & 1), row = first_row + lane / 4;
+  Ring<S::STAGES> ring, Z_ring, scores_ring;
+  Ring<2> values_ring;
+  for (int chunk = 0; chunk < 2 && chunk * CHUNK < work.tokens; ++chunk, scores_ring.next())
+    make_scores(s, scores_ring, lane, warp, left_offset);
+  if (work.tokens > 0) make_Z(s, Z_ring, channel_offset);
+  Z_ring.next();
+#pragma unroll 1
+  for (int token = 0; token < work.tokens;
+       token += CHUNK, ring.next(), Z_ring.next(), scores_ring.next(), values_ring.next()) {
+    const u32 parity = token / CHUNK & 1;
+    auto& in = s.stages[ring.stage];
+    auto& values = s.values[values_ring.stage];
+    const TokenGates& gates = s.gates[ring.stage];
+    float d[PANELS][32];  // first S do and S dv
+    barrier_wait(s.tokens_full, parity);
+    barrier_wait(s.states_ready, parity);
+    wgmma_fence();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) start_state_product(d[p], s.gradients, s.states[p]);
+    wgmma_commit();
+    barrier_wait(s.state_gradient_full, parity);
+    if (args.dg.p) {  // <S, dS> over the warp's columns: the diagonals of products [16, 8]
+      float dots[2][4] = {};
+#pragma unroll 1
+      for (int column = 16 * warp; column < S::BV; column += 64)
+#pragma unroll
+        for (int c = 0; c < 4 * PANELS; ++c) {
+          u32 a[4], b[4];
+          ldmatrix_x4(a, at_offset(s.states[c / 4], shifted_offset(left_offset, column, c % 4 * 16)));
+          ldmatrix_x4(b, at_offset(s.state_gradient[c / 4], shifted_offset(right_offset, column, c % 4 * 16)));
+          multiply_halves(dots[0], a, {b[0], b[1]}, T{}), multiply_halves(dots[1], a, {b[2], b[3]}, T{});
+        }
+      const int g = lane / 4;
+      const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
+      const float sum = warp_sum(lane % 4 == g / 2 ? diagonal : 0.f);
+      if (lane == 0) s.state_dots[warp] = sum;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(d[p]);
+    warp_arrive(s.states_read);
+    {
+      const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
+      const float factor[2] = {has_keys ? -factors[row] : factors[row],
+                               has_keys ? -factors[row + 8] : factors[row + 8]};
+      float terms[2] = {};
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p)
+        each_of_panel(in.queries_keys[p], own_offset, [&](int i, float2 x, int h) {
+          d[p][i] *= factor[h], d[p][i + 1] *= factor[h];
+          terms[h] = fmaf(x.x, d[p][i], fmaf(x.y, d[p][i + 1], terms[h]));
+        });
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        terms[h] = sum_of_four(terms[h]);
+        if (lane % 4 == 0) s.read_terms[has_keys][row + 8 * h] = terms[h];
+      }
+    }
+    if (token + CHUNK < work.tokens) make_Z(s, Z_ring, channel_offset);
+
+    barrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
+    {
+      Values products, scores;
+      u64 rows = wgmma_tile(s.gradients, 16, 1024), residuals = wgmma_tile(values, 16, 1024);
+      wgmma_fence();
+      start_scores(scores, in);
+#pragma unroll
+      for (int part = 0; part < 2; ++part)  // rounding errors, then rounded residuals
+#pragma unroll
+        for (int c = 0; c < 4 * V_PANELS; ++c) {
+          const int offset = c / 4 * int(sizeof values[0] / 16) + c % 4 * 2;
+          wgmma<T, CHUNK, false>(products, rows + offset, residuals + offset + part * (CHUNK * 128 / 16), part || c);
+        }
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_keep(products), wgmma_keep(scores);
+      store_pairs(s, ring.stage, products, scores, lane, warp, left_offset);
+    }
+    float terms[2] = {};
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) {
+      float dS_e[32];  // rows 32 to 63: dS e
+      wgmma_fence();
+      start_state_product(dS_e, values, s.state_gradient[p]);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_keep(dS_e);
+      if (has_keys) {
+        const float factor[2] = {gates.key_end_factors[row], gates.key_end_factors[row + 8]};
+        each_of_panel(in.queries_keys[p], own_offset, [&](int i, float2 x, int h) {
+          terms[h] = fmaf(x.x, dS_e[i], fmaf(x.y, dS_e[i + 1], terms[h]));
+          d[p][i] = fmaf(factor[h], dS_e[i], d[p][i]), d[p][i + 1] = fmaf(factor[h], dS_e[i + 1], d[p][i + 1]);
+        });
+      }
+    }
+    fence_async();  // orders reads of dS before the copies that overwrite it
+    warp_arrive(s.gradients_read);
+    if (has_keys)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        terms[h] = sum_of_four(terms[h]);
+        if (lane % 4 == 0) s.write_terms[row + 8 * h] = gates.key_to_end[row + 8 * h] * terms[h];
+      }
+    if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, lane, warp, left_offset);
+    barrier_sync(1, OPERAND_THREADS);  // terms, H and P are in shared memory
+    store_token_gradients(s, args, work, token, gates, lane, warp);
+    {
+      // Left operands: of rows of queries H, for keys; of rows of keys P + P^T, for keys, and H^T, for queries.
+      // [tokens from 0 or 16 on][rounded elements or errors]
+      u32 for_keys[2][2][4], for_queries[2][2][4];
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          auto& left = has_keys ? in.P : in.H;
+          ldmatrix_x4(for_keys[c][part], at_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * part)));
+          u32 turned[4];
+          ldmatrix_x4_trans(turned, at_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * part)));
+          ldmatrix_x4_trans(for_queries[c][part],
+                            at_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * part)));
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            for_keys[c][part][m] |= has_keys ? turned[m] : 0;  // one of both is 0
+            for_queries[c][part][m] = has_keys ? for_queries[c][part][m] : 0;
+          }
+        }
+      const u64 rows = wgmma_tile(in.queries_keys, 16, 1024);
+      wgmma_fence();
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p)
+#pragma unroll
+        for (int part = 1; part >= 0; --part)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const u64 queries = rows + p * (sizeof in.queries_keys[0] / 16) + c * (16 * 128 / 16);
+            wgmma<T, 64, true>(d[p], for_keys[c][part], queries + CHUNK * 128 / 16, true);
+            wgmma<T, 64, true>(d[p], for_queries[c][part], queries, true);
+          }
+      wgmma_commit();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p) wgmma_keep(d[p]);
+    }
+    barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
+    store_gradients(s, args, work, token, ring.stage, d, lane, warp, own_offset);
+    fence_async();
+    warp_arrive(s.outputs_ready[ring.stage]);
+  }
+}
+
+// ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
+
+// A warpgroup with 64 columns of V: X, e and the state S, transposed in registers, of each chunk.
+template <class S>
+__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work) {
+  using T = typename S::T;
+  constexpr int BK = S::BK;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
+  const int channel_offset = channel_operand_offset(lane, warp % 4),
+            own_offset = shifted_offset(left_operand_offset(lane), 16 * warp, 0);
+  float state[BK / 2] = {};
+  if (args.initial)
+    each_transposed<BK>(state, args.initial + work.pair * args.shape.K * args.shape.V, args, args.shape,
+                        16 * warp + lane / 4, [](float& x, const float* from) { x = *from; });
+  Ring<S::STAGES> ring;
+  Ring<2> values_ring;
+#pragma unroll 1
+  for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
+    auto& in = s.stages[ring.stage];
+    auto& values = s.values[values_ring.stage][warpgroup];
+    const TokenGates& gates = s.gates[ring.stage];
+    u32 rounded_state[BK / 16][4];
+    Operand v, X;
+    Values S_k, e;
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+#pragma unroll
+      for (int m = 0; m < 4; ++m) rounded_state[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
+    wgmma_keep(rounded_state);
+    barrier_wait(s.full[ring.stage], ring.parity);
+    const u64 descriptor = stage_descriptor(in);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+      wgmma<T, CHUNK, false>(S_k, rounded_state[c],
+                             descriptor + (descriptor_offset(in, in.queries_keys[c / 4] + CHUNK) + c % 4 * 2), c > 0);
+    wgmma_commit();
+    barrier_wait(s.states_read, (token / CHUNK & 1) ^ 1);
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+      stmatrix_x4(at_offset(s.states[c / 4], shifted_offset(own_offset, 0, c % 4 * 16)), rounded_state[c]);
+    fence_async();
+    warp_arrive(s.states_ready);
+    barrier_wait(s.values_full[values_ring.stage], values_ring.parity);
+    load_transposed(v, values + CHUNK, channel_offset);
+    barrier_wait(s.decays_ready[ring.stage], ring.parity);
+    const float chunk_decay = gates.chunk_decay;
+    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
+#pragma unroll
+      for (float& value : state) value *= chunk_decay;
+    wgmma_wait<0>();
+    wgmma_keep(S_k), wgmma_keep(rounded_state);
+    each_two([&](int i, int c, int m) {
+      const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3)),
+                   values = unpack(v[c][m], T{});
+      X[c][m] = pack<T>(fmaf(-from_start.x, S_k[i], values.x), fmaf(-from_start.y, S_k[i + 1], values.y));
+    });
+    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    wgmma_fence();
+    const u64 R = descriptor + descriptor_offset(in, in.N);
+#pragma unroll
+    for (int c = 0; c < 4; ++c)  // keys 0 to 15 and 16 to 31 of rounded elements, then of their rounding errors
+      wgmma<T, CHUNK, true>(e, X[c % 2], R + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
+    wgmma_commit();
+    const u64 z = wgmma_tile(in.Z, sizeof in.Z[0], 1024);
+#pragma unroll
+    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, X[c], z + c * (16 * 128 / 16), true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_keep(e);
+    store_transposed(values + CHUNK, channel_offset, e);
+    each_two([&](int i, int, int) {
+      const float2 rounded = unpack(pack<T>(e[i], e[i + 1]), T{});
+      e[i] -= rounded.x, e[i + 1] -= rounded.y;
+    });
+    store_transposed(values, channel_offset, e);
+    fence_async();
+    wgmma_wait<0>();
+    wgmma_keep(state);
+    warp_arrive(s.residuals_ready[values_ring.stage]);
+  }
+}
+
+template <typename T, int BK, int BV>
+__global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
+    delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
+  auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
+  constexpr int CONSUMER_WARPS = CONSUMERS<BV> / 32;
+  const WorkTile work = work_tile(args.shape, blockIdx.x);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Shared<T, BK, BV>::STAGES; ++stage) {
+      barrier_init(s.full[stage], 32);  // lanes of the copying warp
+      barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
+      barrier_init(s.scores_ready[stage], 128);
+      barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], 4);  // warps
+    }
+    for (int half = 0; half < 2; ++half)
+      barrier_init(s.values_full[half], 32), barrier_init(s.residuals_ready[half], CONSUMER_WARPS);
+    barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
+    barrier_init(s.gradients_read, 4), barrier_init(s.states_read, 4), barrier_init(s.states_ready, CONSUMER_WARPS);
+  }
+  fence_async();
+  __syncthreads();
+  using RoleRegisters = Registers<BV>;
+  if (threadIdx.x < CONSUMERS<BV>) {
+    registers_up<RoleRegisters::CONSUMER>();
+    consume(s, args, work);
+  } else if (threadIdx.x < CONSUMERS<BV> + OPERAND_THREADS) {
+    registers_up<RoleRegisters::GRADIENTS>();
+    compute_gradients(s, args, work);
+  } else {
+    registers_down<RoleRegisters::OTHER>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) move_gradients(s, args, work);
+    else if (warp == 1) compute_decays(s, args, work);
+    else invert(s, work.tokens, warp - 2);
+  }
+}

@@ -1,0 +1,647 @@
+// what      A chunk of 32 tokens in Hopper's kernels of the delta rule with one gate per token and head, or none: a
+//           warp that copies chunks, one that computes decays, two that invert, a warpgroup that makes operands.
+// math      The matrices A, M, N, B, W and Z of a chunk, and its decays D, E and L, are defined in the head of
+//           scalar_forward.cu. By S::PASS:
+//           FORWARD: N diag(beta), B, W, and Z with beta
+//           BACKWARD_STATES: N, and B and Z without beta; W. Chunks are taken from the last to the first
+//           BACKWARD_TOKENS: R = (I + M diag(beta))^-1 in place of N, for residuals: N diag(beta) = diag(beta) R. Z
+//           with beta
+// shapes    S is the including kernel's struct of shared memory, which has S::PASS, S::STAGES and S::BK, stages, gates,
+//           upcoming, and the barriers of a stage; stages have queries_keys, minus_beta_M, N, N_to_end, D
+// limits    sm_90a; bfloat16 or float16
+constexpr int CHUNK = 32;  // tokens
+#include "warpgroup.cuh"
+#include "fragments.cuh"
+#include "half_products.cuh"
+
+enum Pass { FORWARD, BACKWARD_STATES, BACKWARD_TOKENS };
+
+// 32 rows of 128 bytes, in the tensor cores' swizzle. A split matrix [32, 32], whose elements are sums of two numbers
+// of T, has the rounded elements in columns 0 to 31, and their rounding errors in columns 32 to 63.
+template <typename T> using Panel = T[CHUNK][64];
+
+// A chunk of tokens and its matrices. In a union the member below overwrites the one above, which has been read by
+// then.
+template <typename T, int BK, int BV> struct alignas(1024) Stage {
+  using Element = T;
+  T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, later overwritten by W; rows 32 to 63: keys
+  union {
+    struct {
+      // On its diagonal the two blocks [16, 16] of -diag(beta) M. M's block at the lower left is stored at the upper
+      // right, where M is zero: -M, without beta, split. See `store_scores` for other passes.
+      float minus_beta_M[CHUNK][32];
+      Panel<T> A;  // [query, key], split
+    };
+    Panel<T> Z[BK / 64];
+  };
+  union {
+    Panel<T> N_to_end;  // N_ij beta_j L_i, [j, i], split: for Z. BACKWARD_STATES: without beta
+    Panel<T> B;         // [query, key], split
+  };
+  union {
+    float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
+    Panel<T> N;          // N_ij beta_j, [j, i], split: for B. BACKWARD_STATES: without beta
+  };
+  Tile<T, BV> values;  // v, overwritten by o; BACKWARD_STATES: do, overwritten by dv
+};
+
+// Factors of a chunk's tokens, one for each token. If args.normalized, they include the inverse lengths of queries and
+// keys, since shared memory holds these undivided.
+struct alignas(16) Gates {
+  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; if not args.normalized, scale and 1
+  float query_start_factors[CHUNK], key_start_factors[CHUNK];  // times the decay from the chunk's start to the token
+  float key_end_factors[CHUNK];  // the decay from the token to the chunk's end, times the key's factor
+  float beta[CHUNK];
+  alignas(16) float chunk_decay;
+};
+
+// Decays and betas of CHUNKS_AHEAD chunks, loaded early to hide the latency of memory.
+constexpr int CHUNKS_AHEAD = 4;
+struct alignas(16) Upcoming {
+  float decay[CHUNKS_AHEAD][CHUNK], beta[CHUNKS_AHEAD][CHUNK];
+};
+
+constexpr int OPERAND_THREADS = 128, OTHER_THREADS = 128;  // others: copies, decays, inverses
+template <int BV> constexpr int CONSUMERS = 2 * BV;
+template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHER_THREADS;
+
+// The rounding errors of x and y, rounded to T: `rounded` holds x and y rounded to T.
+template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded, float x, float y) {
+  const float2 values = unpack(rounded, T{});
+  return pack<T>(x - values.x, y - values.y);
+}
+
+// A warp arrives by one lane, since a barrier counts the arrivals of 32 lanes one after the other. Where threads read
+// what the warp has written, all lanes arrive: racecheck knows no order between a lane's arrival and the other lanes'
+// writes.
+__device__ __forceinline__ void warp_arrive(Barrier& barrier) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
+// Two neighbouring floats; p is aligned to 8 bytes.
+__device__ __forceinline__ float2 load_float2(const float* p) { return *reinterpret_cast<const float2*>(p); }
+
+// ---- a warp that copies chunks ------------------------------------------------------------------------------------
+
+// The first token of the chunk that a pass takes when `token` tokens have been before it in whole chunks.
+template <class S> __device__ __forceinline__ int first_token(const WorkTile& work, int token) {
+  return S::PASS == BACKWARD_STATES ? (work.tokens - 1 & -CHUNK) - token : token;
+}
+
+// Fills each stage with q and k, then `in`, of a chunk; before `in`, stores `out` of the stage's previous chunk.
+template <class S, class A, typename T>
+__device__ __forceinline__ void move_chunks(S& s, const A& args, const TensorMap& in, const Rows<const T>& in_rows,
+                                            const TensorMap& out, const Rows<T>& out_rows, const WorkTile& work,
+                                            int column) {
+  WorkTile keys = work;
+  keys.head /= int(args.group);
+  Ring<S::STAGES> ring;
+#pragma unroll 1
+  for (int token = 0; token - S::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
+    auto& stage = s.stages[ring.stage];
+    const int stored_token = token - S::STAGES * CHUNK;
+    if (stored_token >= 0) {
+      barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+      fence_async();  // orders consumers' o, known by the barrier, before the copy engine; consumers have less time
+    }
+    if (token < work.tokens)
+      fetch_chunk(s.full[ring.stage], keys, first_token<S>(work, token), [&](auto f) {
+        for (int panel = 0; panel < S::BK / 64; ++panel) {
+          // The panel's 64 rows as two tiles: 32 queries, 32 keys.
+          auto& q_and_k = *reinterpret_cast<Panel<typename S::T>(*)[2][1]>(&stage.queries_keys[panel]);
+          f(q_and_k[0], args.q, args.q_rows, args.shape.K, 64 * panel);
+          f(q_and_k[1], args.k, args.k_rows, args.shape.K, 64 * panel);
+        }
+      });
+    if (stored_token >= 0)
+      store_chunk(work, first_token<S>(work, stored_token),
+                  [&](auto f) { f(stage.values, out, out_rows, args.shape.V, column); });
+    if (token < work.tokens)
+      fetch_chunk(s.values_full[ring.stage], work, first_token<S>(work, token),
+                  [&](auto f) { f(stage.values, in, in_rows, args.shape.V, column); });
+    __syncwarp();
+  }
+}
+
+// ---- matrices [16, 16] in panels ------------------------------------------------------------------------------------
+
+// Byte offset, for a matrix [16, 16] at (0, 0) of a panel, of the row whose address this lane gives to an instruction:
+// left: to `ldmatrix_x4` for a left operand, to `stmatrix_x4` for a product, and to `ldmatrix_x4_trans` for a right
+// operand [k, n] stored by rows; right: to `ldmatrix_x4` for a right operand that is stored by columns.
+__device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
+__device__ __forceinline__ int right_operand_offset(int lane) {
+  return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
+}
+// left_operand_offset or right_operand_offset of the matrix at (row, column), multiples of 16; offset: of the matrix at
+// (0, 0). A split matrix has its rounding errors 32 columns after its rounded elements.
+__device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
+  return (offset ^ 2 * column) + 128 * row;
+}
+
+// ---- a warp that computes decays ------------------------------------------------------------------------------------
+
+// Gates or betas of this lane's token in each of CHUNKS_AHEAD chunks, as they are in memory. `value` converts them: a
+// conversion in `load` would wait for the memory.
+template <bool BACKWARDS> struct TokenScalars {
+  u32 bits[CHUNKS_AHEAD];
+
+  // token: this lane's in the first of the chunks.
+  template <typename T>
+  __device__ __forceinline__ void load(const Rows<const void>& from, bool is_float32, const WorkTile& work, int token,
+                                       T) {
+    const i64 first = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
+#pragma unroll
+    for (int n = 0; n < CHUNKS_AHEAD; ++n) {
+      const int offset = BACKWARDS ? -n * CHUNK : n * CHUNK;
+      const i64 index = first + offset * from.t;
+      bits[n] = 0;
+      if (from.p && (BACKWARDS ? u32(token + offset) < u32(work.tokens) : token + offset < work.tokens))
+        bits[n] = is_float32 ? static_cast<const u32*>(from.p)[index] : static_cast<const u16*>(from.p)[index];
+    }
+  }
+  template <typename T> __device__ __forceinline__ float value(int n, bool is_float32, T) const {
+    return is_float32 ? __uint_as_float(bits[n]) : to_float(T{u16(bits[n])});
+  }
+};
+
+// Fills `norms` with 1 / sqrt(|x|^2 + 1e-6) of the 32 rows x from `first` on, for normalised queries and keys; |x|^2 is
+// the diagonal of x x^T. Returns the value of row `lane`.
+template <typename T, int PANELS>
+__device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
+                                               int lane) {
+  lane = opaque(lane);  // the compiler computes offsets from it again, which saves registers
+  const int g = lane / 4, left = left_operand_offset(lane);
+#pragma unroll 1
+  for (int row = 0; row < CHUNK; row += 16) {
+    float d[2][4] = {};
+#pragma unroll 1
+    for (int c = 0; c < 4 * PANELS; ++c) {
+      u32 x[4];
+      ldmatrix_x4(x, at_offset(rows[c / 4], shifted_offset(left, first + row, c % 4 * 16)));
+      multiply_halves(d[0], x, {x[0], x[2]}, T{}), multiply_halves(d[1], x, {x[1], x[3]}, T{});
+    }
+    if (lane % 4 == g / 2) {
+      norms[row + g] = inverse_root((g & 1 ? d[0][1] : d[0][0]) + 1e-6f);
+      norms[row + 8 + g] = inverse_root((g & 1 ? d[1][3] : d[1][2]) + 1e-6f);
+    }
+  }
+  __syncwarp();
+  return norms[lane];
+}
+
+// Fills each stage's D and Gates.
+template <class S, class A> __device__ __forceinline__ void compute_decays(S& s, const A& args, const WorkTile& work) {
+  using T = typename S::T;
+  const int lane = threadIdx.x & 31;
+  const bool is_float32[2] = {args.wide_gate != 0, args.wide_beta != 0};
+  TokenScalars<S::PASS == BACKWARD_STATES> g, beta;
+  const int first = first_token<S>(work, 0) + lane;
+  g.load(args.g, is_float32[0], work, first, T{}), beta.load(args.beta, is_float32[1], work, first, T{});
+  Ring<S::STAGES> ring;
+#pragma unroll 1
+  for (int chunk = 0; chunk * CHUNK < work.tokens; ++chunk, ring.next()) {
+    if (chunk % CHUNKS_AHEAD == 0) {
+      const int next = first_token<S>(work, (chunk + CHUNKS_AHEAD) * CHUNK) + lane;
+      __syncwarp();  // all lanes have read s.upcoming of the previous chunks
+#pragma unroll
+      for (int n = 0; n < CHUNKS_AHEAD; ++n) {
+        s.upcoming.decay[n][lane] = decay_of(g.value(n, is_float32[0], T{}));
+        s.upcoming.beta[n][lane] = beta.value(n, is_float32[1], T{});
+      }
+      g.load(args.g, is_float32[0], work, next, T{}), beta.load(args.beta, is_float32[1], work, next, T{});
+      __syncwarp();
+    }
+    if (chunk >= S::STAGES) barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+    auto& to = s.gates[ring.stage];
+    float query = float(args.scale), key = 1.f;
+    if (args.normalized) {
+      auto& rows = s.stages[ring.stage].queries_keys;
+      barrier_wait(s.full[ring.stage], ring.parity);
+      const float query_inverse = inverse_norms(rows, 0, to.query_factors, lane);
+      query *= query_inverse, key = inverse_norms(rows, CHUNK, to.key_factors, lane);
+      fence_async();  // orders these reads before the copies that later overwrite the rows
+      if constexpr (S::PASS == BACKWARD_TOKENS) to.query_inverse[lane] = query_inverse;
+    }
+    to.query_factors[lane] = query, to.key_factors[lane] = key;
+    auto& D = s.stages[ring.stage].D;
+    const float* const decays = s.upcoming.decay[chunk % CHUNKS_AHEAD];
+    const int D_row = swizzled_offset(lane, 0);  // row of D of this lane's query
+    // From the last key to the first: the product of the decays of the tokens after the key through the query, which
+    // stays 0 for keys after the query, becomes 1 at the query's own token, and is then multiplied by the next token's
+    // decay.
+    float product = 0.f, next_decay = 1.f;
+#pragma unroll 2
+    for (int piece = 7; piece >= 0; --piece) {
+      const float4 loaded = *reinterpret_cast<const float4*>(decays + 4 * piece);
+      const float of_token[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      float of_key[4];
+#pragma unroll
+      for (int m = 3; m >= 0; --m) {
+        product = lane == 4 * piece + m ? 1.f : product * next_decay;
+        of_key[m] = product, next_decay = of_token[m];
+      }
+      *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece)) = {of_key[0], of_key[1], of_key[2], of_key[3]};
+    }
+    if (args.normalized) {
+      __syncwarp();  // all lanes have stored their key factors
+#pragma unroll 1
+      for (int piece = 0; piece < 8; ++piece) {
+        const float4 keys = *reinterpret_cast<const float4*>(to.key_factors + 4 * piece);
+        float4& decay = *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece));
+        decay = {decay.x * keys.x, decay.y * keys.y, decay.z * keys.z, decay.w * keys.w};
+      }
+    }
+    const float from_start = product * next_decay;
+    to.query_start_factors[lane] = to.query_factors[lane] * from_start,
+    to.key_start_factors[lane] = to.key_factors[lane] * from_start;
+    to.beta[lane] = s.upcoming.beta[chunk % CHUNKS_AHEAD][lane];
+    if constexpr (S::PASS == BACKWARD_STATES) to.key_start_factors[lane] *= to.beta[lane];
+    if (lane == 31) to.chunk_decay = from_start;
+    __syncwarp();
+    to.key_end_factors[lane] = swizzled(D[0], CHUNK - 1, lane / 4)[lane % 4];
+    if constexpr (S::PASS == BACKWARD_TOKENS) {
+      to.key_to_end[lane] = to.key_end_factors[lane];
+      to.key_end_factors[lane] *= to.beta[lane];
+    }
+    barrier_arrive(s.decays_ready[ring.stage]);
+  }
+}
+
+// ---- split matrices: each element is a rounded number and its rounding error ---------------------------------------
+
+// Stores accumulators [16, 16 N] split at byte `offset`: rounded elements, and rounding errors 32 columns later.
+template <typename T, int N>
+__device__ __forceinline__ void store_split(Panel<T>& to, int offset, const float (&x)[2 * N][4]) {
+#pragma unroll
+  for (int c = 0; c < N; ++c) {
+    u32 rounded[4], rest[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* two = &x[2 * c + m / 2][m % 2 * 2];
+      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
+    }
+    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c)), rounded);
+    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c + 32)), rest);
+  }
+}
+
+// d[16, 16] += a[16, 16] b[16, 16] of split matrices: [0] rounded elements, [1] rests, the rounding errors. rest x rest
+// is too small to matter; rounded x rounded is added last, so that the sum of the small products is not rounded away.
+template <typename T>
+__device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[2][4], const u32 (&b)[2][4]) {
+#pragma unroll
+  for (int product = 0; product < 3; ++product)  // rest x rounded, rounded x rest, rounded x rounded
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const u32 right[2] = {b[product == 1][2 * m], b[product == 1][2 * m + 1]};
+      multiply_halves(d[m], a[product == 0], right, T{});
+    }
+}
+
+// ---- two warps that invert I + diag(beta) M -------------------------------------------------------------------------
+
+// Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16] of I + diag(beta) M, of the
+// first 16 tokens for lanes 0 to 15, of the last 16 for the others. `minus_beta_M` holds -diag(beta) M.
+__device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_beta_M)[CHUNK][32], int lane) {
+  const int second_block = lane >> 4;
+  const char* const block = reinterpret_cast<const char*>(minus_beta_M[16 * second_block]);
+  // Where the block's first 16-byte pieces of a row are, by bit 2 of the row i: the swizzle, with i known when
+  // compiled.
+  const char* const pieces[2] = {block + 64 * second_block, block + 64 * (1 - second_block)};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float sums[2] = {};
+#pragma unroll
+    for (int l = 0; l < i; l += 4) {
+      const float4 row = *reinterpret_cast<const float4*>(pieces[i >> 2 & 1] + i * 128 + (l / 4 ^ i & 3) * 16);
+      sums[0] = fmaf(row.x, x[l], sums[0]);
+      if (l + 1 < i) sums[1] = fmaf(row.y, x[l + 1], sums[1]);
+      if (l + 2 < i) sums[0] = fmaf(row.z, x[l + 2], sums[0]);
+      if (l + 3 < i) sums[1] = fmaf(row.w, x[l + 3], sums[1]);
+    }
+    x[i] = i == (lane & 15) ? 1.f : sums[0] + sums[1];
+  }
+}
+
+// Fills in.N = N diag(beta) and in.N_to_end (rows times L_i) of every other chunk from `first` on. N has the
+// blocks N11, N22 by substitution, N21 = -N22 diag(beta) M21 N11 by products, N12 = 0. Both matrices are stored
+// transposed: a row for each key j. Backwards without beta on the right: then N21 has that of the stored block.
+template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
+  using T = typename S::T;
+  const int lane = threadIdx.x & 31, second_block = lane >> 4;
+  const int left_offset = left_operand_offset(lane);
+  const int column = swizzled_offset(lane, 2 * second_block);  // offset of key `lane`'s row at its block's first query
+  Ring<S::STAGES> ring;
+  if (first) ring.next();
+#pragma unroll 1
+  for (int chunk = first; chunk * CHUNK < tokens; chunk += 2) {
+    auto& in = s.stages[ring.stage];
+    const auto& gates = s.gates[ring.stage];
+    barrier_wait(s.scores_ready[ring.stage], ring.parity);
+    float x[16];
+    substitute(x, in.minus_beta_M, lane);
+    const auto store_split_row = [&](Panel<T>& to, const float (&x)[8], int offset) {
+      u32 rounded[4], rest[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+        rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_errors<T>(rounded[m], x[2 * m], x[2 * m + 1]);
+      *reinterpret_cast<uint4*>(at_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
+      *reinterpret_cast<uint4*>(at_offset(to, offset ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
+      __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // 8 of the block's queries i
+      float numbers[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        numbers[i] = S::PASS == FORWARD ? gates.beta[lane] * x[8 * half + i] : x[8 * half + i];
+      store_split_row(in.N, numbers, column ^ 16 * half);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
+      store_split_row(in.N_to_end, numbers, column ^ 16 * half);
+      if (second_block)  // N12 = 0: keys of the second block and queries of the first
+        for (int part = 0; part < 2; ++part) {
+          *reinterpret_cast<uint4*>(at_offset(in.N_to_end, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
+          if constexpr (S::PASS == BACKWARD_TOKENS)  // other passes do not read N12
+            *reinterpret_cast<uint4*>(at_offset(in.N, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
+        }
+    }
+    __syncwarp();
+    // (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T; the last factor has the beta of M21's rows.
+    u32 left[2][4], right[2][4];
+    float y[2][4] = {};
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      ldmatrix_x4(left[part], at_offset(in.N, shifted_offset(left_offset, 0, 32 * part)));
+      ldmatrix_x4(right[part],
+                  at_offset(in.minus_beta_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
+    }
+    multiply_split<T>(y, left, right);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* pair = &y[m / 2][m % 2 * 2];
+      left[0][m] = pack<T>(pair[0], pair[1]), left[1][m] = rounding_errors<T>(left[0][m], pair[0], pair[1]);
+    }
+    // BACKWARD_STATES: computed again, as registers do not suffice.
+    const int offset = S::PASS == BACKWARD_STATES ? left_operand_offset(opaque(lane)) : left_offset;
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      ldmatrix_x4_trans(right[part], at_offset(in.N, shifted_offset(offset, 16, 16 + 32 * part)));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) y[0][m] = y[1][m] = 0.f;
+    multiply_split<T>(y, left, right);
+    store_split<T, 1>(in.N, shifted_offset(left_offset, 0, 16), y);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float2 to_end = load_float2(gates.key_end_factors + 16 + 8 * m + 2 * (lane & 3));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? to_end.y : to_end.x;
+    }
+    store_split<T, 1>(in.N_to_end, shifted_offset(left_offset, 0, 16), y);
+    fence_async();
+    barrier_arrive(s.inverse_ready[ring.stage]);
+    ring.next(), ring.next();
+  }
+}
+
+// ---- a warpgroup that makes the operands: A and M, then B, W and Z --------------------------------------------------
+
+// Byte offset in a panel [tokens, 64 channels] of the row that this lane gives to a transposed load or store of
+// matrices [16 tokens, the warp's 16 channels]; the next 16 tokens are 16 * 128 bytes on.
+__device__ __forceinline__ int channel_operand_offset(int lane, int warp) {
+  return swizzled_offset((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
+}
+// Store and load a panel's rows of tokens transposed; offset: channel_operand_offset.
+template <typename T> __device__ __forceinline__ void store_transposed(T (*to)[64], int offset, const Values& x) {
+  Operand pairs;
+  each_two([&](int i, int s, int m) { pairs[s][m] = pack<T>(x[i], x[i + 1]); });
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, offset + 16 * 128 * s), pairs[s]);
+}
+template <typename T> __device__ __forceinline__ void load_transposed(Operand& x, T (*from)[64], int offset) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, offset + 16 * 128 * s));
+}
+
+// wgmma's descriptor of the stage's first byte; plus descriptor_offset(stage, tile) it is that of a tile in the stage.
+// `forget` keeps the compiler from holding each tile's descriptor in registers of its own.
+template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
+  u64 descriptor = wgmma_tile(&stage, 16, 1024);
+  forget(descriptor);
+  return descriptor;
+}
+template <class Stage> __device__ __forceinline__ int descriptor_offset(Stage& stage, const void* tile) {
+  return int(static_cast<const char*>(tile) - reinterpret_cast<const char*>(&stage)) / 16;
+}
+
+// Issues d = [q; k] k^T, a product [64, 32].
+template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
+  const u64 descriptor = stage_descriptor(in);
+#pragma unroll
+  for (int c = 0; c < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++c) {
+    const u64 rows = descriptor + (descriptor_offset(in, in.queries_keys[c / 4]) + c % 4 * 2);
+    wgmma<typename Stage::Element, CHUNK, false>(d, rows, rows + descriptor_offset(in, in.queries_keys[0] + CHUNK),
+                                                 c > 0);
+  }
+  wgmma_commit();
+}
+
+// Stores the scores of a chunk from d = [q; k] k^T: warps 0 and 1 have the rows of A, warps 2 and 3 those of M. A is
+// stored split, and the diagonal blocks [16, 16] of -diag(beta) M in float32. The block below the diagonal, which warp
+// 3 has, is stored split where M12 = 0 would be, and FORWARD without beta, as -M21: see `invert`. BACKWARD_TOKENS: of
+// -M diag(beta) in place of -diag(beta) M, and without A.
+template <class S>
+__device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, Values& d, int lane, int warp,
+                                             int left_offset) {
+  using T = typename S::T;
+  const int row = 16 * (warp & 1) + lane / 4,
+            pair_offset = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
+  const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows 16 to 31 of M
+  auto& in = s.stages[ring.stage];
+  barrier_wait(s.decays_ready[ring.stage], ring.parity);
+  const auto& gates = s.gates[ring.stage];
+  const float (&row_factors)[CHUNK] = has_queries ? gates.query_factors : gates.key_factors;
+  const float factors[2] = {row_factors[row], row_factors[row + 8]};
+  const float beta_factors[2] = {has_queries ? factors[0] : -gates.beta[row] * factors[0],
+                                 has_queries ? factors[1] : -gates.beta[row + 8] * factors[1]};
+  float x[4][4];
+  // The two elements from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
+  const auto pair_at = [&](float (&matrix)[CHUNK][32], int n, int h) {
+    return reinterpret_cast<float2*>(at_offset(matrix, (pair_offset ^ 32 * n) + 8 * 128 * h));
+  };
+#pragma unroll
+  for (int n = 0; n < CHUNK / 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 decay = *pair_at(in.D, n, h);
+      float2 factor = {beta_factors[h], beta_factors[h]};
+      if (S::PASS == FORWARD && has_last_keys && n < 2) factor = {-factors[h], -factors[h]};
+      if (S::PASS == BACKWARD_TOKENS) {
+        const float2 beta = load_float2(gates.beta + 8 * n + 2 * (lane & 3));
+        factor = {-factors[h] * beta.x, -factors[h] * beta.y};
+      }
+      x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * factor.x);
+      x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * factor.y);
+    }
+  if (has_queries) {
+    if constexpr (S::PASS != BACKWARD_TOKENS) store_split<T, 2>(in.A, shifted_offset(left_offset, 16 * warp, 0), x);
+  } else if (!has_last_keys) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
+  } else {
+#pragma unroll
+    for (int n = 2; n < 4; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
+    u32 rounded[4], rest[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* pair = &x[m / 2][m % 2 * 2];
+      rounded[m] = pack<T>(pair[0], pair[1]), rest[m] = rounding_errors<T>(rounded[m], pair[0], pair[1]);
+    }
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), rest);
+  }
+  barrier_arrive(s.scores_ready[ring.stage]);
+}
+
+// Computes a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j to minus_BE, for W.
+template <typename T, class Stage>
+__device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, Stage& in, const Gates& gates, int row,
+                                          int column, int lane, int left_offset) {
+  const int right_offset = right_operand_offset(lane);
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+    if (16 * c <= row && 16 * c >= column) {  // A and N are lower triangles
+      u32 A[2][4], N_beta[2][4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        ldmatrix_x4(A[part], at_offset(in.A, shifted_offset(left_offset, row, 16 * c + 32 * part)));
+        ldmatrix_x4(N_beta[part], at_offset(in.N, shifted_offset(right_offset, column, 16 * c + 32 * part)));
+      }
+      multiply_split<T>(B, A, N_beta);
+    }
+  float x[2][4];
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const float2 from_start = load_float2(gates.key_start_factors + column + 8 * m + 2 * (lane % 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[m][i] = -B[m][i] * (i % 2 ? from_start.y : from_start.x);
+  }
+  store_split<T, 1>(minus_BE, shifted_offset(left_offset, row, column), x);
+}
+
+// Issues y[channel, i] = sum_j x[channel, j] matrix[i, j], or += if `accumulate`, of a split matrix, given by its
+// descriptor.
+template <typename T>
+__device__ __forceinline__ void start_split_product(Values& y, const Operand& x, u64 matrix, bool accumulate) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
+}
+
+// In each iteration: A and M of chunk + 2; Z, the product of keys and N_to_end; B; W = scale E q + the product of keys
+// and minus_BE. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
+template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
+  using T = typename S::T;
+  constexpr int PANELS = S::BK / 64;
+  constexpr bool SCORES_DURING_W = PANELS == 2;  // with BK = 64 registers do not suffice
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
+  const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
+            left_offset = left_operand_offset(lane);
+  Ring<S::STAGES> ring, scores_ring;
+#pragma unroll 1
+  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next()) {
+    Values d;
+    barrier_wait(s.full[chunk], 0);
+    wgmma_fence();
+    start_scores(d, s.stages[chunk]);
+    wgmma_wait<0>();
+    wgmma_keep(d);
+    store_scores(s, scores_ring, d, lane, warp, left_offset);
+  }
+#pragma unroll 1
+  for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
+    auto& in = s.stages[ring.stage];
+    const auto& gates = s.gates[ring.stage];
+    Operand keys[PANELS];
+    Values z[PANELS], w[PANELS], d;
+    float B[2][4] = {};
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
+    const bool has_scores = (chunk + 2) * CHUNK < tokens;
+    if (SCORES_DURING_W) {
+      if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
+      wgmma_fence();
+      // Without a branch: the last two chunks compute their own scores again, which are not used.
+      start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
+    }
+    barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+    u64 N_to_end = wgmma_tile(in.N_to_end, 16, 1024), minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
+    forget(N_to_end), forget(minus_BE);  // see stage_descriptor
+    wgmma_fence();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], N_to_end, false);
+    wgmma_commit();
+    compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left_offset);
+    fence_async();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
+    if (SCORES_DURING_W) wgmma_keep(d);
+    store_transposed(in.Z[0], channel_offset, z[0]);  // overwrites M
+#pragma unroll
+    for (int c = 0; c < CHUNK / 16; ++c) {
+      const float2 factors[2] = {load_float2(gates.query_start_factors + 16 * c + 2 * (lane % 4)),
+                                 load_float2(gates.query_start_factors + 16 * c + 8 + 2 * (lane % 4))};
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p) {
+        u32 q[4];
+        ldmatrix_x4_trans(q, at_offset(in.queries_keys[p], channel_offset + 16 * 128 * c));
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int i = 4 * (2 * c + m / 2) + m % 2 * 2;
+          const float2 pair = unpack(q[m], T{});
+          w[p][i] = pair.x * factors[m / 2].x, w[p][i + 1] = pair.y * factors[m / 2].y;
+        }
+      }
+    }
+    barrier_sync(1, OPERAND_THREADS);  // all warps have written minus_BE, and have read A, the queries and N_to_end
+    wgmma_fence();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, true);
+    wgmma_commit();
+    if constexpr (PANELS == 2) store_transposed(in.Z[1], channel_offset, z[1]);  // overwrites A
+    store_split<T, 1>(in.B, shifted_offset(left_offset, row, column), B);
+    if (SCORES_DURING_W && has_scores) {          // while the product for W runs
+      const int lane = opaque(threadIdx.x) & 31;  // `opaque`: offsets are computed again, which saves registers
+      store_scores(s, scores_ring, d, lane, warp, left_operand_offset(lane));
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), store_transposed(in.queries_keys[p], channel_offset, w[p]);
+    fence_async();
+    warp_arrive(s.operands_ready[ring.stage]);
+    if (!SCORES_DURING_W && has_scores) {
+      barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
+      wgmma_fence();
+      start_scores(d, s.stages[scores_ring.stage]);
+      wgmma_wait<0>();
+      wgmma_keep(d);
+      store_scores(s, scores_ring, d, lane, warp, left_offset);
+    }
+  }
+}
+
+// Initialises the barriers of stages, by one thread, for kernels whose consumers have BV columns.
+template <int BV, class S> __device__ __forceinline__ void init_barriers(S& s) {
+  for (int stage = 0; stage < S::STAGES; ++stage) {
+    barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the copying warp
+    barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
+    barrier_init(s.scores_ready[stage], 128);
+    barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], CONSUMERS<BV> / 32);  // warps
+  }
+}
