@@ -18,6 +18,7 @@ from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SIZES, SMALL, synthetic
 from test_delta_on_hopper import call as delta_call
 from test_delta_on_hopper import drawn as delta_tokens
+from test_delta_on_hopper import gradients as delta_gradients
 from test_rwkv_on_cuda import random_weights
 from test_training_kernels import SEEDS, adamw, model, on_device
 
@@ -310,6 +311,8 @@ def delta_rules_on_hopper(rng, device):
         tokens = delta_tokens(rng, 1, 2, 4, 133, K, V, dtype, "some -inf", "alike", "sigmoid")
         state = rng.standard_normal((len(bounds) - 1 if bounds else 1, 4, K, V)).astype(SINGLE)
         yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
+        do = rng.standard_normal(tokens[2].shape).astype(dtype)
+        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128)
 
 
 EIGHT_BITS = np.dtype(np.int8)

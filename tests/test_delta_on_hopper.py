@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from emulator import EmulatedDevice
 from planned import host, names, plan_of
+from reference import double, exact_vjp, rms
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
+import linattn_np
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90, launch_forward
+from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90, launch_backward, launch_forward
 from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, describe_parts
 from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
@@ -162,6 +164,63 @@ def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # no
     )
 
 
+def gradients(device, tokens, do, scale, state, dht, bounds=None, normalized=False):
+    """Those of q, k, v, g, beta and the initial state; of g None where there is none."""
+    (B, H, T, V), K = tokens[2].shape, tokens[0].shape[-1]
+    names = "q", "k", "v", "g", "beta", "initial"
+    arrays = dict(zip((*names, "do", "dht"), (*tokens, state, do, dht)))
+    arrays = {name: None if array is None else device.upload(array) for name, array in arrays.items()}
+    parts, given, memory = describe_parts(device, call=arrays)
+    x, draft, spans = parts.call, Draft(), Spans(np.array(bounds or [0, T]))
+    problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
+    of = SimpleNamespace(**{name: None if y is None else draft.like(y) for name, y in vars(x).items()})
+    of.h0 = of.initial
+    shape = draft.shape(problem, chunk=32)
+    launch_backward(draft, x, x.do, x.dht, of, shape, scale, device.multiprocessors, normalized)
+    wanted = [name for name in names if getattr(of, name) is not None]
+    plan = replace(draft.plan(tuple(getattr(of, name) for name in wanted)), given=given)
+    found = dict(zip(wanted, map(host, CompiledPlan(plan, device)(memory)[0])))
+    return [found.get(name) for name in names]
+
+
+def check_gradients(device, rng, dtype, sizes, gates, keys, beta, bounds=None, normalized=False):
+    """The roundings on the way to a gradient are those on the way to o, and one more if rows are normalized: LIMIT.
+    Gradients of scalars are sums of terms that may cancel: three times that. Those of gates are compared with their
+    terms, as gates may be so low that nothing is left of the sum."""
+    B, _, HV, T, K, V = sizes
+    tokens = drawn(rng, *sizes, dtype, gates, keys, beta, 5.0 if normalized else 1.0)
+    count = len(bounds) - 1 if bounds else B
+    state, dht = rng.standard_normal((2, count, HV, K, V)).astype(SINGLE)
+    do = rng.standard_normal((B, HV, T, V)).astype(dtype)
+    found = gradients(device, tokens, do, K**-0.5, state, dht, bounds, normalized)
+    function = linattn_np.delta_rule if gates == "none" else linattn_np.gated_delta_rule
+    options = ({"qk_l2norm": True} if normalized else {}) | ({"cu_seqlens": bounds} if bounds else {})
+    *_, exact = exact_vjp(
+        function, [x for x in tokens if x is not None], do, dht, initial_state=state, scale=K**-0.5, **options
+    )
+    terms = rms(np.sum(double(tokens[0]) * exact[0], -1))
+    for name, x, y in zip(
+        ("q", "k", "v", "g", "beta", "h0"), found, (*exact[:3], *(() if gates != "none" else (None,)), *exact[3:])
+    ):
+        if x is not None:
+            scalar, size = name in ("g", "beta"), max(rms(y), terms if name == "g" else 0.0)
+            assert rms(double(x) - y) <= LIMIT[dtype] * (3 if scalar else 1) * size, name
+
+
+@pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
+def test_gradients_are_those_of_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds):  # noqa: F811
+    check_gradients(hopper, rng, BFLOAT16, sizes, gates, keys, beta, bounds, normalized=gates == "logsigmoid")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("gates", "keys"), [("trained", "random"), ("weak", "alike"), ("some -inf", "alike")])
+@pytest.mark.parametrize(("K", "V"), WIDTHS)
+@pytest.mark.parametrize("dtype", LIMIT)
+def test_gradients_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # noqa: F811
+    sizes = (1, 1, 2 if gates == "weak" else 1, 230, K - 8, V - 8)
+    check_gradients(hopper, rng, dtype, sizes, gates, keys, "sigmoid", normalized=keys == "alike")
+
+
 CHUNKS, ON_EVERY_CARD, TOKENS = (
     ["delta_sm90_scalar_forward"],
     ["delta_prepare", "delta_scan"],
@@ -192,3 +251,31 @@ def test_which_calls_go_by_it(sizes, dtype, capability, how, kernels):
     for problem in (GATED_DELTA_RULE.bind((q, q, v, g, g), **how), DELTA_RULE.bind((q, q, v, g), **how)):
         plan = plan_of(problem, device)
         assert names(plan) == kernels and plan.mode == ("recurrent" if kernels == TOKENS else "chunk")
+
+
+PORTABLE = ["delta_prepare", "delta_backward_states", "delta_backward_chunks"]
+CUT = [*PORTABLE[:2], "delta_join_segments", *PORTABLE[1:]]
+OWN = ["delta_sm90_scalar_backward_states", "delta_sm90_scalar_backward_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capability", "kernels"),
+    [
+        ((1, 2, 2, 40, 128, 64), 90, OWN),
+        ((1, 2, 2, 40, 128, 64), 80, PORTABLE),
+        ((1, 2, 2, 40, 64, 136), 90, PORTABLE),  # more columns than a block has
+        # Each the faster way of an H200. Milliseconds: 2.09 for 4.01, 1.34 for 1.98, 2.03 for 3.31, 0.53 for 0.58
+        ((4, 64, 64, 4096, 128, 128), 90, OWN),
+        ((8, 32, 32, 4096, 64, 64), 90, OWN),
+        ((1, 96, 96, 8192, 128, 128), 90, OWN),
+        ((4, 16, 16, 2048, 128, 128), 90, OWN),
+        # 2.45 for 7.05, in segments; 1.80 for 2.14
+        ((1, 16, 16, 32768, 128, 128), 90, CUT),
+        ((1, 16, 32, 8192, 128, 128), 90, PORTABLE),
+    ],
+)
+def test_which_gradients_go_by_it(sizes, capability, kernels):
+    B, H, HV, T, K, V = sizes
+    q, v, g = (np.zeros(shape, BFLOAT16) for shape in ((B, H, T, K), (B, HV, T, V), (B, HV, T)))
+    problem = GATED_DELTA_RULE.bind((q, q, v, g, g), gradient=True)
+    assert names(plan_of(problem, EmulatedDevice(capability)))[: len(kernels)] == kernels
