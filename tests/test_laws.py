@@ -109,6 +109,7 @@ def tokens(arrays, op, start, stop):
 
 
 recurrent_operators = law_of(lambda op, mode, options: op.state)
+DELTA_CHUNK = 32  # tokens of a chunk of the delta rules on a GPU
 chunked_modes = law_of(lambda op, mode, options: mode in ("chunk", "staged") and op not in DELTA_RULES)
 products = law_of(lambda op, mode, options: op.state and not options and op not in DELTA_RULES)
 averages = law_of(lambda op, mode, options: options or not op.state)
@@ -165,7 +166,8 @@ def test_the_future_changes_no_bit_of_the_past(subject, gate):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_is_not_finite_stays_out_of_the_past(subject, poison):
-    """On tensor cores, out of earlier blocks: a weight of 0 within one meets every value of the block."""
+    """On tensor cores, out of earlier blocks: a weight of 0 within one meets every value of the block. A delta rule's
+    matrices of tokens have keys, gates and strengths in all tokens of a chunk, too."""
     arrays = subject.draw()
     before = subject(arrays)
     for which, (name, axes) in enumerate(subject.op.arrays.items()):
@@ -173,8 +175,10 @@ def test_what_is_not_finite_stays_out_of_the_past(subject, poison):
             other = [x.copy() for x in arrays]
             other[which][:, :, at] = poison
             after = subject(other)
-            on_tensor_cores = subject.backend.device is not None and subject.mode != "recurrent" and name == "v"
-            first = at // CHUNK * CHUNK if on_tensor_cores else at
+            on_tensor_cores = subject.backend.device is not None and subject.mode != "recurrent"
+            on_tensor_cores &= name == "v" or subject.op in DELTA_RULES and name not in ("q", "r")
+            block = DELTA_CHUNK if subject.op in DELTA_RULES else CHUNK
+            first = at // block * block if on_tensor_cores else at
             assert_close(f"tokens before {first}", after[:, :, :first], before[:, :, :first], np.float32)
             assert np.isnan(after[:, :, at]).all() or np.isinf(after[:, :, at]).any() or name in subject.op.gates, name
 
