@@ -74,6 +74,14 @@ def test_comments_are_no_wider_than_code():
     assert not lines, f"wider than {limit} columns: {lines}"
 
 
+def test_branches_of_if_constexpr_have_braces():
+    """NVRTC took the branch of the wrong type where a loop's pragma followed `if constexpr` without a brace, and `else`
+    came after the loop: g++ does not, so the emulator shows nothing."""
+    bare = re.compile(r"^( *)if constexpr [^\n{]*\n#pragma.*\n(?:\1 .*\n|#pragma.*\n)+\1else", re.MULTILINE)
+    found = [path.name for path in KERNELS.rglob("*.cu*") if bare.search(path.read_text())]
+    assert not found
+
+
 def test_every_kernel_has_one_row():
     assert [file for file, _, _ in ROW.findall(NOTES)] == FILES
 

@@ -31,14 +31,17 @@ template <bool TRANSPOSED, typename T> struct StateReader {
     }
   }
   __device__ __forceinline__ static void load(Word<T> (&r)[4], const T* from) {
-    if constexpr (sizeof(T) == 4)
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const T* matrix = from + (m % 2 * (TILE / 8) + m / 2) * 64;
         if (TRANSPOSED) r[m] = {matrix[0].x, matrix[8].x};
         else r[m] = unpack_pair(matrix);
       }
-    else if (TRANSPOSED) ldmatrix_x4_trans(r, from);
-    else ldmatrix_x4(r, from);
+    } else if (TRANSPOSED) {
+      ldmatrix_x4_trans(r, from);
+    } else {
+      ldmatrix_x4(r, from);
+    }
   }
 };

@@ -179,7 +179,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
 #pragma unroll(sizeof(Number) == 4 ? 1 : OTHER)  // for float32 registers are few
   for (int m = 0; m < OTHER; ++m) {
     Word<Number> b[S::NUMBERS][4];
-    if constexpr (sizeof(Number) == 4)
+    if constexpr (sizeof(Number) == 4) {
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const auto at = [&](int i) {
@@ -189,11 +189,12 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
         };
         b[0][part] = {at(0), at(1)};
       }
-    else
+    } else {
 #pragma unroll
       for (int number = 0; number < 2; ++number)
         ldmatrix_x4_trans(
             b[number], place<TILE>(s.decayed[m][number], before(lane & 15) + other_start, channel + (lane >> 4) * 8));
+    }
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
 #pragma unroll
@@ -201,7 +202,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
         const int row = OF_COLUMNS ? m : n, column = OF_COLUMNS ? n : m;  // kinds
         const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][number];
         Word<Number> a[4];
-        if constexpr (sizeof(Number) == 4)
+        if constexpr (sizeof(Number) == 4) {
 #pragma unroll
           for (int part = 0; part < 4; ++part) {
             const int down = part % 2 * 8, right = part / 2 * 8;
@@ -210,9 +211,11 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
                          matrix[pair_place(2 * t + 1 + right, g + down)].x};
             else a[part] = unpack_pair(matrix + pair_place(g + down, 2 * t + right));
           }
-        else if (OF_COLUMNS)
+        } else if (OF_COLUMNS) {
           ldmatrix_x4_trans(a, matrix + pair_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
-        else ldmatrix_x4(a, matrix + pair_place(lane & 15, (lane >> 4) * 8));
+        } else {
+          ldmatrix_x4(a, matrix + pair_place(lane & 15, (lane >> 4) * 8));
+        }
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
           multiply_halves(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]}, Number{});
