@@ -274,15 +274,18 @@ def of_columns(op, arrays, do, dht, start, name, options):
 
 
 def terms_of_later_tokens(arrays, do, dht, start, qk_l2norm):
-    """What a rounding error of dg is a multiple of, [B, HV, T], in gated_delta_rule where no gate forgets: dg_t sums
-    q dq and k dk of all tokens from t on and of all channels, whose errors add up in quadrature."""
-    q, k, *others = map(double, arrays)
+    """What a rounding error of dg is a multiple of, [B, HV, T], in gated_delta_rule: dg_t sums q dq and k dk of all
+    tokens from t to the next gate of -inf and of all channels, whose errors add up in quadrature."""
+    q, k, v, g, beta = map(double, arrays)
     if qk_l2norm:
         q, k = unit(q), unit(k)
-    *_, (dq, dk, *_) = exact_vjp(linattn_np.gated_delta_rule, (q, k, *others), do, dht, initial_state=start)
+    *_, (dq, dk, *_) = exact_vjp(linattn_np.gated_delta_rule, (q, k, v, g, beta), do, dht, initial_state=start)
     squares = np.sum((q * dq) ** 2 + (k * dk) ** 2, -1)
-    squares = np.repeat(squares, do.shape[1] // q.shape[1], 1)
-    return np.cumsum(squares[:, :, ::-1], 2)[:, :, ::-1] ** 0.5
+    sums, later = np.repeat(squares, do.shape[1] // q.shape[1], 1), 0.0
+    for t in reversed(range(sums.shape[2])):
+        sums[:, :, t] += later
+        later = np.where(g[:, :, t] == -np.inf, 0, sums[:, :, t])
+    return sums**0.5
 
 
 @pytest.mark.pairwise
@@ -474,7 +477,8 @@ def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, befo
     given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
     found, pull = kernel_backend.run(vjp, case.function, *map(kernel_backend.asarray, arrays), **given)
     back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
-    limit = 2 * HARD_LIMITS[dtype] if in_chunks else 10 * LIMITS[dtype.name][0]
+    # A decay is off by up to 2^-22, the more so in equal gates: 448 of them multiply what grows.
+    limit = 2 * HARD_LIMITS[dtype] + 448 * 2**-22 if in_chunks else 10 * LIMITS[dtype.name][0]
     for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
         assert rms(double(kernel_backend.tohost(x)) - y) < limit * rms(y), what
     for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):

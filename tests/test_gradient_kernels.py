@@ -159,13 +159,13 @@ class Call:
         return o, gradients
 
     def terms_of(self, name):
-        """`size_of_terms` of the gradient of v, or of the initial state."""
+        """`size_of_terms` of a gradient."""
         scale = self.options.get("scale")
         scale = 1 / self.case.sizes["K"] if scale is None else scale**2
         squares = [2 * double(x) if name in DECAYS else double(x) ** 2 for name, x in zip(self.op.arrays, self.arrays)]
         dht = None if self.dht is None else double(self.dht) ** 2
         _, _, found = exact_vjp(self.function, squares, double(self.do) ** 2, dht, **self.options | {"scale": scale})
-        return np.sqrt(found[self.names.index(name)])
+        return np.sqrt(np.maximum(found[self.names.index(name)], 0))  # rounded below 0 where no token adds anything
 
     def on(self, backend, **more):
         """(o, gradients), host arrays in the order [B, H, T, ...]."""
@@ -194,7 +194,9 @@ class Call:
                 # where gates forget all other tokens, a row of dv is one row of do times one sum over channels
                 few = name == "initial_state" and gradient.shape[-2] * gradient.shape[-1] < FEW_NUMBERS
                 sums = self.case.gate == "all-20" and name == "v"
-                terms, rows = self.terms_of(name) if few or sums else None, self.rows.get(coarser, 1)
+                single = gradient.shape[-1] == 1  # a row of one number is a sum that may cancel
+                terms = self.terms_of(name) if few or sums or single else None
+                rows = self.rows.get(coarser, 1)
                 assert_close(f"{what}: d{name}", gradient, exact, coarser, rows=rows, terms=terms)
                 continue
             # a difference of cumulated q dq and k dk, of which a strong decay leaves no more than their rounding; and a
