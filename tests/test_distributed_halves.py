@@ -118,7 +118,7 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
     _, saved = execute.run(*call)
     plan = execute.summary_vjp_plan_of(*call, do, saved)
     (summary,) = (step for step in plan.launches if step.kernel.name.endswith("segments"))
-    assert summary.args["first"] == 1
+    assert summary.args["only_backwards"] == 1
     ((own,), _), summaries = execute.summarise_vjp(*call, do, saved)
     ((alike,), _), _ = execute.summarise_vjp(*call, do)
     assert same_bits(own, alike)

@@ -26,7 +26,7 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
     _, saved = execute.run(gated, problem, device)
     plan = execute.vjp_plan_of(gated, problem, device, call.do, (call.dht,), saved)
     summary = next(step for step in plan.launches if step.kernel.name.endswith("segments"))
-    assert saved[0].shape == (plan.tiles["segments"], 1, 16, 16) and summary.args["first"] == 1
+    assert saved[0].shape == (plan.tiles["segments"], 1, 16, 16) and summary.args["only_backwards"] == 1
     call.rows = Hopper.gradient_rows
     pulled = [execute.pull(gated, problem, device, call.do, (call.dht,), given) for given in (saved, ())]
     (found, start), (again, _) = pulled
@@ -76,7 +76,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
     final = (call.dht,) if dht else None
     plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
     kernels = [step for step in plan.launches if "backward" in step.kernel.name]
-    assert [step.args.get("joined") for step in kernels] == [None, 1, 1] and kernels[0].args["ends"] == 1
+    assert [step.args.get("joined") for step in kernels] == [None, 1, 1] and kernels[0].args["only_first"] == 1
     found, start = planned.pull(problem, device, call.do, final)
     call.assert_close(gate, [*found, *start], call.exact[1])
 
@@ -92,7 +92,7 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
     problem = BY_NAME[op][0].bind(call.arrays, gradient=True, **options).replace(memo=None)
     (_, saved), do, dht = execute.run(gated, problem, EmulatedDevice(90)), call.do, (call.dht,)
     plan = execute.vjp_plan_of(gated, problem, EmulatedDevice(90), do, dht, saved)
-    assert next(step for step in plan.launches if step.kernel.name.endswith("segments")).args["first"] == 1
+    assert next(step for step in plan.launches if step.kernel.name.endswith("segments")).args["only_backwards"] == 1
     call.rows = Hopper.gradient_rows
     pulled = [execute.pull(gated, problem, EmulatedDevice(90), do, dht, given) for given in (saved, ())]
     (found, start), (again, _) = pulled
