@@ -38,7 +38,8 @@ class Pullback(Protocol):
     def __call__(self, do: Array, dht: State | None = None) -> tuple[Any, ...]: ...
 
 
-# -- keyword arguments: the signatures of the public functions are made from these classes ---------------------------
+# -- keyword arguments: `contract` makes the public functions' signatures of these classes, on import; what these mean
+# -- is in `shared_documentation`
 DEFAULTS: dict[str, Any] = {  # of the arguments whose default is not None
     "output_final_state": False,
     "return_lse": False,
@@ -75,7 +76,7 @@ class Options(RecurrentOptions, total=False):
     """The keywords of an operator whose chunks the caller may choose."""
 
     chunk_size: int | None
-    materialize: bool | None
+    materialize: bool | None  # whether every chunk's state is kept in memory
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -88,7 +89,7 @@ class AttentionOptions(TypedDict, total=False):
     cu_seqlens: Integers | None
     cu_seqlens_k: Integers | None
     dropout_p: float
-    block_table: None
+    block_table: None  # of FlashAttention's paged caches, which are refused
     layout: Layout
     mode: Literal["auto", "chunk"]
     chunk_size: int | None
@@ -122,11 +123,11 @@ class LinearAttentionOptions(MaskedOptions, total=False):
 
 
 class StepOptions(TypedDict, total=False):
-    """The keyword arguments of a step, which computes one token, or with `pending` a few."""
+    """The keyword arguments of a step, which computes one token, or with `pending` a few (speculative decoding)."""
 
-    slots: Integers | None
-    pending: Array | None
-    accepted: Array | None
+    slots: Integers | None  # each sequence's row of the state
+    pending: Array | None  # tokens that the state has not taken yet
+    accepted: Array | None  # how many of these it takes now
     scale: float | None
     backend: Backend
     out: Array | None
@@ -146,7 +147,7 @@ class StageOptions(TypedDict, total=False):
 
 
 class GatedQkOptions(StageOptions, total=False):
-    exclusive: bool
+    exclusive: bool  # whether a query reads the state before its own token's gate, as RWKV-6's do
 
 
 class InterChunkOptions(StageOptions, total=False):

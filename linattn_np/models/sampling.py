@@ -64,7 +64,8 @@ class Sampling:
         The factor by which each token multiplies the counts of the tokens before it.
     repetition : float
         Divides the logit of a token that was drawn before if the logit is positive, else multiplies it (Keskar et al.,
-        "CTRL", 2019); 1 does nothing. Tokens of the prompt do not count as drawn, as they do in Hugging Face's.
+        "CTRL", 2019); 1 does nothing. Unlike in Hugging Face's, tokens
+        of the prompt do not count as drawn.
     bias : mapping from ids to numbers
         Added to the logits; -inf bans a token.
     logprobs : bool

@@ -1,7 +1,8 @@
-"""Numba's loops for RWKV-6: a step of a few sequences in one call, and the operations between a prompt's products.
+"""Numba's loops for RWKV-6: a step of a few sequences in one call; and, for prompts, what is computed between the
+products with weights, which are computed elsewhere.
 
-B sequences of a step or tokens of a prompt, D channels, H heads of N. `rwkv.numba_loops` says what callers guarantee.
-`w` holds log decays.
+B sequences of a step or tokens of a prompt, D channels, H heads of N, P rows of a state. `rwkv.numba_loops` says what
+callers guarantee. `w` holds log decays. xx is the normed x, and d = (the previous token's xx) - xx.
 """
 
 import numpy as np
@@ -119,8 +120,9 @@ def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
 def step(multiply, board, matrices, head, vectors, norms, eps, x, att_shift, wkv, ffn_shift, slots):
     """The logits [B, V] of x [B, D], a token's embedding for each of B sequences. The state's arrays are updated.
 
-    multiply, board : as in `product`
-    matrices, head : int64 [L, MATRICES, 4] and [4], descriptions of matrices by `numba_layers.matrix_description`
+    multiply : the address of the compiled loop that multiplies; board : the array by which threads share its work
+    matrices, head : int64 [L, MATRICES, 4] and [4], of each matrix the code of its format, the addresses of its bits
+        and scales, and its rows
     vectors, norms : [L, sum of VECTORS, D] and [4, D], ln0's and ln_out's weight and bias
     eps : of the layer norms, and of the group norm
     slots : [B], each sequence's row of the state
