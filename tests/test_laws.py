@@ -7,6 +7,7 @@ import pytest
 from reference import assert_close, double, draw, draw_states, same_bits, stated
 
 from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla
+from linattn_np.backends.cupy.delta_kernels import Walk
 from linattn_np.contract import CHUNK
 from linattn_np.declarations import DELTA_RULES, RETENTION
 from linattn_np.ops import OPS
@@ -109,7 +110,6 @@ def tokens(arrays, op, start, stop):
 
 
 recurrent_operators = law_of(lambda op, mode, options: op.state)
-DELTA_CHUNK = 32  # tokens of a chunk of the delta rules on a GPU
 chunked_modes = law_of(lambda op, mode, options: mode in ("chunk", "staged") and op not in DELTA_RULES)
 products = law_of(lambda op, mode, options: op.state and not options and op not in DELTA_RULES)
 averages = law_of(lambda op, mode, options: options or not op.state)
@@ -177,7 +177,7 @@ def test_what_is_not_finite_stays_out_of_the_past(subject, poison):
             after = subject(other)
             on_tensor_cores = subject.backend.device is not None and subject.mode != "recurrent"
             on_tensor_cores &= name == "v" or subject.op in DELTA_RULES and name not in ("q", "r")
-            block = DELTA_CHUNK if subject.op in DELTA_RULES else CHUNK
+            block = Walk.CHUNK if subject.op in DELTA_RULES else CHUNK
             first = at // block * block if on_tensor_cores else at
             assert_close(f"tokens before {first}", after[:, :, :first], before[:, :, :first], np.float32)
             assert np.isnan(after[:, :, at]).all() or np.isinf(after[:, :, at]).any() or name in subject.op.gates, name
