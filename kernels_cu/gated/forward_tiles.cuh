@@ -9,7 +9,8 @@
 #include "ptx.cuh"
 
 // Piece p (16 bytes) of row r of a tile is stored in the place of piece p ^ row_swap<X>(r % 8): so the same piece of
-// eight rows is in different banks. The row_swap of an XOR of rows is that of each, by XOR.
+// eight rows is in different banks. row_swap(a ^ b) is row_swap(a) ^ row_swap(b). delta/operands.cuh has another
+// row_swap for a type of its own.
 template <typename X> __device__ __forceinline__ constexpr int row_swap(int row) { return row; }
 
 // The address in a tile of rows of COLS values.

@@ -1,18 +1,20 @@
-// what      Products of a warp's tensor cores that contract 16 values, of operands loaded from shared memory or
+// what      A warp's products D[16, 8] += A[16, 16] B[16, 8] on tensor cores, of operands loaded from shared memory or
 //           computed by the lanes.
-// math      with g = lane / 4, t = lane % 4; depth is the contracted axis; a pair is two neighbours along it, at 2t and
-//           2t + 1 of 8:
-//           left operand [16, depth 16]: pair p is row g + 8 (p % 2), depth 8 (p / 2) + 2t;
-//           right operand [depth 16, 8]: pair p is column g, depth 8 p + 2t
-//           A result [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8. These are the
+// math      The depth is the axis that is summed over: A's columns, B's rows. With g = lane / 4 and t = lane % 4 a lane
+//           holds pairs of neighbours along it:
+//           left operand A: pair p is row g + 8 (p % 2), depths 8 (p / 2) + 2t and the next;
+//           right operand B: pair p is column g, depths 8 p + 2t and the next
+//           A result D has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8. These are the
 //           pairs of a left operand: two results side by side are one without any move.
+//           A tf32 instruction takes 8 depths, of which a lane has t and t + 4. It is given depth 2t as its depth t,
+//           and depth 2t + 1 as its depth t + 4, in both operands: the sum is over the same products.
 // numerics  bfloat16 data: one product in bfloat16. Other data: in tf32, which has float32's range and float16's
 //           fraction: one product, or three of operands split in two tf32 numbers, which keep 21 bits. Operands of
-//           gradients are cut off to tf32, not rounded, for which TF32_CORRECTION makes up.
+//           gradients are cut off to tf32, not rounded; their products are then multiplied by TF32_CORRECTION
 #include "tf32.cuh"
 
-// How data of type T are multiplied: by PRODUCTS products of the tensor cores, 1 or 3 (operands SPLIT in two numbers),
-// of operands that are stored in shared memory as `Stored`.
+// How data of type T are multiplied: in PRODUCTS products of the tensor cores, 1 or 3 (of operands SPLIT in two
+// numbers). In shared memory operands have the type `Stored`.
 template <typename T, int PRODUCTS> struct Math {
   using Stored = float;
   static constexpr bool SPLIT = PRODUCTS == 3;
@@ -22,15 +24,18 @@ template <> struct Math<bf16, 1> {
   static constexpr bool SPLIT = false;
 };
 
-// TF32_CORRECTION makes up for the average that cutting off takes from an operand of type E; TF32_CORRECTION_OF_BOTH
-// for both operands of a product.
+// A single tf32 product cuts off its operands: of a float32 number it ignores on average half of the last tf32 digit
+// that it reads, 0.7213 * 2^-11 of the number (0.7213 = 1 / (2 ln 2), the mean of 1/m over mantissas m with uniform
+// logarithms). A caller that passes such operands unrounded multiplies the result by TF32_CORRECTION if one operand was
+// cut off, a float32 number stored as E, and by TF32_CORRECTION_OF_BOTH if both were. The average error is then 0. Both
+// are 1 for bfloat16 products, for operands of 16-bit types, which tf32 holds, and for split operands.
 template <class M, typename E = typename M::Stored>
 constexpr float TF32_CORRECTION =
     sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
 template <class M, typename E = typename M::Stored>
 constexpr float TF32_CORRECTION_OF_BOTH = TF32_CORRECTION<M, E> * TF32_CORRECTION<M, E>;
 
-// The two 16-bit numbers of a word, of the type of the second argument.
+// The two 16-bit numbers of a word as floats, the lower half first. The second argument only gives their type.
 __device__ __forceinline__ float2 unpack(u32 two, bf16) {
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
 }
@@ -38,9 +43,10 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// A lane's N pairs of an operand, pair p in words[p] if bfloat16, else in numbers 2p and 2p + 1 of `high` (and `low` if
-// SPLIT). set(p, pair) rounds or splits floats; set(i, x) sets the i-th number only. `take` is for floats that are
-// rounded already, or that the product may cut off. The pair may also be a word of two 16-bit numbers, and their type.
+// A lane's N pairs of an operand: pair p in words[p] if bfloat16, else as the tf32 numbers high[2p] and high[2p + 1],
+// SPLIT with their remainders in `low`. set(p, pair) rounds floats, or splits them; set(i, x) sets number i alone.
+// `take` does the same without rounding: for floats that are rounded already, or that the product may cut off. In place
+// of two floats a pair may be given as a word of two 16-bit numbers, followed by a value of their type.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
 template <int N> struct Pairs<false, bf16, N> {
   u32 words[N];
@@ -87,12 +93,13 @@ template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
 template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
 template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
 
-// A left operand that waits for its product in as few registers as possible: as floats, or as bfloat16 pairs.
+// A left operand that is held in registers for a later product, in as few as possible: as floats, which the product
+// splits or cuts off, or as bfloat16 pairs.
 template <class M, typename Stored> struct HeldOperand {
   float2 x[4];
 
   __device__ __forceinline__ void set(int p, float2 pair) { x[p] = pair; }
-  // The values that the product reads.
+  // The pair as the product reads it.
   __device__ __forceinline__ float2 get(int p) const {
     return M::SPLIT ? x[p] : float2{cut_off(x[p].x), cut_off(x[p].y)};
   }
@@ -108,11 +115,11 @@ template <class M> struct HeldOperand<M, bf16> : Left<M> {
 };
 template <class M> using Held = HeldOperand<M, typename M::Stored>;
 
-// The index among a left operand's numbers of the i-th number of a tf32 instruction for half of the depth.
+// Which of a left operand's numbers is the i-th number a[i] of the tf32 instruction for depths 8 half to 8 half + 7.
 __device__ __forceinline__ constexpr int left_register(int half, int i) { return 4 * half + 2 * (i & 1) + (i >> 1); }
 
-// d += one of the products of a b over half of the depth, `half` 0 or 1. Products 0 and 1 are those of the low numbers
-// of a, and of b, if these are split; 2 is that of the high numbers.
+// d += one of up to three products of a b over half of the depth, `half` 0 or 1. `product` 0 is a.low b.high, nothing
+// unless a is split; 1 is a.high b.low, nothing unless b is split; 2 is a.high b.high.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_part(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
                                               int half, int product) {
@@ -147,7 +154,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16,
   mma_bf16(d, a.words, b.words);
 }
 
-// d[0] += a b[0], d[1] += a b[1]. Products of the two sums alternate, since a product waits for its sum's previous one.
+// d[0] += a b[0], d[1] += a b[1]. Instructions for the two results alternate, since one waits for the last one of the
+// same result.
 template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
   if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
     multiply(d[0], a, b[0]);
@@ -162,7 +170,7 @@ template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[
   }
 }
 
-// d[0] += a b[0], d[1] += a b[1], e[0] += x y[0], e[1] += x y[1], with products of the four sums in turn.
+// d[0] += a b[0], d[1] += a b[1], e[0] += x y[0], e[1] += x y[1], with instructions for the four results in turn.
 template <class L, class R>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
                                          const R (&y)[2]) {
@@ -182,11 +190,12 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
   }
 }
 
-// ---- operands from shared memory: rows are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes --------
+// ---- operands from shared memory: rows of a tile are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes
 
-// Calls f(m, this lane's pair of matrix m) for the four 8 x 8 matrices of a 16 x 16 tile. Matrix 1 is below matrix 0
-// (DOWN) or to its right. A pair is side by side in row g at columns 2t and 2t + 1, or, TRANSPOSED, in column g at rows
-// 2t and 2t + 1. For 16-bit types f gets the pair as a word and the type, else as float2.
+// Calls f(m, this lane's pair of matrix m) for the four 8 x 8 matrices of a 16 x 16 tile. Matrix 0 is the upper left
+// one, 3 the lower right one. Matrix 1 is below matrix 0 (DOWN) or to its right. With g and t as above a lane's pair of
+// a matrix is in row g at columns 2t and 2t + 1, or, TRANSPOSED, in column g at rows 2t and 2t + 1. If E has 16 bits, f
+// gets the pair as a word, followed by a value of type E, else as float2.
 template <bool DOWN, bool TRANSPOSED, typename E, class F>
 __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   const int lane = threadIdx.x & 31, first = lane >> 3 & 1, second = lane >> 4;
@@ -208,19 +217,19 @@ __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   }
 }
 
-// Loads a left operand from a tile [16, depth], or, TRANSPOSED, [depth, 16].
+// Loads a left operand, by `take`, from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16].
 template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
   each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.take(m, x...); });
 }
 
-// Loads two right operands side by side from a tile [depth, 16], or, TRANSPOSED, [16, depth].
+// Loads two right operands side by side, by `take`, from a tile [depth 16, 16], or, TRANSPOSED, [16, depth 16].
 template <bool TRANSPOSED, class R, typename E>
 __device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
   each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].take(m & 1, x...); });
 }
 
-// Loads a tile [16 tokens, 16 channels] by channels: x[p] is the pair of tokens 8 (p / 2) + 2t of channel g + 8 (p %
-// 2).
+// Loads a tile [16 tokens, 16 channels] by channels: x[p] are the tokens 8 (p / 2) + 2t and the next of channel
+// g + 8 (p % 2).
 template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[4], const E* tile, int ld) {
   if constexpr (sizeof(E) == 2) each_matrix<false, true>(tile, ld, [&](int m, u32 two, E e) { x[m] = unpack(two, e); });
   else each_matrix<false, true>(tile, ld, [&](int m, float2 two) { x[m] = two; });
@@ -231,7 +240,7 @@ __device__ __forceinline__ void put_pair(bf16* to, float2 x) { *reinterpret_cast
 __device__ __forceinline__ void put_pair(f16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<f16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
 
-// Loads a tile [32 tokens, 8 channels] by channels: x[p] is the pair of tokens 8 p + 2t of channel g.
+// Loads a tile [32 tokens, 8 channels] by channels: x[p] are the tokens 8 p + 2t and the next of channel g.
 template <typename E> __device__ __forceinline__ void load_column(float2 (&x)[4], const E* tile, int ld) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {

@@ -3,19 +3,20 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-// exp of a gate: 0 for -inf, and if the result is below float32's normal numbers.
+// exp of a gate, which is a natural logarithm: 0 for -inf, and if the result is below float32's normal numbers.
 __device__ __forceinline__ float decay_of(float gate) { return exp2_approx(gate * LOG2E); }
 
-// x e^sum, in two steps: e^sum may leave float32's range although the result does not.
+// x e^sum, as two factors of e^(sum / 2): e^sum may leave float32's range although the result does not.
 __device__ __forceinline__ float grown(float x, float sum) {
   const float half = exp2_approx(fminf(sum * (0.5f * LOG2E), 127.f));
   return x * half * half;
 }
 
-// A state counts as forgotten if later gates add up to this: e^-48 of it (1.4e-21) changes no state of similar size.
+// A state counts as forgotten once the later log gates of each of its channels sum to this or less. e^-48 = 1.4e-21 of
+// it remains: less than float32's rounding (6e-8) of what later tokens have written, unless it was 4e13 times as large.
 constexpr float FORGOTTEN_NATS = -48.f;
 
-// [B, H, T, last]: strides in elements, the last axis contiguous.
+// An array [B, H, T, width], the last axis contiguous. b, h and t: the strides of the other axes, in elements.
 template <typename T> struct Rows {
   T* p;
   i64 b, h, t;
@@ -23,15 +24,16 @@ template <typename T> struct Rows {
   __device__ T* row(i64 batch, i64 head, i64 token) const { return p + batch * b + head * h + token * t; }
 };
 
-// The sizes of a problem, an argument of every kernel; `bounds` and `chunks` are null for dense batches.
+// The sizes of a problem, an argument of every kernel. The pointers are null for dense batches, in which every row of
+// the batch is one sequence.
 struct Shape {
   i64 B, H, T, K, V;
-  i64 count;                // sequences in a row of the batch: 1 when dense, N when packed
-  const i64* bounds;        // [count + 1], token range of each packed sequence
-  i64 chunk;                // tokens a chunk
+  i64 count;                // sequences in a row of the batch: 1 if dense, N if packed
+  const i64* bounds;        // [count + 1]; packed sequence s has the tokens bounds[s] to bounds[s + 1] - 1
+  i64 chunk;                // tokens of a chunk
   i64 NC;                   // chunks in a row of the batch
-  const i64* chunks;        // [NC, 2], token range of each chunk
-  const i64* chunk_bounds;  // [count + 1], chunk range of each packed sequence
+  const i64* chunks;        // [NC, 2], each chunk's first token and the token after its last
+  const i64* chunk_bounds;  // [count + 1]; packed sequence s has the chunks chunk_bounds[s] to chunk_bounds[s + 1] - 1
 };
 
 // Tokens, or chunks, `start` ... `stop` - 1 of a row of the batch.
@@ -39,7 +41,7 @@ struct Span {
   i64 start, stop;
 };
 
-// Sequence s of a row, in tokens and in chunks.
+// The tokens, and the chunks, of sequence s of a row of the batch.
 __device__ __forceinline__ Span tokens_of(const Shape& x, i64 s) {
   if (x.bounds) return {x.bounds[s], x.bounds[s + 1]};
   return {0, x.T};
@@ -49,16 +51,16 @@ __device__ __forceinline__ Span chunks_of(const Shape& x, i64 s) {
   return {0, x.NC};
 }
 
-// Chunk c of a row, in tokens.
+// The tokens of chunk c of a row of the batch.
 __device__ __forceinline__ Span chunk_tokens(const Shape& x, i64 c) {
   if (x.chunks) return {x.chunks[2 * c], x.chunks[2 * c + 1]};
   const i64 start = c * x.chunk;
   return {start, start + x.chunk < x.T ? start + x.chunk : x.T};
 }
 
-// Fills s [ROWS, COLS] in shared memory, rows LD apart, with rows from `first` on and columns from `column` on of
-// (batch, head), as floats; zeros from row `stop` and column `width` on. All threads of the block call this, and
-// synchronise before they read s. Eight loads of a thread are under way at a time.
+// Fills s [ROWS, COLS] in shared memory, rows LD numbers apart, with the tokens from `first` on and the columns from
+// `column` on of x's (batch, head), as floats. Tokens from `stop` on and columns from `width` on become zeros. All
+// threads of the block call this, and synchronise before they read s. A thread has up to eight loads under way.
 template <int ROWS, int COLS, int LD, int THREADS, typename T>
 __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                           i64 column, i64 width) {
@@ -84,7 +86,8 @@ __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 
   }
 }
 
-// The current stage of a ring of N buffers, and the parity of the phase that a wait for its barriers is for.
+// A thread's place in a ring of N buffers that have mbarriers: the current buffer, and the parity that a wait for its
+// mbarrier takes. The parity changes with every round.
 template <int N> struct Ring {
   int stage = 0;
   u32 parity = 0;

@@ -1,5 +1,5 @@
 // what      float32 numbers as one or two tf32 numbers, which tensor cores read as the first 19 bits of a float32.
-// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for two
+// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for two numbers
 #include "ptx.cuh"
 
 // x as a product in tf32 reads it, which ignores the last 13 bits.

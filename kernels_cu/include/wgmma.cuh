@@ -4,23 +4,26 @@
 #include "ptx.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Describes a tile in shared memory to wgmma: rows of 128 bytes, eight of them 1024 bytes, in which address
-// bits 4-6 are XORed with bits 7-9. Adding bytes / 16 moves the tile by `bytes` bytes.
-//   B[N][DEPTH]:   rows are n, eight rows `stride` bytes after the last eight; `leading` is not read
-//   transposed, B[DEPTH][N]:   rows are k, likewise; 64 columns `leading` bytes after the last 64
+// The descriptor of a tile in shared memory. The tile's rows have 128 bytes, and eight rows lie side by side in 1024
+// bytes, in which address bits 4-6 are XORed with bits 7-9 (the 128-byte swizzle). Adding bytes / 16 to the descriptor
+// moves the tile by `bytes` bytes.
+//   B[N][DEPTH]: a row has DEPTH numbers of one n. Each eight rows lie `stride` bytes after the eight before;
+//   `leading` is not read
+//   TRANSPOSED, B[DEPTH][N]: a row has 64 columns n of one depth. Each eight rows lie `stride` bytes after the eight
+//   before, and each 64 columns `leading` bytes after the 64 before
 __device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride) {
   const u32 address = u32(__cvta_generic_to_shared(p)) & 0x3ffff;
   return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
 }
 
-// To be called before the first product, and before a product whose registers have been written since the last call.
+// To be called before the first product, and before a product of which `a` or `d` was written since the last call.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Closes the group of the products started since the last commit.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most the N latest groups are unfinished. Before this wait nothing may use the d, a and tiles of a
-// group.
+// Waits until at most the N latest groups are unfinished. Until then the caller must not read or write d of an
+// unfinished product, and must not write its operands (registers or tiles).
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -31,15 +34,19 @@ template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// After the wait: keeps the compiler from using an operand's registers while products read them.
-template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&x)[N][4]) {
+// To be called after the wait: keeps the compiler from giving the registers of the operands `a` to other values while
+// products still read them.
+template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&a)[N][4]) {
 #pragma unroll
-  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Starts D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D if it accumulates; `b` describes the tile B.
-// DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never transposed.
-// Warp w holds rows 16 w to 16 w + 15: a is as in mma_tf32 and mma_bf16, and with their g and t
+// Starts D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D if it accumulates; `b` is the descriptor of the tile B, TRANSPOSED
+// if the tile is B[DEPTH][N]. DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never
+// transposed. Warp w of the warpgroup holds rows 16 w to 16 w + 15 of A and of D. With A and D for these 16 rows,
+// g = lane / 4 and t = lane % 4, a lane has
+//   tf32:       a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]
+//   bf16, f16:  a = A[g][2t,+1], A[g+8][2t,+1], A[g][2t+8,+9], A[g+8][2t+8,+9], the first of two in the lower half
 //   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
@@ -78,9 +85,8 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
               D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
 
-// Starts D = A B, plus D if it accumulates, with A[64, DEPTH] a tile that `a` describes, as `b` describes B; warp w of
-// the warpgroup has rows 16 w to 16 w + 15 of D. In half precision only; N is 16, 24, 32, 64, 72, 96, 128 or 144; 64 if
-// B is transposed.
+// The same product with both operands in shared memory: `a` is the descriptor of the tile A[64][DEPTH], which is laid
+// out as B[N][DEPTH] is. In bf16 and f16 only; N is 16, 24, 32, 64, 72, 96, 128 or 144, and 64 if B is TRANSPOSED.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -119,8 +125,9 @@ WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D
 #undef D4
 #undef D32
 
-// Changes the registers of a thread to N (24 to 256, a multiple of 8), for every warp of the warpgroup. To get more
-// waits until other warpgroups have given registers back. Needs a kernel with a bound of its registers.
+// Sets the number of registers of a thread to N (24 to 256, a multiple of 8); every warp of the warpgroup calls this.
+// registers_up waits until other warpgroups have given up enough registers. The kernel must have __launch_bounds__,
+// which fix the number that its threads start with: otherwise the assembler ignores these instructions.
 template <int N> __device__ __forceinline__ void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
