@@ -1,11 +1,13 @@
-"""The forward pass of the gated family in chunks. `segments.ForwardCut` says how sequences are cut into segments.
+"""The forward pass, in chunks, of GLA, RWKV-6 and the other operators that their kernels compute (the gated family):
+S_t = diag(exp g_t) S_{t-1} + k_t v_t^T. `segments.ForwardCut` says how sequences are cut into segments.
 
 A pass over whole sequences has one launch. A pass in segments has three: (1) the summary of each segment, which is its
 final state if its initial state is 0, and the product of its decays; (2) a scan, which computes the state at each
 segment's start from the summaries; (3) o. A *way* is a set of kernels, such as Hopper's; each subclass of `ForwardPass`
-launches those of one way.
+launches those of one way. The *pullback* is the backward pass; it reads what a plan has `saved`, if that has run.
 
-Sizes: B batch, N sequences, H heads, K channels, V columns, P segments of a sequence, R parts of a segment.
+Sizes: B batch, N sequences, H heads, K channels, V columns, P segments of a sequence, R parts of a segment. The decays
+over a segment have two rows of K numbers, whose product they are: the decay itself may leave float32's range.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from .wide_head_kernels import GatedWideForward, GatedWideOperands
 def plan_in_chunks(problem, device, summaries=()):
     """The plan of mode "chunk". `summaries`: those that a plan of `plan_summary` has saved for the same arrays."""
     cut = segments.forward_cut(problem, device)
-    if cut.way == COPIED:
-        return aligned_copies.plan_on_copies(problem, lambda wide: plan_in_chunks(wide, device))
+    if cut.way == COPIED:  # rows are copied to aligned ones, with zeros at their ends
+        return aligned_copies.plan_on_copies(problem, lambda padded: plan_in_chunks(padded, device))
     draft = Draft()
     o, final = draft.output(problem, cut.fits), draft.final(problem)
     inputs = draft.mapped_inputs(problem, cut.fits) if cut.way == HOPPER else draft.inputs(problem)
@@ -36,10 +38,11 @@ def plan_in_chunks(problem, device, summaries=()):
 
 
 def plan_summary(problem, device):
-    """A plan of ((the final state for an initial state of 0,), the product of all decays [N, H, K]), without o. Both
-    results are in one buffer, so that a rank can send them to the others at once.
+    """A plan of ((the final state for an initial state of 0,), the product of all decays [N, H, K]), without o: what a
+    rank that has a part of every sequence tells the other ranks. Both results are in one buffer, sent at once.
 
-    The plan saves the segments' summaries for `plan_in_chunks`. None where computing o as well takes no longer.
+    The plan saves the segments' summaries for `plan_in_chunks`. None if it would take as long as a plan with o, which
+    is so for all ways but Hopper's.
     """
     if problem.mode != "chunk" or problem.dtype == DOUBLE:
         return None
@@ -61,7 +64,9 @@ class ForwardPass:
     o : the array to which they write
     """
 
-    saved: tuple = ()  # (the states [N * segments, H, K, V] at the starts of the pullback's segments,) or nothing
+    # For the pullback: (the states [N * its segments, H, K, V] at the starts of its segments,), or nothing if it
+    # computes them itself
+    saved: tuple = ()
     gates_columns = False  # whether columns of V have gates, too
     last_segment_writes_final = False  # whether launch (3) writes the final state; else the scan does
 
@@ -108,8 +113,10 @@ class ForwardPass:
     def segment_summaries(self, with_last):
         """Launches the summaries of R parts of each of P segments; returns them.
 
-        These are states [N * P * R, H, K, V], decays [N * P * R, H, 2, K], and if columns have gates, their decays
-        [N * P * R, H, V]. Without `with_last` those of each sequence's last segment are not computed.
+        These are states [N * P * R, H, K, V] and decays [N * P * R, H, 2, K]: a part's decay is the product of its two
+        rows. If columns have gates, too, these rows are logarithms, to be added, and there are the logarithms
+        [N * P * R, H, V] of the columns' decays. Without `with_last` the summaries of each sequence's last segment are
+        not computed.
         """
         N, H, K, V = self.problem.shape("N H K V")
         P, R = self.cut.segments, self.cut.parts[with_last]
