@@ -273,18 +273,40 @@ def of_columns(op, arrays, do, dht, start, name, options):
     return gradients[at]
 
 
-def terms_of_later_tokens(arrays, do, dht, start, qk_l2norm):
+def spans_of(B, T, bounds=None):
+    """(which of the batch, first token, end) of every sequence."""
+    return [(0, *ends) for ends in zip(bounds, bounds[1:])] if bounds else [(b, 0, T) for b in range(B)]
+
+
+def terms_of_columns(op, arrays, do, dht, start, name, options, bounds=None):
+    """What a rounding error of dg or dbeta is a multiple of, [B, HV, T]: the terms of v's columns, whose errors add up
+    in quadrature."""
+    terms = np.zeros(do.shape[:3])
+    for n, (b, first, end) in enumerate(spans_of(*terms.shape[::2], bounds)):
+        if end > first:
+            own, mine = ([x[b : b + 1, :, first:end] for x in given] for given in (arrays, [do]))
+            of = of_columns(op, own, *mine, dht[n : n + 1], start[n : n + 1], name, options)
+            terms[b, :, first:end] = np.sum(of**2, 0) ** 0.5
+    return terms
+
+
+def terms_of_later_tokens(arrays, do, dht, start, qk_l2norm, bounds=None, **options):
     """What a rounding error of dg is a multiple of, [B, HV, T], in gated_delta_rule: dg_t sums q dq and k dk of all
     tokens from t to the next gate of -inf and of all channels, whose errors add up in quadrature."""
     q, k, v, g, beta = map(double, arrays)
     if qk_l2norm:
         q, k = unit(q), unit(k)
-    *_, (dq, dk, *_) = exact_vjp(linattn_np.gated_delta_rule, (q, k, v, g, beta), do, dht, initial_state=start)
+    options |= {"cu_seqlens": bounds} if bounds else {}
+    *_, (dq, dk, *_) = exact_vjp(
+        linattn_np.gated_delta_rule, (q, k, v, g, beta), do, dht, initial_state=start, **options
+    )
     squares = np.sum((q * dq) ** 2 + (k * dk) ** 2, -1)
-    sums, later = np.repeat(squares, do.shape[1] // q.shape[1], 1), 0.0
-    for t in reversed(range(sums.shape[2])):
-        sums[:, :, t] += later
-        later = np.where(g[:, :, t] == -np.inf, 0, sums[:, :, t])
+    sums = np.repeat(squares, do.shape[1] // q.shape[1], 1)
+    for b, first, end in spans_of(*sums.shape[::2], bounds):
+        later = 0.0
+        for t in reversed(range(first, end)):
+            sums[b, :, t] += later
+            later = np.where(g[b, :, t] == -np.inf, 0, sums[b, :, t])
     return sums**0.5
 
 
@@ -317,7 +339,7 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype,
             if hard in ("no-gates", "growth") and given.ndim == 3:  # no gate forgets
                 size = max(size, rms(terms_of_later_tokens(arrays, do, dht, start, qk_l2norm)))
         if name == "beta":
-            size = rms(np.sum(of_columns(op, arrays, do, dht, start, name, alone) ** 2, 0) ** 0.5)
+            size = rms(terms_of_columns(op, arrays, do, dht, start, name, alone))
         assert rms(x - y) <= limit * (3 if y.ndim == 3 else 1) * size, name
 
 

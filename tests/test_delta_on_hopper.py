@@ -8,7 +8,7 @@ import pytest
 from emulator import EmulatedDevice
 from planned import host, names, plan_of
 from reference import double, exact_vjp, rms
-from test_delta_kernels import terms_of_later_tokens
+from test_delta_kernels import terms_of_columns, terms_of_later_tokens
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 import linattn_np
@@ -186,28 +186,29 @@ def gradients(device, tokens, do, scale, state, dht, bounds=None, normalized=Fal
 
 def check_gradients(device, rng, dtype, sizes, gates, keys, beta, bounds=None, normalized=False):
     """The roundings on the way to a gradient are those on the way to o, and one more if rows are normalized: LIMIT.
-    Gradients of scalars are sums of terms that may cancel: three times that. Those of gates are compared with their
-    terms, as gates may be so low that nothing is left of the sum."""
+    Gradients of scalars are sums of terms that may cancel: they are compared with their terms, and have three times
+    that. The largest error of 3,384 draws has .65 of its limit, and a case spreads by 1 to 8 %."""
     B, _, HV, T, K, V = sizes
     tokens = drawn(rng, *sizes, dtype, gates, keys, beta, 5.0 if normalized else 1.0)
     count = len(bounds) - 1 if bounds else B
     state, dht = rng.standard_normal((2, count, HV, K, V)).astype(SINGLE)
     do = rng.standard_normal((B, HV, T, V)).astype(dtype)
     found = gradients(device, tokens, do, K**-0.5, state, dht, bounds, normalized)
-    function = linattn_np.delta_rule if gates == "none" else linattn_np.gated_delta_rule
-    options = ({"qk_l2norm": True} if normalized else {}) | ({"cu_seqlens": bounds} if bounds else {})
-    *_, exact = exact_vjp(
-        function, [x for x in tokens if x is not None], do, dht, initial_state=state, scale=K**-0.5, **options
-    )
-    terms = rms(np.sum(double(tokens[0]) * exact[0], -1))
-    for name, x, y in zip(
-        ("q", "k", "v", "g", "beta", "h0"), found, (*exact[:3], *(() if gates != "none" else (None,)), *exact[3:])
-    ):
-        if x is not None:
-            scalar, size = name in ("g", "beta"), max(rms(y), terms if name == "g" else 0.0)
-            if name == "g" and normalized and not bounds:  # q dq sums to 0 there
-                size = max(size, rms(terms_of_later_tokens(tokens, do, dht, state, normalized)))
-            assert rms(double(x) - y) <= LIMIT[dtype] * (3 if scalar else 1) * size, name
+    op, given = (DELTA_RULE if gates == "none" else GATED_DELTA_RULE), [x for x in tokens if x is not None]
+    alone = {"qk_l2norm": normalized, "scale": K**-0.5}
+    packed = {"cu_seqlens": bounds} if bounds else {}
+    *_, exact = exact_vjp(getattr(linattn_np, op.name), given, do, dht, initial_state=state, **alone, **packed)
+    found = [x for x in found if x is not None]
+    for name, x, y in zip((*op.arrays, "h0"), found, exact, strict=True):
+        size = rms(y)
+        if name in ("g", "beta"):
+            terms = terms_of_columns(op, given, do, dht, state, name, alone, bounds)
+            if name == "g":
+                terms = np.hypot(
+                    terms, terms_of_later_tokens(tokens, do, dht, state, normalized, bounds, scale=K**-0.5)
+                )
+            size = 3 * rms(terms)
+        assert rms(double(x) - y) <= LIMIT[dtype] * size, name
 
 
 @pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
