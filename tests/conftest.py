@@ -117,25 +117,25 @@ class Emulated(Kernels):
 
     def results(self, problem, summaries=()):
         """(results, what the pullback needs besides), of a plan of this call alone."""
-        from linattn_np.backends.cupy import PLANNERS, execute
+        from planned import run_and_save
 
-        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device, summaries)
+        return run_and_save(problem.replace(memo=None), self.device, summaries=summaries)
 
     def summarise(self, problem):
-        from linattn_np.backends.cupy import PLANNERS, execute
+        from planned import executed
 
-        return execute.summarise(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+        return executed("plan_summary", problem.replace(memo=None), self.device)
 
     def vjp(self, problem, summaries=()):
-        from linattn_np.backends.cupy import PLANNERS, execute
+        import planned
 
         result, saved = self.results(problem, summaries)
-        given = PLANNERS[problem.op], problem.replace(memo=None), self.device
+        alone = problem.replace(memo=None)
 
         def pull(do, dht, summaries=()):
-            return execute.pull(*given, do, dht, saved, summaries)
+            return planned.pull(alone, self.device, do, dht, saved, summaries)
 
-        pull.summarise = lambda do: execute.summarise_vjp(*given, do, saved)
+        pull.summarise = lambda do: planned.executed("plan_summary_vjp", alone, self.device, do=do, saved=saved)
         return result, pull
 
     def run(self, function, *arrays, **arguments):

@@ -13,21 +13,37 @@ def plan_of(problem, device):
 
 
 def run(problem, device):
-    """By a plan of this call alone, as `results_and_saved`."""
+    """By a plan of this call alone."""
     return replayed(problem.replace(memo=None), device)
 
 
-def pull(problem, device, do, dht, saved=()):
-    return replayed_pull(problem.replace(memo=None), device, do, dht, saved)
+def pull(problem, device, do, dht, saved=(), summaries=()):
+    return replayed_pull(problem.replace(memo=None), device, do, dht, saved, summaries)
 
 
 def replayed(problem, device):
     """By the plan of the first call alike."""
-    return execute.run(PLANNERS[problem.op], problem, device)[0]
+    return run_and_save(problem, device)[0]
 
 
-def replayed_pull(problem, device, do, dht, saved=()):
-    return execute.pull(PLANNERS[problem.op], problem, device, do, dht, saved)
+def run_and_save(problem, device, summaries=()):
+    """(results, the arrays saved for the pullback)."""
+    return executed("plan", problem, device, summaries=summaries)
+
+
+def replayed_pull(problem, device, do, dht, saved=(), summaries=()):
+    trees = {"do": do, "dht": dht, "saved": saved, "summaries": summaries}
+    return executed("plan_vjp", problem.replace(out=None), device, **trees)[0]
+
+
+def executed(function, problem, device, **trees):
+    """(results, saved arrays) of what a function of the planner plans; None if it has no such function."""
+    return execute.run(PLANNERS[problem.op], function, problem, device, **trees)
+
+
+def plan_of_pullback(problem, device, do, dht, saved=()):
+    """Of a pullback of these arrays."""
+    return execute.plan_of(PLANNERS[problem.op], "plan_vjp", problem, device, do=do, dht=dht, saved=saved)
 
 
 def results(op, arrays, device, start=None, final=False, **arguments):

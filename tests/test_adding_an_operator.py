@@ -45,7 +45,7 @@ from linattn_np.declarations import DECAYED
 
 sys.path.append({tests!r})
 from emulator import EmulatedDevice
-from linattn_np.backends.cupy import execute
+import planned
 
 rng = np.random.default_rng(0)
 q, k, v = rng.standard_normal((3, 1, 2, 40, 16)).astype(np.float32)
@@ -57,9 +57,9 @@ for mode in DECAYED.modes:
     np.testing.assert_allclose(decayed(q, k, v, f, mode=mode), wanted, rtol=1e-3, atol=1e-5)
 assert all(map(np.array_equal, mine(v), pull(v)))
 problem, device = DECAYED.bind((q, k, v, f), gradient=True), EmulatedDevice()
-(o, _), saved = execute.run(cupy.PLANNERS[DECAYED], problem, device)
+(o, _), saved = planned.run_and_save(problem, device)
 np.testing.assert_allclose(o, wanted, rtol=1e-4, atol=1e-5)
-gradients, _ = execute.pull(cupy.PLANNERS[DECAYED], problem, device, v, None, saved)
+gradients, _ = planned.pull(problem, device, v, None, saved)
 for x, y in zip(gradients, pull(v), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 print(json.dumps([kernel.name for kernel in cupy.plan_of(problem, device).kernels]))

@@ -143,7 +143,7 @@ def test_copies_of_rows(device, rng, shape, to, order, steps, off):
     aligned_copies.copy_rows(draft, zip(map(as_array, described), found), "for a test")
     plan = draft.plan(tuple(found), given=tuple(described))
     assert len(plan.launches) == 2 and plan.copies == ("for a test",) * 2
-    results, _ = execute.compile_plan(plan, device)(given)
+    results, _ = execute.CompiledPlan(plan, device)(given)
     for x, y in zip(given, results):
         x, y = (np.ascontiguousarray(planned.host(z)) for z in (x, y))
         wanted = np.zeros(to, x.dtype)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import planned
 import pytest
 from conftest import HALF
 from reference import LIMITS, assert_close, draw, errors, same_bits, size_of_gradients_terms, size_of_terms
@@ -61,9 +62,10 @@ def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
     by = decay_of(op, own, decays)
     assert_close("the state", by * initial + final, moved, np.dtype(np.float32))
     problem = derived.inner_call(op.bind(arrays, **own)).replace(memo=None)
-    plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, summaries)
+    call_to_plan = PLANNERS[problem.op], "plan", problem, hopper.device
+    plan = execute.plan_of(*call_to_plan, summaries=summaries)
     assert not any(is_summary(kernel) for kernel in plan.kernels)
-    assert any(map(is_summary, execute.plan_of(PLANNERS[problem.op], problem, hopper.device).kernels))
+    assert any(map(is_summary, execute.plan_of(*call_to_plan).kernels))
 
 
 def decay_of(op, own, decays, tokens=TOKENS):
@@ -114,16 +116,16 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
     do = rng.standard_normal((batch, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)
     start, end = rng.standard_normal((2, batch, 1, SIZES["K"], SIZES["V"]), dtype=np.float32)
     problem = op.bind(arrays, gradient=True, initial_state=start).replace(memo=None)
-    call = PLANNERS[problem.op], problem, hopper.device
-    _, saved = execute.run(*call)
-    plan = execute.summary_vjp_plan_of(*call, do, saved)
+    call = problem, hopper.device
+    _, saved = planned.run_and_save(*call)
+    plan = execute.plan_of(PLANNERS[problem.op], "plan_summary_vjp", *call, do=do, saved=saved)
     (summary,) = (step for step in plan.launches if step.kernel.name.endswith("segments"))
     assert summary.args["only_backwards"] == 1
-    ((own,), _), summaries = execute.summarise_vjp(*call, do, saved)
-    ((alike,), _), _ = execute.summarise_vjp(*call, do)
+    ((own,), _), summaries = planned.executed("plan_summary_vjp", *call, do=do, saved=saved)
+    ((alike,), _), _ = planned.executed("plan_summary_vjp", *call, do=do, saved=())
     assert same_bits(own, alike)
-    gradients, initial = execute.pull(*call, do, (end,), saved, summaries)
-    wanted, wanted_initial = execute.pull(*call, do, (end,), saved)
+    gradients, initial = planned.pull(*call, do, (end,), saved, summaries)
+    wanted, wanted_initial = planned.pull(*call, do, (end,), saved)
     for number, (x, y) in enumerate(zip((*gradients, *initial), (*wanted, *wanted_initial), strict=True)):
         assert_close(f"gradient {number}", x, y, BFLOAT16)
 
@@ -184,9 +186,13 @@ def test_gates_of_every_strength(hopper, operator, gate, rng):
 
 def test_the_last_rank_begins_before_the_message(hopper, rng, monkeypatch):
     """Nobody asks for its state, but its own call goes on from there, forward and backward."""
-    begun = []
-    for name in ("summarise", "summarise_vjp"):
-        monkeypatch.setattr(execute, name, noted(begun, name, getattr(execute, name)))
+    begun, run = [], execute.run
+
+    def noted(planner, name, *rest, **trees):
+        begun.append(name)
+        return run(planner, name, *rest, **trees)
+
+    monkeypatch.setattr(execute, "run", noted)
     op, own, arrays = arrays_of("gla", rng, BFLOAT16)
 
     def on_rank(comm):
@@ -195,15 +201,9 @@ def test_the_last_rank_begins_before_the_message(hopper, rng, monkeypatch):
         pullback(o)
 
     run_threads(on_rank, 2)
-    assert sorted(begun) == ["summarise"] * 2 + ["summarise_vjp"] * 2
-
-
-def noted(words, word, function):
-    def call(*arguments):
-        words.append(word)
-        return function(*arguments)
-
-    return call
+    assert sorted(begun) == [
+        name for name in ("plan", "plan_summary", "plan_summary_vjp", "plan_vjp") for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("gradient", [False, True])

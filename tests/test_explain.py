@@ -202,7 +202,7 @@ def test_what_is_warmed_up_is_what_runs(op, dtype):
     problem = op.bind(arrays, gradient=True)
     found = cupy.kernels_of(problem, device)
     assert not device.launched and not device.made
-    result, saved = cupy.execute.run(cupy.PLANNERS[op], problem.replace(memo=None), device)
+    result, saved = planned.run_and_save(problem.replace(memo=None), device)
     planned.pull(problem, device, np.ones_like(result[0]), None, saved)
     assert set(found) == set(device.launched)
 

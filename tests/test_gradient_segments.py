@@ -8,7 +8,7 @@ from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
-from linattn_np.backends.cupy import execute, gated, gated_kernels
+from linattn_np.backends.cupy import gated_kernels
 from linattn_np.backends.cupy import segments as cuts
 
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
@@ -23,12 +23,12 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
     initial = call.options["initial_state"]
     problem = declared.bind(call.arrays, gradient=True, initial_state=initial).replace(memo=None)
-    _, saved = execute.run(gated, problem, device)
-    plan = execute.vjp_plan_of(gated, problem, device, call.do, (call.dht,), saved)
+    _, saved = planned.run_and_save(problem, device)
+    plan = planned.plan_of_pullback(problem, device, call.do, (call.dht,), saved)
     summary = next(step for step in plan.launches if step.kernel.name.endswith("segments"))
     assert saved[0].shape == (plan.tiles["segments"], 1, 16, 16) and summary.args["only_backwards"] == 1
     call.rows = Hopper.gradient_rows
-    pulled = [execute.pull(gated, problem, device, call.do, (call.dht,), given) for given in (saved, ())]
+    pulled = [planned.pull(problem, device, call.do, (call.dht,), given) for given in (saved, ())]
     (found, start), (again, _) = pulled
     call.assert_close("saved", [*found, *start], call.exact[1])
     assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
@@ -51,7 +51,7 @@ def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, mo
     for multiprocessors in (132, 2):
         monkeypatch.setattr(type(device), "multiprocessors", multiprocessors, raising=False)
         problem = declared.bind(call.arrays, gradient=True, **given)
-        plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
+        plan = planned.plan_of_pullback(problem, device, call.do, final)
         main = [step for step in plan.launches if "backward" in step.kernel.name]
         many, held = len(lengths) * call.case.H, multiprocessors * (2 if K + V == 128 else 1)
         schedule, blocks = (gated_kernels.IN_TURN, held) if many > held else (gated_kernels.ONE_EACH, many)
@@ -74,7 +74,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
     call.rows, initial = Hopper.gradient_rows, call.options["initial_state"]
     problem = declared.bind(call.arrays, gradient=True, initial_state=initial)
     final = (call.dht,) if dht else None
-    plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
+    plan = planned.plan_of_pullback(problem, device, call.do, final)
     kernels = [step for step in plan.launches if "backward" in step.kernel.name]
     assert [step.args.get("joined") for step in kernels] == [None, 1, 1] and kernels[0].args["only_first"] == 1
     found, start = planned.pull(problem, device, call.do, final)
@@ -90,11 +90,11 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
     call = Call(op, Case(T=450, lengths=lengths, K=16, V=128, H=1, dtype="bfloat16"), rng)
     options = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}
     problem = BY_NAME[op][0].bind(call.arrays, gradient=True, **options).replace(memo=None)
-    (_, saved), do, dht = execute.run(gated, problem, EmulatedDevice(90)), call.do, (call.dht,)
-    plan = execute.vjp_plan_of(gated, problem, EmulatedDevice(90), do, dht, saved)
+    (_, saved), do, dht = planned.run_and_save(problem, EmulatedDevice(90)), call.do, (call.dht,)
+    plan = planned.plan_of_pullback(problem, EmulatedDevice(90), do, dht, saved)
     assert next(step for step in plan.launches if step.kernel.name.endswith("segments")).args["only_backwards"] == 1
     call.rows = Hopper.gradient_rows
-    pulled = [execute.pull(gated, problem, EmulatedDevice(90), do, dht, given) for given in (saved, ())]
+    pulled = [planned.pull(problem, EmulatedDevice(90), do, dht, given) for given in (saved, ())]
     (found, start), (again, _) = pulled
     call.assert_close("saved", [*found, *start], call.exact[1])
     assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))

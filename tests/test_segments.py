@@ -9,7 +9,7 @@ from reference import assert_close, assert_results, draw, exact, same_bits
 
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, gated, gated_kernels, segments
+from linattn_np.backends.cupy import gated_kernels, segments
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)
@@ -367,4 +367,4 @@ def test_each_decision_is_made_once_a_plan(op, H, T, gradient, monkeypatch):
 def test_float64_is_not_summarised(rng):
     """Its kernels go token by token: they have no segments, and no sizes of shared memory."""
     problem = GLA.bind(draw(GLA, rng, {"B": 1, "H": 1, "T": 64, "K": 8, "V": 8}, np.dtype(np.float64)))
-    assert execute.summary_plan_of(gated, problem, EmulatedDevice(90)) is None
+    assert planned.executed("plan_summary", problem, EmulatedDevice(90)) is None

@@ -9,7 +9,7 @@ from test_gradient_kernels import Call, Case
 
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, gated, segments
+from linattn_np.backends.cupy import segments
 from linattn_np.declarations import GLA, RWKV6
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
@@ -70,7 +70,7 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
     )
     problem = call.op.bind(arrays, gradient=True, initial_state=start[0], **options)
     final = (device.upload(call.dht),) if dht else None
-    plan = execute.vjp_plan_of(gated, problem, device, do[0], final)
+    plan = planned.plan_of_pullback(problem, device, do[0], final)
     P = P if V % 4 == 0 else 1
     cut_in = ["gated_small_states"] * (P > 1) + ["gated_scan_both_ways"] * (P > 2)
     assert planned.names(plan)[: len(cut_in) + 1] == [*cut_in, "gated_small_backward"]

@@ -14,7 +14,7 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, softmax, softmax_tiles
+from linattn_np.backends.cupy import softmax_tiles
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION, SOFTMAX_SINKS
@@ -486,7 +486,7 @@ def test_memory_is_linear(rng):
         plain, forward = (planned.Noting() for _ in range(2))
         planned.run(SOFTMAX_ATTENTION.bind(arrays), plain)
         problem = SOFTMAX_ATTENTION.bind(arrays, gradient=True)
-        (o, _), saved = execute.run(softmax, problem, forward)
+        (o, _), saved = planned.run_and_save(problem, forward)
         assert (bytes_of(plain.made), bytes_of(forward.made)) == (one, one + L)
         planned.pull(problem, forward, o, None, saved)
         assert bytes_of(forward.made) == one + L + 3 * one + planned.plan_of(problem, forward).scratch
@@ -561,7 +561,7 @@ def test_few_blocks_have_the_same_bits(case, rng):
         device = planned.Noting(90)
         device.multiprocessors = multiprocessors
         problem = SOFTMAX_ATTENTION.bind(arrays, gradient=True, **options)
-        (o, _), saved = execute.run(softmax, problem, device)
+        (o, _), saved = planned.run_and_save(problem, device)
         gradients, _ = planned.pull(problem, device, do, None, saved)
         assert all("sm90" in kernel.name for kernel in device.launched) or K == 192
         found.append([o, saved[1], *gradients])
@@ -590,7 +590,7 @@ def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch
     arrays = [hopper.upload(x) for x in call.arrays]
     op = SOFTMAX_ATTENTION if len(arrays) == 3 else SOFTMAX_SINKS
     problem = op.bind(arrays, gradient=True, return_lse=True, **call.options)
-    _, saved = execute.run(softmax, problem, hopper)
+    _, saved = planned.run_and_save(problem, hopper)
     do, dlse = hopper.upload(call.do), (hopper.upload(call.dlse),)
     monkeypatch.setattr(softmax_tiles, "MOST_TIME_OF_TURNS", np.inf)
     found, most_bytes = [], softmax_tiles.MOST_DS_BYTES
@@ -600,7 +600,7 @@ def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch
             keys = softmax_tiles.tile_table(problem, 128, 64, by_keys=True)
             most = call.arrays[0].shape[1] // arrays[1].shape[1] * softmax_tiles.ds_entries(keys) * 128 * 64 * 2
         monkeypatch.setattr(softmax_tiles, "MOST_DS_BYTES", most)
-        plan = execute.vjp_plan_of(softmax, problem, hopper, do, dlse, saved)
+        plan = planned.plan_of_pullback(problem, hopper, do, dlse, saved)
         assert ("heads at once" in plan.tiles) == (least == 0 and arrays[1].shape[2] > 0)
         gradients, _ = planned.pull(problem, hopper, do, dlse, saved)
         found.append([planned.host(x) for x in gradients])
@@ -657,7 +657,7 @@ def test_gradients_beside_a_sequence_of_nan(kept, causal, hopper, rng, monkeypat
             x[:, :, 70:200] = beside
         *given, do = (hopper.upload(x) for x in arrays)
         problem = SOFTMAX_ATTENTION.bind(given, gradient=True, cu_seqlens=bounds, causal=causal)
-        _, saved = execute.run(softmax, problem, hopper)
+        _, saved = planned.run_and_save(problem, hopper)
         gradients, _ = planned.pull(problem, hopper, do, None, saved)
         found.append([np.delete(planned.host(x), slice(70, 200), axis=2) for x in gradients])
     assert all(same_bits(x, y) for x, y in zip(*found, strict=True))
@@ -673,7 +673,7 @@ def test_a_key_of_nan_leaves_queries_that_see_none_of_its_tile(window, hopper, r
         arrays[1][:, :, at] = value
         *given, do = (hopper.upload(x) for x in arrays)
         problem = SOFTMAX_ATTENTION.bind(given, gradient=True, causal=window is None, window=window)
-        _, saved = execute.run(softmax, problem, hopper)
+        _, saved = planned.run_and_save(problem, hopper)
         gradients, _ = planned.pull(problem, hopper, do, None, saved)
         found.append(planned.host(gradients[0]))
     left, right = window or (T, 0)

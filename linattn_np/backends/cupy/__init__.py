@@ -100,20 +100,20 @@ def why_too_old(device: int) -> str | None:
 def run(problem, summaries=()):
     """(o, the final state's parts or None), a step's o, or a stage's results. `summaries`: those that `summarise` has
     returned for the same call, if it has run."""
-    return at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), summaries)[0]
+    return executed("plan", problem, chosen_device(), summaries=summaries)[0]
 
 
 def vjp(problem, summaries=()):
     """((o, the final state's parts or None), a `Pull`). All modes have the same pullback. `summaries` as in `run`."""
     at_home(problem, compile_pullback, problem, chosen_device())
-    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), summaries)
+    result, saved = executed("plan", problem, chosen_device(), summaries=summaries)
     return result, Pull(problem, saved)
 
 
 def summarise(problem):
     """((the final state for an initial state of zero, the products of the decays), summaries), without o; or None: see
     `gated_forward.plan_summary`."""
-    return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, chosen_device())
+    return executed("plan_summary", problem, chosen_device())
 
 
 def compile_pullback(problem, device):
@@ -135,30 +135,32 @@ class Pull:
     was made. `saved`: the arrays that the call's plan has saved for the pullback."""
 
     def __init__(self, problem, saved):
-        self.problem, self.saved, self.device = problem, saved, chosen_device()
+        self.problem, self.saved, self.device = problem.replace(out=None), saved, chosen_device()
 
     def __call__(self, do, dht, summaries=()):
         """(the arrays' gradients, those of the initial state's parts or None). `summaries`: those that
         `self.summarise` has returned for the same `do`, if it has run."""
-        return self.at_home(execute.pull, do, dht, self.saved, summaries)
+        trees = {"do": do, "dht": dht, "saved": self.saved, "summaries": summaries}
+        return executed("plan_vjp", self.problem, self.device, **trees)[0]
 
     def summarise(self, do):
         """((the initial state's gradient for a dht of zero, the products of the decays), summaries), or None: see
         `gated_backward.plan_summary_vjp`."""
-        return self.at_home(execute.summarise_vjp, do, self.saved)
-
-    def at_home(self, function, *arguments):
-        """What `function`, one of `execute`, returns for the planner, the problem, the device and `arguments`."""
-        return at_home(self.problem, function, PLANNERS[self.problem.op], self.problem, self.device, *arguments)
+        return executed("plan_summary_vjp", self.problem, self.device, do=do, saved=self.saved)
 
 
-def at_home(problem, function, *arguments):
-    """`function(*arguments)` with the arrays' device as the current one."""
+def executed(function: str, problem, device, **trees):
+    """What `execute.run` returns for a function of the operator's planner."""
+    return at_home(problem, execute.run, PLANNERS[problem.op], function, problem, device, **trees)
+
+
+def at_home(problem, function, *arguments, **named):
+    """`function(*arguments, **named)` with the arrays' device as the current one."""
     cuda = sys.modules["cupy"].cuda
     if cuda.runtime.getDevice() == ordinal(problem):
-        return function(*arguments)
+        return function(*arguments, **named)
     with cuda.Device(ordinal(problem)):
-        return function(*arguments)
+        return function(*arguments, **named)
 
 
 # -- what a call would do ----------------------------------------------------------------------------------------------
@@ -167,10 +169,10 @@ def plan_of(problem, device) -> Plan:
     for saved arrays that are contiguous."""
     planner = PLANNERS[problem.op]
     if not problem.gradient:
-        return execute.plan_of(planner, problem, device)
+        return execute.plan_of(planner, "plan", problem, device)
     do = caller_array("do", problem.shape(problem.op.out), problem.dtype)
-    saved = [caller_array("saved", *part) for part in planner.saved(problem)] if hasattr(planner, "saved") else ()
-    return execute.vjp_plan_of(planner, problem, device, do, None, saved)
+    saved = tuple(caller_array("saved", *part) for part in planner.saved(problem)) if hasattr(planner, "saved") else ()
+    return execute.plan_of(planner, "plan_vjp", problem.replace(out=None), device, do=do, dht=None, saved=saved)
 
 
 def kernels_of(problem, device) -> tuple:

@@ -44,96 +44,50 @@ ADDRESS_SETS = 64
 BUFFER_ALIGNMENT = 256  # bytes; buffers that share an allocation start at multiples of it
 
 
-def plan_of(planner, problem, device, summaries=()) -> Plan:
-    """The plan of a call. `summaries`: the arrays saved by a plan of `plan_summary` for the same call, if one has
-    run."""
-    return plan_from_descriptions(planner.plan, problem, device, **({"summaries": summaries} if summaries else {}))
-
-
-def summary_plan_of(planner, problem, device) -> Plan | None:
-    """The plan of a call's final state for an initial state of zero, without o; None if `plan_summary` makes none."""
-    return plan_from_descriptions(planner.plan_summary, problem, device)
-
-
-def vjp_plan_of(planner, problem, device, do, dht, saved=(), summaries=()) -> Plan:
-    """The plan of a pullback. `saved`: the arrays saved by the plan of the call. `summaries`: the arrays saved by a
-    plan of `plan_summary_vjp` for the same do, if one has run."""
-    trees = {"do": do, "dht": dht, "saved": tuple(saved)} | ({"summaries": summaries} if summaries else {})
-    return plan_from_descriptions(planner.plan_vjp, problem.replace(out=None), device, **trees)
-
-
-def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
-    """The plan of the initial state's gradient for dht = 0, without the other gradients; None if there is no plan."""
-    trees = {"do": do, "saved": tuple(saved)}
-    return plan_from_descriptions(planner.plan_summary_vjp, problem.replace(out=None), device, **trees)
-
-
-def plan_from_descriptions(make_plan, problem, device, **trees):
-    """What the planner's function `make_plan` returns for descriptions of the call and of further arrays: a plan, with
-    large copies made faster, or None. `trees`: nested tuples of arrays, in the order of the function's parameters."""
+def plan_of(planner, name, problem, device, **trees) -> Plan | None:
+    """What the planner's function `name` returns for descriptions of the call and of further arrays, with large copies
+    made faster; None if it has no such function. `trees`: nested tuples of arrays, in the order of the function's
+    parameters; empty `summaries` are left out, since many planners take none."""
+    if not hasattr(planner, name):
+        return None
     described_problem, memory = describe(problem, device)
     given = list(memory)
-    trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
-    plan = make_plan(described_problem, device, *trees.values())
+    described = [
+        describe_tree(name, tree, device, given) for name, tree in trees.items() if name != "summaries" or tree
+    ]
+    plan = getattr(planner, name)(described_problem, device, *described)
     return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 
-def run(planner, problem, device, summaries=()):
-    """Runs a call; returns ((o, final state), the arrays saved for the pullback). `summaries` is as in `plan_of`."""
-    return run_compiled(partial(plan_of, planner), problem, device, summaries)
+def run(planner, name, problem, device, **trees):
+    """Compiles and executes a plan of `plan_of`; returns (its results, its saved arrays), or None if there is no plan.
 
-
-def summarise(planner, problem, device):
-    """((the final state for an initial state of zero, the products of the decays), arrays that `run` takes as
-    `summaries`); None if the planner has no plan for it."""
-    if not hasattr(planner, "plan_summary"):
-        return None
-    return run_compiled(partial(summary_plan_of, planner), problem, device, memo_key="summaries")
-
-
-def pull(planner, problem, device, do, dht, saved=(), summaries=()):
-    """Runs a pullback: (the gradients in the order of the problem's arrays, the initial state's gradient or None)."""
-    return run_compiled(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, summaries)[0]
-
-
-def summarise_vjp(planner, problem, device, do, saved=()):
-    """((the initial state's gradient for dht = 0, the products of the decays), arrays that `pull` takes as
-    `summaries`); None if the planner has no plan for it."""
-    if not hasattr(planner, "plan_summary_vjp"):
-        return None
-    plan = partial(summary_vjp_plan_of, planner)
-    return run_compiled(plan, problem.replace(out=None), device, do, saved, memo_key="summaries_vjp")
-
-
-def run_compiled(make_plan, problem, device, *trees, memo_key="plans"):
-    """Runs a compiled plan on the arrays of a call and of `trees`; returns what `CompiledPlan.__call__` returns.
-
-    The plan is the one stored at `memo_key` of the call's memo for this device, its queue (stream and thread) and
-    arrays like these. If there is none, `make_plan(problem, device, *trees)` makes it; if that is None, so is the
-    result. `problem.memo` is a dictionary shared by calls with equal descriptions, or None if nothing may be stored.
+    The plan is the one in the call's memo for this function, this device, its queue (stream and thread) and arrays like
+    these. `problem.memo` is a dictionary shared by calls with equal descriptions, or None if nothing may be stored.
     """
-    memo, tree_arrays = problem.memo, arrays_in(trees)
+    memo, tree_arrays = problem.memo, arrays_in(tuple(trees.values()))
     signatures = [signature(x) for x in tree_arrays]
     if memo is None or None in signatures:
-        compiled = compile_plan(make_plan(problem, device, *trees), device)
+        compiled = compiled_plan(planner, name, problem, device, trees)
     else:
-        plans, key = memo.setdefault(memo_key, {}), (device, device.queue, *signatures)
+        plans, key = memo.setdefault("plans", {}), (device, device.queue, name, *signatures)
         if key not in plans:
             of_other_queue = None
             if device.capturing:  # nothing can be uploaded now: take a plan whose tables are on the device already
                 of_other_queue = next(
-                    (plan for (owner, _, *others), plan in plans.items() if owner is device and others == signatures),
+                    (plan for (owner, _, *others), plan in plans.items() if (owner, *others) == (device, *key[2:])),
                     None,
                 )
             if len(plans) >= COMPILED_PLANS:
                 plans.clear()
-            plans[key] = of_other_queue or compile_plan(make_plan(problem, device, *trees), device)
+            plans[key] = of_other_queue or compiled_plan(planner, name, problem, device, trees)
         compiled = plans[key]
     return compiled and compiled([*arrays_of(problem), *tree_arrays])
 
 
-def compile_plan(plan, device):
-    """The `CompiledPlan`, or None if `plan` is None."""
+def compiled_plan(planner, name, problem, device, trees):
+    """The `CompiledPlan` of a call, or None if there is no plan."""
+    plan = plan_of(planner, name, problem, device, **trees)
     return plan and CompiledPlan(plan, device)
 
 
