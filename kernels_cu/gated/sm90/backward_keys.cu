@@ -10,13 +10,17 @@
 //           sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i scale E_i S do_i (RWKV-6: i > t)
 //           D sum_v S dS = c - sum_j k_j L_j dS v_j, c = sum_v S' dS; the chunk before: c = D sum_v S dS + query_sums
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
-// shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and
-//           dh0 [N, H, K, V] float32. From backward_queries: query_share, which may be dg itself; query_sums [chunk,
-//           K + FLAGS], sum_i q_i scale E_i S do_i with a unit (query_share.cuh), and flags; ends [N, H, K], c of the
-//           last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token (states.cuh)
+// shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
+//           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
+//           backward_queries.cu: query_share, which may be dg itself; query_sums [B, H, chunks, K + FLAGS], of each
+//           channel sum_i q_i scale E_i S do_i, whose 9 lowest bits hold a unit, the power of 2 that query_share counts
+//           in (query_share.cuh), and then a byte for each warp, 1 if the chunk is to be computed token by token; ends
+//           [N P, H, K], c of a segment's last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token
+//           (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A and dv; last,
-//           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv
+//           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
+//           and BV: K and V rounded up
 // smem      backward_keys_storage.cuh
 // barriers  backward_keys_storage.cuh
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
@@ -31,8 +35,9 @@ __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether dS is tf32 in its product with v, which then needs a float32 copy of v. Otherwise dS is the sum of two
-// bfloat16 numbers, or one float16 number, and v is used as it is. With 128 channels two bfloat16 numbers cost more
-// than the copy. With float32 gates and float16 data dS is tf32, since dg, in float32, must be more accurate.
+// bfloat16 numbers, or one float16 number (IS_NARROW: T is float16), and v is used as it is. With 128 channels two
+// bfloat16 numbers cost more than the copy. With float32 gates and float16 data dS is tf32, since dg, in float32, must
+// be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
 // Whether a further warpgroup makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
@@ -91,17 +96,20 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 // Computes A. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of different
 // sub-chunks: 16 queries by 8 keys for warps 0 and 2, 8 by 8 for the others.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
-                                            int warp, int lane) {
+__device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
+                                       int warp, int lane) {
   const int query = lane >> 2, key_pair = lane & 3;  // of a sub-chunk; keys 2 key_pair and 2 key_pair + 1
   const bool has_16_queries = warp % 2 == 0;
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
   const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
-  float within[2], across[4], self_score = 0.f;  // self_score: q . u k of token `query` of the warp's sub-chunk
+  // within: products of `query` and the two keys of the warp's sub-chunk. across: of queries lane / 4 and lane / 4 + 8
+  // and keys 2 key_pair and the next, from `queries` and `keys` on. self_score: q . u k of the sub-chunk's `query`.
+  float within[2], across[4], self_score = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * key_pair + query;  // every 8th: `query`
+      // Sums over the channels of warp `other`, [8 channels g, 8 tokens]. This lane adds two, channel_sum the others.
+      const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * key_pair + query;
       self_score += parts[0] + parts[32];
     }
     self_score = channel_sum(self_score);
@@ -109,6 +117,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   barrier_arrive(s.within);  // the queries within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
+  // A is [key, query] in rows of 128 bytes, swizzled. From a score's offset that of the next key, which is odd, is an
+  // XOR with 16 and 128 bytes further on, that of 8 queries later an XOR with 32.
   int score = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
@@ -125,8 +135,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
 
 // Starts the product (L_j k_j) dS for dv's 64 columns from 64 `panel` on, and does not wait for its result.
 template <typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
-                                             int panel) {
+__device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
+                                         int panel) {
   const u64 state_tile = wgmma_tile(s.dS[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
   wgmma_fence();
 #pragma unroll
@@ -136,12 +146,12 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Sc
   wgmma_commit();
 }
 
-// Waits for the product that start_values started, adds sum_i A_ij do_i, and stores dv over v. down: that product's dS
-// had been multiplied by 1 / down.
+// Waits for the product that start_dv started, adds sum_i A_ij do_i, and stores dv over v. down: that product's dS had
+// been multiplied by 1 / down, since float16 does not hold all of dS's range. offset: lane_offset() (decays.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
-                                              int panel, float down, int offset) {
-  u32 columns[SUBCHUNKS][4];
+__device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
+                                          int panel, float down, int offset) {
+  u32 columns[SUBCHUNKS][4];  // do's columns as left operands: a lane's queries 2t and 2t + 1 of each sub-chunk
   Operand gradient;
   load_operand(gradient, in.do_[panel], offset);
   each_neighbours([&](int n, int h) {  // queries in the order of A's columns
@@ -169,7 +179,7 @@ __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, S
 
 // The loop of the warpgroup that makes A and dv, over all chunks of the block.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+__device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   const int warp = threadIdx.x / 32 % 4;
@@ -182,15 +192,15 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
     // s.largest is read before this thread arrives at `within`: consumers wait there before they write the row again.
     const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
     if (by_token) barrier_arrive(s.within);
-    else make_scores<ReadOrder>(s, in, float(args.scale), warp, lane);
+    else make_A<ReadOrder>(s, in, float(args.scale), warp, lane);
     barrier_arrive(s.scores);
     if (!by_token) {
       barrier_wait(s.scores, iteration & 1);  // all of A is in shared memory
 #pragma unroll 1
       for (int panel = 0; panel < BV / 64; ++panel) {
         Values dv;
-        start_values(dv, s, in, panel);
-        finish_values(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
+        start_dv(dv, s, in, panel);
+        finish_dv(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
       }
     }
     barrier_arrive(s.done[iteration % STAGES]);
@@ -212,6 +222,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31, count = 0;  // count: with InTurn, the chunks whose copies have been started
+  // Where the chunk of an iteration lies: with InTurn a tile of its own, else the block's segment, in which token_of is
+  // the chunk's first token.
   const auto place_of = [&](int iteration) -> const WorkTile& {
     if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
     else return s.segment;
@@ -246,7 +258,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K, 0, args.adds);
     });
   };
-  const auto chunk_of = [&](int iteration) {
+  const auto chunk_of = [&](int iteration) {  // the chunk's row of query_sums
     return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
   };
   const auto query_sum_of = [&](int iteration) {  // the chunk's query sum of this lane's channel
@@ -297,7 +309,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     if (!HAS_SCORE_WARPGROUP<BK>) {
       barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
       if (computes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
-      else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
+      else make_A<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
     if (goes_on) make_dA(iteration + 1, query_sum, flags);
@@ -325,11 +337,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
+  // Offsets and masks of this thread (backward_lookups.cuh): from a table in shared memory, or computed again.
   const auto entry_of = [&](Lookup what) {
     return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : computed_entry<ReadOrder, T, G, BK>(what);
   };
   const Counts<ReadOrder, G, true> computed_counts;
-  const auto counts = [&] {
+  const auto counts = [&] {  // which gates count in the decays of this lane's tokens (decays.cuh)
     if constexpr (LOOKUPS<G, BK> > MASKS)
       return LookedUpCounts<ReadOrder, G>{entry_of(FROM_MIDDLE), entry_of(OFFSETS).w, entry_of(MASKS).w};
     else return computed_counts;
@@ -348,7 +361,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (args.dht && inside[h] && !joins) carried[h] = args.ends[segment.pair * K + channel + 8 * h];
   }
 
-  const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
+  const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
     if (HAS_SCORE_WARPGROUP<BK> && iteration)
       barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
   };
@@ -392,8 +405,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const Scale dS_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     const bool scaled = IS_NARROW<T> && dS_scale.up != 1.f;
     if (scaled) scale_state<BV>(dS, dS_scale.up, dS_scale.up);
-    Values from_state;
-    u32 columns[BV / 8 / SUBCHUNKS][4];
+    Values from_state;                   // dS v_j [channel, token j]
+    u32 columns[BV / 8 / SUBCHUNKS][4];  // the part of dS that is being multiplied by v
 
     // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
     constexpr bool SUM_FIRST = IS_NARROW<T> && !ReadOrder::reads_before_write;
@@ -433,7 +446,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_wait<0>();
     wgmma_keep(from_state);
     if constexpr (TF32_READ<T, G, BK> || HAS_SCORE_WARPGROUP<BK>) {
-      wait_for_values(iteration);
+      wait_for_dv(iteration);
       put_state<T, BV>(s.dS, dS, warpgroup, offset);
     }
     if (scaled) {
@@ -445,6 +458,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     decays_to_end(outer_decays, gates, counts());
     decays_from_start(start, gates, counts());
     decays_of<ReadOrder>(decays, start, outer_decays);
+    // float16 and GLA only: the decay of the chunk's first gate is below 2^-8. Queries decayed from the chunk's start
+    // would leave float16's range: they are multiplied by `up`, and so is dS while they are added to it.
     const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(start);
     QueryScale query_scale;
     float to_state[2] = {scale, scale};
@@ -489,7 +504,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       fence_async();                               // orders these stores before wgmma; here, where it costs less
     }
 #pragma unroll
-    for (int panel = 0; panel < DV_PANELS; ++panel) start_values(dv[panel], s, in, panel);
+    for (int panel = 0; panel < DV_PANELS; ++panel) start_dv(dv[panel], s, in, panel);
 
     const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of dS
       each_neighbours([&](int n, int h) {
@@ -505,7 +520,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       });
     };
-    float query_sums[2];  // with units
+    float query_sums[2];  // of the chunk, from the first pass; their lowest bits hold the unit
     float key_sums[2];    // sum_j k_j L_j dS v_j
     float state_term[2];  // D sum_v S dS
     const uint4 masks = entry_of(MASKS);
@@ -529,7 +544,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     store_chunk_values(&in.q[warpgroup], dk, offset);
     if (DV_PANELS) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
 #pragma unroll
-    for (int panel = 0; panel < DV_PANELS; ++panel) finish_values(dv[panel], s, values, panel, dS_scale.down, offset);
+    for (int panel = 0; panel < DV_PANELS; ++panel) finish_dv(dv[panel], s, values, panel, dS_scale.down, offset);
     wgmma_wait<0>();
     wgmma_keep(dS);
     barrier_arrive(s.done[iteration % STAGES]);
@@ -538,7 +553,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto compute_by_token = [&](u32 iteration) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
-    wait_for_values(iteration);
+    wait_for_dv(iteration);
     barrier_arrive(s.operands);
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;  // no thread reads it in this chunk
     const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];
@@ -550,9 +565,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_arrive(s.done[iteration % STAGES]);
   };
   int iteration = chunks, token = (segment.tokens - 1) / CHUNK * CHUNK;
+  // compute_by_token is rare: it is outside of the inner loop, in which registers are scarce.
 #pragma unroll 1
-  while (segment.tokens &&
-         token >= 0) {  // compute_by_token is rare: it is outside of the loop where registers are scarce
+  while (segment.tokens && token >= 0) {
 #pragma unroll 1
     while (token >= 0 && compute_chunk(iteration, token)) ++iteration, token -= CHUNK;
     if (token >= 0) compute_by_token(iteration), ++iteration, token -= CHUNK;
@@ -592,14 +607,16 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   fence_async();
   __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_ratio` are in shared memory
   const int warpgroup = threadIdx.x / 128;
-  constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
+  // A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 200 + 64 + 48 for the four warpgroups
+  // of a block if BK = 128, and if BK = BV = 64, 184 + 72 for each of two blocks. Otherwise every warp has enough.
+  constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   if (warpgroup < BK / 64) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 184 : 200>();
     each_segment<Schedule, true>(
         args, [&](const Segment& segment, int chunks) { consume<ReadOrder>(s, args, segment, chunks); });
   } else if (HAS_SCORE_WARPGROUP<BK> && warpgroup == BK / 64) {
     registers_down<64>();
-    make_values<ReadOrder>(s, args);
+    make_A_and_dv<ReadOrder>(s, args);
   } else {
     if constexpr (FEW_REGISTERS) registers_down<HAS_SCORE_WARPGROUP<BK> ? 48 : 72>();
     move_chunks<ReadOrder>(s, args);

@@ -7,7 +7,8 @@
 // barriers  mbarriers. full, arrived: a ChannelStage, a ValueStage has been copied; done: the chunk's results are
 //           stored; dA_stored: dA is stored and, in float32, v; operands: the decayed queries and keys and dS for dv
 //           are stored, and the product of dS and v has ended; within: the queries and keys within sub-chunks have been
-//           read; scores: A is stored
+//           read; scores: A is stored. "Within sub-chunks" are the queries and keys that are decayed from the middle of
+//           their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"
@@ -25,7 +26,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P;        // segments of a sequence
-  i64 joined;   // P = 3: whether one block computes all but the last segment
+  i64 joined;   // P = 3: whether one block computes the first two segments (states.cuh)
   i64 adds;     // whether dk and dg are added to what they hold, of a launch for other columns of V
   i64 adds_dv;  // whether dv is added to what it holds, of a launch for other channels of K
 };

@@ -8,10 +8,14 @@
 //           share_t = sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i from_state_i (RWKV-6: i > t), computed as the
 //           sum of q_i (all of dq_i but the term of u) less sum_{j>=t} k_j sum_i dA_ij D_ij q_i
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
-// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N,
-//           H, K] float32. query_share: in memory of g's type (query_share.cuh). query_sums [chunk, K + FLAGS] float32:
-//           sum_i q_i from_state_i of each chunk, with its unit, and flags. ends: sum_v (final state) dht. checkpoints
-//           [B, H, T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token
+// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V], u [H, K]. Of every segment, P a sequence: initial and
+//           dht [N P, H, K, V], the state at its start and the gradient of that at its end; du and ends [N P, H, K],
+//           its term of du and sum_v (state at its end) dht. u and these: float32. query_share: in memory of the type
+//           of g (query_share.cuh). query_sums [B, H, chunks, K + FLAGS] float32: of each channel sum_i q_i
+//           from_state_i, whose 9 lowest bits hold a unit, the power of 2 that query_share counts in, and then a byte
+//           for each warp, 1 if the second pass is to compute the chunk token by token. checkpoints [B, H, T /
+//           CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token. BK and BV: K and
+//           V rounded up
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
 // smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and float_do; consumers
@@ -433,14 +437,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   wgmma_wait<0>();
   wgmma_keep(from_state);
-  float final_c[2] = {};  // sum_v S dht: c of backward_keys after the last token
+  float final_c[2] = {};  // of the lane's two channels sum_v S dht: c of backward_keys.cu after the last token
   // Whether a block of the second pass, which goes backwards, starts here, from dht.
   const bool stores_end = args.dht && (!args.joined || segment.last != segment.pair);
   if (stores_end)
     each_of_state<BV, true>(S, args.dht + segment.last * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
                               const float2 two = *reinterpret_cast<const float2*>(from);
-                              final_c[&x - S >> 1 & 1] += x * two.x + y * two.y;
+                              final_c[&x - S >> 1 & 1] += x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
                             });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -466,8 +470,10 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
       barrier_init(s.done[stage], CONSUMERS);
     }
   fence_async();
-  __syncthreads();                                       // barriers are initialised
-  constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
+  __syncthreads();  // barriers are initialised
+  // A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 232 + 40 for the three warpgroups of
+  // a block if BK = 128, and if BK = BV = 64, 216 + 40 for each of two blocks. Otherwise every warp has enough.
+  constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   if (threadIdx.x < CONSUMERS) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 216 : 232>();
     each_segment<Schedule, false>(

@@ -37,8 +37,8 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// Products in tf32 cut off the last bits of their operands, since rounding takes four instructions. This factor undoes
-// the cut on average over all fractions.
+// Products in tf32 ignore the last 13 bits of float32 operands, since rounding takes four instructions: on average
+// 0.7213 / 2048 of a number. The product of an operand that is cut off is multiplied by this factor, once for each.
 constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
 // Calls f(n, h) for this lane's two neighbouring tokens in each sub-chunk n, of each channel g + 8h.
@@ -101,22 +101,25 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-// In nats: the least gate of decays from a sub-chunk's middle, and what replaces -inf, since 0 times -inf would be NaN.
-constexpr float LEAST_GATE = -16.f, FORGOTTEN_GATE = -256.f;  // e^-256 is 0 in float32
+// In nats: the least gate of decays from a sub-chunk's middle; and the least gate of all others, in place of -inf,
+// which times a count of 0 would be NaN. e^-256 is 0 in float32.
+constexpr float LEAST_GATE = -16.f, FORGOTTEN_GATE = -256.f;
 
-// The format in which gates are summed. LEAST_TWO, FORGOTTEN_GATE_TWO: two such numbers in a register. ONE: the factor
-// that counts a gate once, in each of the two halves of a product. HALVES: the last bit of ONE's exponent, which is
-// set; without it the factor is half as large.
+// How gates of type G are summed by tensor cores, in numbers of `Type`, so that sums are logarithms of base 2.
+// LEAST_TWO, FORGOTTEN_GATE_TWO: these bounds twice, in the halves of a register. ONE: the bits of the factor that
+// counts a gate once, in each of the two halves of a product: log2 e as the sum of two numbers, or, for float32 gates,
+// which are multiplied by log2 e before, 1. HALVES: the last bit of ONE's exponent, which is set; without it the factor
+// is half as large.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
   static constexpr u32 LEAST_TWO = 0xc180c180u, FORGOTTEN_GATE_TWO = 0xc380c380u, HALVES = 0x80;
-  static constexpr u32 ONE[2] = {0x3fb8u, 0x3baau};  // log2 e
+  static constexpr u32 ONE[2] = {0x3fb8u, 0x3baau};
 };
 template <> struct GateFormat<f16> {
   using Type = f16;
   static constexpr u32 LEAST_TWO = 0xcc00cc00u, FORGOTTEN_GATE_TWO = 0xdc00dc00u, HALVES = 0x400;
-  static constexpr u32 ONE[2] = {0x3dc5u, 0x0d1eu};  // log2 e
+  static constexpr u32 ONE[2] = {0x3dc5u, 0x0d1eu};
 };
 template <> struct GateFormat<float> {
   using Type = bf16;
@@ -250,9 +253,9 @@ __device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& 
   exponentiate_sums(to, g, b);
 }
 
-// The decays over each sub-chunk, for this lane's two channels.
+// The decays over each sub-chunk, for this lane's two channels h.
 struct SubChunkDecays {
-  float sub[SUBCHUNKS][2];
+  float sub[SUBCHUNKS][2];  // [sub-chunk][h]
 
   // The decay over all sub-chunks before n, after n, and over the chunk.
   __device__ __forceinline__ float before(int n, int h) const {

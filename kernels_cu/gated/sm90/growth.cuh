@@ -22,11 +22,11 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 // second pass's sums over V. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether a channel's sum over v of S dS before a chunk, `rest`, is set to 0. rest: that sum after the chunk less the
-// terms of the chunk's keys; size: the magnitude of these two; decay: over the chunk. If `decay` is below FORGOTTEN,
-// `rest` is mostly rounding error, unless the state grew before the chunk and its gradient grows after it: if that may
-// be, kept_ratio is ROUNDING, and a rest above kept_ratio times `size` is kept; else kept_ratio is infinite. No
-// branches, since a warp's channels differ.
+// Whether a channel's decay times sum_v S dS, with S the state before a chunk, counts as 0. rest: its value, computed
+// as the sum over v of (state after the chunk) dS less the terms of the chunk's keys; size: the magnitude of these two;
+// decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding error, unless the state grew before
+// the chunk and its gradient grows after it: if that may be, kept_ratio is ROUNDING, and a rest above kept_ratio times
+// `size` is kept; else kept_ratio is infinite. No branches, since a warp's channels differ.
 __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_ratio) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_ratio * fabsf(size)));
 }
@@ -41,7 +41,7 @@ template <typename T, typename G> __device__ __forceinline__ bool some_gate_grow
   const float2 two = unpack<G>(largest);
   return grows<T>(at_least(two.x, two.y));
 }
-// The gates of this lane's pair of tokens in sub-chunk n, of channel h.
+// The log gates, in nats, of this lane's pair of tokens in sub-chunk n, of the lane's channel h, 0 or 1.
 template <typename G> __device__ __forceinline__ float2 two_gates(const Gates<G>& gates, int n, int h) {
   return unpack<G>(neighbours_of(gates.x, n, h));
 }
@@ -213,8 +213,9 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
   for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + lane_of_channel(), channel) = from_float<X>(x[m]);
 }
 
-// A chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the query
-// share overwrites g. Stores `query_sums` of this lane's channels that are `inside` K. dA: times TF32_CORRECTION.
+// Computes a chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the
+// query share (this pass's part of dg) overwrites g. Stores `query_sums` of this lane's channels that are `inside` K.
+// dA holds scale do_i . v_j times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* query_sums, const bool (&inside)[2],
                                                          Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
@@ -236,38 +237,38 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
     const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
     const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
     const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
-    // Of q dq: state_term, the state's term; key_terms, those of the keys up to j.
+    // state_term: of each query, q times the state's term of dq; key_terms: q times the terms of the keys up to j.
     Tokens dq, state_term, key_terms, query_share;
     float sum = 0.f;
 #pragma unroll 1
     for (int m = 0; m < CHUNK / 4; ++m) {
-      float up_to_own = 0.f;
+      float from_start = 0.f;  // the sum of the gates up to the state that query `row` reads
       for (int n = 0; n < 4; ++n) {
         const float before = sum;
         sum += gate(4 * m + n);
-        if (n == t) up_to_own = BEFORE ? before : sum;
+        if (n == t) from_start = BEFORE ? before : sum;
       }
       const int row = 4 * m + t;
-      dq[m] = scale * grown(from_state[h][m], up_to_own);
+      dq[m] = scale * grown(from_state[h][m], from_start);
       state_term[m] = query(row) * dq[m], key_terms[m] = query_share[m] = 0.f;
       if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], self_weight_at(dA, row) * key(row), dq[m]);
     }
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
-      // between: the sum of the gates after key j; gate_terms: what gate j + 1 multiplies, of keys up to j with later
-      // queries.
+      // between: the sum of the gates after key j so far; gate_terms: the sum of the terms that have gate j + 1 between
+      // their key, j at most, and their query.
       float between = 0.f, gate_terms = 0.f;
 #pragma unroll 1
       for (int m = j / 4; m < CHUNK / 4; ++m) {
         const int i = 4 * m + t;
-        float to_own = 0.f;
+        float from_key = 0.f;  // the sum of the gates from after key j to the state that query i reads
         for (int n = 0; n < 4; ++n) {
           const float before = between;
           if (4 * m + n > j) between += gate(4 * m + n);
-          if (n == t) to_own = BEFORE ? before : between;
+          if (n == t) from_key = BEFORE ? before : between;
         }
         if (i < j + BEFORE) continue;
-        const float x = grown(pair_at(dA, i, j) * (key(j) / TF32_CORRECTION), to_own);
+        const float x = grown(pair_at(dA, i, j) * (key(j) / TF32_CORRECTION), from_key);
         dq[m] += x;
         if (i > j) key_terms[m] = fmaf(query(i), x, key_terms[m]);
         if (i > j + BEFORE) gate_terms += key_terms[m];
@@ -276,7 +277,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
       gate_terms = channel_sum(gate_terms);
       if (j + 1 < CHUNK && (j + 1) % 4 == t) query_share[(j + 1) / 4] = gate_terms;
     }
-    float after = 0.f;
+    float after = 0.f;  // the sum of the state's terms of the queries after `row`
 #pragma unroll 1
     for (int row = CHUNK - 1; row >= 0; --row) {
       const float term = token_of(state_term, row);
@@ -290,8 +291,9 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
   }
 }
 
-// Stores in `parts` a warp's part of dv of token `row`, the sum over its 16 channels of key dS + self_score do. key,
-// self_score: of this lane's two channels; self_score is RWKV-6's score of the token with itself, otherwise 0.
+// Stores in `parts` [BV] what a warp's 16 channels contribute to dv of token `row`: the sum over them of key dS +
+// self_score do. key, self_score: of this lane's two channels; self_score is RWKV-6's score of the token with itself,
+// otherwise 0.
 template <typename T, int BV>
 __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[BV / 2], float2 key, float self_score,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
@@ -308,9 +310,10 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
     *reinterpret_cast<float2*>(parts + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// A chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites q, dg
-// overwrites g, dv overwrites v. carried: sum_v S dS after the chunk, then before it; parts: [BC][BK / 16][BV] in
-// shared memory; barrier: the number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
+// Computes a chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites
+// q, dg overwrites g, dv overwrites v. carried: of this lane's channels sum_v S dS with the state after the chunk; on
+// return, with the state before it. parts: [BC][BK / 16][BV] in shared memory; barrier: the number of a named barrier
+// of the 2 BK consumer threads; grew: whether the first pass computed the chunk token by token (query_share_value).
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&carried)[2], const float* query_sums,
                                                       float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
@@ -352,20 +355,22 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    Tokens written, dg;                      // written: k_j L_j dS v_j, dS of the state after the chunk
-    float sum = 0.f, all = 0.f, size = 0.f;  // sums of the gates after a token, of `written`, of its magnitudes
+    // key_terms: of key j, k_j L_j dS v_j, with dS of the state after the chunk and L_j the decay from j to its end.
+    // sum: of the gates after a token; all_keys: of key_terms; size: of their magnitudes.
+    Tokens key_terms, dg;
+    float sum = 0.f, all_keys = 0.f, size = 0.f;
 #pragma unroll 1
     for (int m = CHUNK / 4 - 1; m >= 0; --m) {
-      float after_own = 0.f;
+      float to_end = 0.f;  // the sum of the gates after this lane's token
       for (int n = 3; n >= 0; --n) {
-        if (n == t) after_own = sum;
+        if (n == t) to_end = sum;
         sum += to_float(value_at(g, 4 * m + n, channel));
       }
-      written[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], after_own);
-      all += written[m], size += fabsf(written[m]);
+      key_terms[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], to_end);
+      all_keys += key_terms[m], size += fabsf(key_terms[m]);
     }
-    all = channel_sum(all), size = channel_sum(size);
-    const float after = h ? carried[1] : carried[0], rest = after - all, decay = exp2_approx(LOG2E * sum);
+    all_keys = channel_sum(all_keys), size = channel_sum(size);
+    const float after = h ? carried[1] : carried[0], rest = after - all_keys, decay = exp2_approx(LOG2E * sum);
     const float before = is_forgotten(decay, rest, fabsf(after) + size, ROUNDING) ? 0.f : rest;
     if (h) carried[1] = before + query_sums[channel];
     else carried[0] = before + query_sums[channel];
@@ -374,7 +379,7 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
     for (int row = 0; row < CHUNK; ++row) {
       if (row % 4 == t)
         dg[row / 4] = query_share_value(value_at(query_share, row, channel), query_sums[channel], grew) + earlier_terms;
-      earlier_terms += token_of(written, row);
+      earlier_terms += token_of(key_terms, row);
     }
     store_tokens(q, dk[h], channel);
     store_tokens(g, dg, channel);
