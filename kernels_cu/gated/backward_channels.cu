@@ -20,11 +20,12 @@
 //           decays (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of
 //           all keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so
 //           that these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
-//           If a log gate g of a warp's channels exceeds GROWTH, inverse decays could overflow: then the pairs within
-//           the sub-chunks of its 16 tokens are summed one by one (growth.cuh).
+//           If a log gate g of a warp's channels exceeds GROWTH (1 nat), inverse decays could overflow: then the pairs
+//           within the sub-chunks of its 16 tokens are summed one by one (growth.cuh).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
-// grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
+// grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels. A lane has the
+//           channels lane / 4 + 8 octet of them, octet 0 or 1, and tokens 2 (lane % 4) and the next of every sub-chunk
 // smem      q, k, g of the chunk, copied by all threads; a warp reads its 16 channels, and writes dq, dk, dg over them.
 //           Two stages of 32 columns of v and do, copied by all threads, read by all warps. ScoreData overwrites these
 //           stages: dA, written and read by all warps, and operands and decays that a thread or warp writes for itself
@@ -51,7 +52,7 @@ constexpr int BLOCKS = CHUNK / 16;            // blocks of 16 tokens, two sub-ch
 constexpr int BLOCKS_PER_WARP = 3;            // the 10 blocks [16, 16] of dA on and below the diagonal, over 4 warps
 constexpr float FLOAT32_MAX = 3.4028235e38f;  // the largest float32
 // float32 data: a difference that is less than this share of the sum of its terms' absolute values has cancelled too
-// much, and is computed again as a sum of pairs.
+// much, and is computed again as a sum of pairs. Split operands keep 21 bits: a difference at this limit keeps 12.
 constexpr float CANCELLED_SHARE = 1.f / 512;
 
 // The template argument Columns. Ungated: columns of V have no gates, and v and do are the call's arrays, of type T.
@@ -83,7 +84,7 @@ template <typename T, typename G, typename E> struct Args {
   double scale;
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes, which the host checks
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
-  // dA [B, heads, NC, 64, 64], without its diagonal, pairs within a sub-chunk times NEAR_SCALE
+  // dA [B, heads, NC, 64, 64], without its diagonal, pairs within a sub-chunk times NEAR_SCALE (2^22, backward.cuh)
   const void* scores;
   const float* diagonal;       // dA's diagonal [B, heads, NC, 64]
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
@@ -393,10 +394,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const int offset = stage * COLUMNS / TILE * next_tile, column = stage * COLUMNS % TILE / 8 + 2 * step;
     states.load(slot, S_tiles + offset, dS_tiles + offset, 2 * warp, column);
   };
-  if constexpr (Columns::
-                    gated)  // all threads of the block agree, so that none waits at a barrier for one that has left
+  if constexpr (Columns::gated) {
+    // BY_CHUNK: 16 nats (by_token.cuh). All threads agree, so that none waits at a barrier for one that has left.
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
       return compute_token_by_token<Columns::turned>(args, S_tiles, dS_tiles, next_tile, work);
+  }
   fetch(0);
   cp_async_commit();
 #pragma unroll
@@ -495,7 +497,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
     for (int p = 0; p < 4; ++p) f(p, gates[p]);
   };
-  const auto gates_of_pair = [&](int m, int p) {
+  const auto gates_of_pair = [&](int m, int p) {  // the same for one p
     const G* gate =
         s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + warp_channel + lane_channel + 8 * (p & 1);
     return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
@@ -621,7 +623,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     // decayed from it.
     Held<M> border16[2];
 #pragma unroll
-    for (int in_half = 0; in_half < 2; ++in_half) {  // the half's blocks
+    for (int in_half = 0; in_half < 2; ++in_half) {  // the number of a block in this half
       const int m = 2 * half + in_half;
       float2 y[4];
       load_channels(y, (in_half ? s.q : s.k) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
@@ -689,7 +691,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         __syncwarp();  // all lanes have read q of this block, which dq overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          // subchunk: its number in this half; n: in the chunk.
+          // second: the sub-chunk's number in the block; subchunk: in this half; n: in the chunk.
           const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
           const float2 product = tokens_of(over_keys[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * product);

@@ -18,9 +18,11 @@ __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queri
   multiply(d, a, b);
 }
 
-// A warp's blocks of 16 x 16 scores. `diagonal`, `border8`: block (warp, warp), the pairs within a sub-chunk and those
-// of its two sub-chunks. `border32`: block (half_row, half_column), pairs of both halves of the chunk. `border16`, of
-// warps 0 and 1 only: block (quarter + 1, quarter). Blocks are counted in (row, column).
+// A warp's blocks of 16 x 16 scores [query, key], four by four in a chunk: (row, column) are a block's numbers.
+// `diagonal`, `border8`: of block (warp, warp) the pairs within a sub-chunk, and those of its second sub-chunk's
+// queries and its first one's keys (border8[2] and [3]). `border32`: block (half_row, half_column), pairs of both
+// halves of the chunk. `border16`, of warps 0 and 1 only: block (quarter + 1, quarter), pairs of the two blocks of a
+// half.
 struct ChunkScores {
   const int warp, half_row, half_column, quarter;
   float diagonal[2][4], border8[4], border16[2][4], border32[2][4];
@@ -35,7 +37,7 @@ struct ChunkScores {
         border16{},
         border32{} {}
 
-  // Adds the products over 16 channels from c on.
+  // Adds the products over 16 channels from c on of the tiles [channel, token] of `from`, see backward_values.cu.
   template <class M, class Operands> __device__ __forceinline__ void add(const Operands& from, int c) {
     constexpr int LDT = LD<typename M::Stored, CHUNK>;
     add_scores<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);

@@ -23,7 +23,7 @@
 // limits    BV of 64, 128; summaries of two segments or more
 #include "backward.cuh"
 
-constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a stage
+constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a step, and its sub-chunks
 constexpr int STEPS_WORTH_READING = 16;           // a shorter segment is walked whole, without a look at its gates
 static_assert(TILE == 16 * WARPS);                // channels of a block
 
@@ -119,10 +119,10 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V), P = int(args.P);
   const int channel = work.k_tile * TILE + 16 * warp + g, column = work.v_tile * BV + 2 * t;
-  const bool segments = !args.chunk_states;
+  const bool summarises = !args.chunk_states;
 
-  // S, or backwards dS: accumulators [16 channels, 8 columns] twice, BV / 16 times. each_number calls f(number, its
-  // offset in a state [K, V]) for this lane's numbers.
+  // S, or backwards dS: accumulators [16 channels, 8 columns] twice, BV / 16 times. A lane has the channels
+  // channel + 8 row, row 0 or 1. each_number calls f(number, its offset in a state [K, V]) for this lane's numbers.
   float S[BV / 16][2][4] = {};
   const auto each_number = [&](auto f) {
 #pragma unroll
@@ -133,13 +133,13 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
         if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
       }
   };
-  const int segment = backwards ? P - 1 - work.n % P : work.n % P;
+  const int segment = backwards ? P - 1 - work.n % P : work.n % P;  // its number in the walk
   const i64 state = i64(K) * V;
   const float* given = backwards ? args.dht : args.initial;
   const i64 slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
-  if (segment == 0 || !segments) {
-    const float* from = given ? given + ((segments ? work.n / P : work.n) * shape.H + work.h) * state : nullptr;
-    float* to = segments ? args.states + slot * state : nullptr;
+  if (segment == 0 || !summarises) {
+    const float* from = given ? given + ((summarises ? work.n / P : work.n) * shape.H + work.h) * state : nullptr;
+    float* to = summarises ? args.states + slot * state : nullptr;
     each_number([&](float& x, i64 offset) {
       if (from) x = from[offset];
       if (to) to[offset] = x;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     cp_async_commit();
   };
   int first = 0;
-  if (segments && steps >= STEPS_WORTH_READING)
+  if (summarises && steps >= STEPS_WORTH_READING)
     first = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();
@@ -181,7 +181,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
-    if (!segments && step % 2 == 0) {
+    if (!summarises && step % 2 == 0) {  // a chunk begins
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
       Stored* to =
           static_cast<Stored*>(args.chunk_states) + tile_at(shape, args.heads, backwards, work.b, work.h - args.first,
@@ -225,6 +225,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
+        // The decay over the step's other sub-chunks, backwards times scale, corrected for both operands' truncation.
         const float outer_decay = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
                                   (backwards ? float(args.scale) * product_over(sub_decays[row], 0, n)
                                              : product_over(sub_decays[row], n + 1, STEP_SUBS));
@@ -240,7 +241,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   }
   cp_async_wait<0>();
   float* to = nullptr;
-  if (segments) {
+  if (summarises) {
     to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state;
     for (int row = 0; row < 2; ++row)
       if (t == 0 && work.v_tile == 0 && channel + 8 * row < K)

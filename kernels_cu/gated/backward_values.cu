@@ -1,7 +1,11 @@
 // what      GLA and RWKV-6 backward on every card: dv of a chunk.
 // math      dS [K, V] is the gradient of the state after the chunk of 64 tokens. A_ij = scale q_i . decay_ij k_j for j
-//           < i, decay_ij [K] from key j to query i; A_ii = scale q_i . k_i (RWKV-6: scale q_i . u k_i)
+//           < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to i (RWKV-6: to i - 1); A_ii = scale q_i
+//           . k_i (RWKV-6: scale q_i . u k_i)
 //           dv = (k decayed to the chunk's end) dS + A^T do
+//           decay_ij is the query's decay since a border, times the key's decay up to it. With the chunk in sub-chunks
+//           of 8 tokens, blocks of 16 and halves of 32, borders are those between the halves (border32), else between
+//           the half's blocks (border16), else between the block's sub-chunks (border8), else the sub-chunk's middle
 // shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; chunk_states: see backward_states.cu
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      q, k, g and dS of 32 channels at a time, copied by all threads; operands of these channels, made by each
@@ -36,9 +40,11 @@ template <typename T, typename G> struct Tokens {
 };
 
 template <typename Stored> struct Operands {
-  Across<Stored> queries, keys;                // decayed from and to the middle of their sub-chunks
-  Across<Stored> border8, border16, border32;  // decayed from or to a border between 8, 16 and 32 tokens
-  Across<Stored> ends;                         // keys decayed to the chunk's end
+  Across<Stored> queries, keys;  // decayed from and to the middle of their sub-chunks
+  // Each in the columns of its own tokens: the keys before a border, decayed to it, and the queries after it, decayed
+  // from it.
+  Across<Stored> border8, border16, border32;
+  Across<Stored> ends;  // keys decayed to the chunk's end
 };
 
 template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Shared {

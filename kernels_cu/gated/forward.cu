@@ -1,8 +1,11 @@
 // what      GLA and RWKV-6 forward on every card, in chunks: q, k, v, g are read once, o is written once.
-// math      per chunk, S [K, V] being the state before it, A [query, key] its scores (forward_operands.cuh):
-//           o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
-// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], sums [B, H, T, V] float32, initial and final state
-//           [N, H, K, V] float32
+// math      per chunk of 32 tokens (of 16 if operands are floats), S [K, V] being the state before it, A [query, key]
+//           the scores q_i . (decay from j to i) k_j, j <= i (forward_operands.cuh):
+//           o = scale ((q decayed from the chunk's start) S + A v)
+//           S <- diag(decay of the chunk) S + (k decayed to the chunk's end)^T v;  the decay of tokens is exp of the
+//           sum of their log gates g
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], RWKV-6's bonus u [H, K], sums [B, H, T, V] float32, initial and final
+//           state [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      Shared, in forward_storage.cuh: two stages of inputs, which all threads copy; operands of the current
 //           chunk: each warp makes those of its share, some spans of 4 tokens, and all warps read them; the chunk's

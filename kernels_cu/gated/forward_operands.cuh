@@ -150,8 +150,8 @@ template <class WarpShare> struct OtherHalfDecay {
   }
 };
 
-// The decays between this span and the start (BEFORE) or the end of its sub-chunk, of its half of the chunk, and
-// of the chunk.
+// For this lane's channels, the decays over the tokens between this span and the start (BEFORE) or the end of its
+// sub-chunk, of its half of the chunk, and of the chunk.
 template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
   float sub_chunk[LANE_CHANNELS], half_chunk[LANE_CHANNELS], chunk[LANE_CHANNELS];
 
@@ -168,7 +168,8 @@ template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
         for (int c = 0; c < LANE_CHANNELS; ++c) x[c] *= decay.get(c);
       }
     };
-    // Whether the border of the unit of 2 `count` spans is `count` spans farther away than that of its half.
+    // Spans are grouped by 2 (a sub-chunk), 4 (half of a chunk) and 8. Whether this span's group of 2 `count` spans
+    // begins (BEFORE), or ends, `count` spans beyond its group of `count`.
     const auto is_farther = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) sub_chunk[c] = 1.f;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void multiply_channels(float (&y)[LANE_CHANNELS], con
   for (int c = 0; c < LANE_CHANNELS; ++c) y[c] = x[c] * factor[c];
 }
 
-// Sums each of a lane's 4 values over LANES lanes. Returns the sum of value l % 4 in lane l.
+// Sums each of a lane's 4 values over LANES neighbouring lanes. Lane l returns the sum of value l % 4.
 template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN]) {
   const int lane = threadIdx.x & 31;
 #pragma unroll

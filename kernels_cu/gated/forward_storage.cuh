@@ -26,8 +26,9 @@ template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::T
 // The number of blocks whose registers a multiprocessor holds at once.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::has_outputs && BK > BV ? 2 : 256 / BV;
 
-// Operands that are decayed to a sub-chunk's middle: their type in shared memory (Type), the type by which they are
-// multiplied (Product), and the number of products, if that of tf32 products of other operands is TF32.
+// Operands that are decayed from or to a sub-chunk's middle: their type in shared memory (Type), the type of data whose
+// way of multiplying they take (Product, of Math in fragments.cuh), and in how many products (PRODUCTS), if other
+// operands are multiplied in TF32 of them.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
   using Product = T;
   template <int TF32> static constexpr int PRODUCTS = TF32;
@@ -48,7 +49,7 @@ struct alignas(16) ScoreStorage {
   static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;
   static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // of which a score is the sum
   T q[STAGES][CHUNK<T> * BK];
-  Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed to the middle of their sub-chunk
+  Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed from and to the middle of their sub-chunk
   X border[2 * BORDER * BK];
   X A[NUMBERS * CHUNK<T> * LDA];  // scores [query, key], 0 above the diagonal; then their rounding errors
   float direct[2][2][CHUNK<T>];   // scores without gates: [0] with a query's own key, [1] with the key before; [part of

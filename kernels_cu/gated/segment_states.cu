@@ -1,7 +1,8 @@
 // what      The summary of a segment for the forward pass on every card, if the host cuts sequences into segments: the
 //           state that the segment's tokens leave if it starts from zero, and the decay over them. scan_segments.cu
 //           joins summaries.
-// math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last token first, so that S itself never decays
+// math      S = sum_j (k_j e^(sum of the log gates g after j))^T v_j over the segment's tokens j, the last one first,
+//           so that S itself never decays
 // shapes    k g [B, H, T, K], v [B, H, T, V]; of N segments states [N, parts, H, K, V] and decays [N, parts, H, 2, K]
 //           float32. A segment's state is the sum of its parts' states. The product of both rows of `decays` over all
 //           parts is the segment's decay: it is in the first row of the first part, all others are ones
@@ -14,7 +15,8 @@
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
-//           out would be decayed by e^-48 (1.4e-21), which changes no state of similar size in float32
+//           out would be decayed by e^-48 (1.4e-21): float32's rounding of later tokens' terms (6e-8) is larger unless
+//           the former are 4e13 times as large
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; a launch for every BK channels
 #include "decays.cuh"
@@ -56,7 +58,7 @@ template <typename T, typename G, int BK, int BV> struct Stage {
 };
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  u32 grows[BK / 16];  // of each warp: whether a gate was positive; then earlier tokens may not be left out
+  u32 has_positive_gate[BK / 16];  // of each warp, so far; then earlier tokens may not be left out
 };
 
 // Starts copying a step's rows in pieces of BYTES bytes; rows from `rows` on and columns from `columns` on become zero.
@@ -131,11 +133,12 @@ __device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], con
   }
 }
 
-// In nats. If the gates after a step sum to more than this, the decays of the step's tokens are two factors.
-constexpr float GROWN = 60.f;
+// In nats. If the gates after a step sum to more than this, the decays of the step's tokens are two factors: float32
+// ends at e^88, which leaves 28 nats for the gates of the step itself.
+constexpr float LARGEST_SUM = 60.f;
 
 // The first of two multiplications by exp(nats + more), which may be beyond float32's range: multiplies x by exp of
-// half of nats + more, and leaves the other half in `nats`. 0 stays 0.
+// half of nats + more, and leaves the other half in `nats`. Halves are at most 87, so that exp is finite and 0 stays 0.
 template <int N> __device__ __forceinline__ void multiply_by_half(float (&x)[N], float (&nats)[N], float more) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -190,7 +193,8 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const Span span = tokens_of(shape, work.n % count);
   const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - work.v_tile, i64(BV)));
-  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;  // first: this part's last one in time
+  // first: the step that this part begins with, counted from the segment's start; it is its last one in time.
+  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;
 
   StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first, bytes);
   StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.v_tile, args.v.t, first, bytes);
@@ -221,45 +225,46 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   float later_gates[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) later_gates[row] = warp_channel + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
-  const bool first_lane = (threadIdx.x & 31) == 0;  // only this lane writes and reads `grows`
-  u32& grows = s.grows[threadIdx.x >> 5];
-  if (first_lane) grows = 0;
+  const bool first_lane = (threadIdx.x & 31) == 0;  // only this lane writes and reads `has_positive_gate`
+  u32& has_positive_gate = s.has_positive_gate[threadIdx.x >> 5];
+  if (first_lane) has_positive_gate = 0;
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
     const bool remembered =
-        first_lane && grows || !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
+        first_lane && has_positive_gate || !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
     // This step has been copied; the previous one, whose stage is filled next, has been read.
     if (!__syncthreads_or(remembered)) break;
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
-    const bool grown = __any_sync(0xffffffffu, later_gates[0] > GROWN || later_gates[1] > GROWN);
+    const bool two_factors = __any_sync(0xffffffffu, later_gates[0] > LARGEST_SUM || later_gates[1] > LARGEST_SUM);
     const bool in_part = is_of_part(step);
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      // gate: the sum of the lane's gates after each token; sum: of all of them.
-      float gate[LANE_TOKENS<T>], sum = 0.f, largest = 0.f;
-      load_lane_tokens(gate, in.g, warp_channel + 8 * row);
+      // within_lane: the gates of the lane's tokens, then, of each token, the sum of those of the lane's later tokens;
+      // sum: of all of them.
+      float within_lane[LANE_TOKENS<T>], sum = 0.f, largest = 0.f;
+      load_lane_tokens(within_lane, in.g, warp_channel + 8 * row);
 #pragma unroll
       for (int i = LANE_TOKENS<T> - 1; i >= 0; --i) {
-        const float g = gate[i];
-        gate[i] = sum;
-        sum += g;
-        largest = fmaxf(largest, g);
+        const float gate = within_lane[i];
+        within_lane[i] = sum;
+        sum += gate;
+        largest = fmaxf(largest, gate);
       }
-      if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) grows = 1;
+      if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) has_positive_gate = 1;
       const FourLanes lanes = lane_sums(sum);
-      float others = lanes.after + later_gates[row];  // the gates after the lane's tokens
+      float after_lane = lanes.after + later_gates[row];  // the sum of the gates after the lane's tokens
       later_gates[row] += lanes.all;
       if (!in_part) continue;
       float key[LANE_TOKENS<T>];
       load_lane_tokens(key, in.k, warp_channel + 8 * row);
-      if (grown) multiply_by_half(key, gate, others), others = 0.f;
-      others *= LOG2E;
+      if (two_factors) multiply_by_half(key, within_lane, after_lane), after_lane = 0.f;
+      after_lane *= LOG2E;
 #pragma unroll
-      for (int i = 0; i < LANE_TOKENS<T>; ++i) key[i] *= exp2_approx(fmaf(gate[i], LOG2E, others));
+      for (int i = 0; i < LANE_TOKENS<T>; ++i) key[i] *= exp2_approx(fmaf(within_lane[i], LOG2E, after_lane));
 #pragma unroll
       for (int n = 0; n < LANE_TOKENS<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
     }

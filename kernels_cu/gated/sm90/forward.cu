@@ -73,7 +73,8 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   else __syncthreads();                                      // barriers are initialised, and A is zero
   if constexpr (!Schedule::has_outputs) narrow_work<THREADS>(s, args, work);
   // Whether producers give registers to the consumers; whether consumers, whose state is small, give registers to the
-  // producers.
+  // producers. A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 192 + 120 for the three
+  // warpgroups of a block, or 112 + 144 for the two of each of two blocks.
   constexpr bool CONSUMERS_NEED = THREADS == 384 && Schedule::K_RANKS > 1,
                  PRODUCERS_NEED = Schedule::has_outputs && BK + BV == 128;
   if (threadIdx.x < CONSUMERS) {
