@@ -1,11 +1,12 @@
 """The record of the last run of the tests on a card, and whether it still speaks of these sources.
 
-    python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--sanitizer PROGRAM] [--out FILE]
+    python tests/gpu_record.py --write [--legs cupy,memcheck] [--workers 4] [--sanitizer PROGRAM] [--out FILE]
     python tests/gpu_record.py --check [--out FILE]
 
 --write wants a card, --check runs anywhere. --write runs every case of a test that names a backend, the others being
 for any machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is
-one, and a hash of every file that decides what runs on a device. Of several cards the sanitizer has one, beside the
+one, and a hash of every file that decides what runs on a device. Its legs are the backends and the sanitizer's tools:
+those that do not run keep what the file says of them, if it speaks of the same sources. Of several cards the sanitizer has one, beside the
 tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports races between warps that wait
 for each other's mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches and
 nothing failed, and else prints why not and exits 1.
@@ -39,6 +40,7 @@ SOURCES = (
     "linattn_np/backends/numba/*.py",
 )
 LONGEST = 60  # seconds of a test, after which it says where it stands
+BACKENDS = ("cupy", "numba")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LIBRARIES = (
     "numpy",
@@ -75,10 +77,10 @@ def complaints(record, found) -> list[str]:
     """Why the record does not vouch for the sources `found`; empty when it does."""
     said = [f"{name}: {backend['failed']} failed" for name, backend in record["backends"].items() if backend["failed"]]
     said += [f"{name}: nothing passed" for name, backend in record["backends"].items() if not backend["passed"]]
-    if not record["backends"]:
-        said.append("no backend was run")
-    sanitizer = record.get("sanitizer") or {"tools": {}}
-    said += [f"{tool}: {found['errors']} errors" for tool, found in sanitizer["tools"].items() if found["errors"]]
+    tools = (record.get("sanitizer") or {"tools": {}})["tools"]
+    said += [f"{tool}: {found['errors']} errors" for tool, found in tools.items() if found["errors"]]
+    legs = BACKENDS + (SANITIZERS if tools else ())
+    said += [f"{leg}: was not run" for leg in legs if leg not in record["backends"] and leg not in tools]
     known = record["sources"]
     for path in sorted({*known, *found}):
         if path not in known:
@@ -162,14 +164,14 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
         return found
 
 
-def sanitize(root, sanitizer) -> dict | None:
-    """What every tool of compute-sanitizer says of sanitized.py, side by side; None where there is no such program."""
-    if shutil.which(sanitizer) is None:
+def sanitize(root, sanitizer, tools) -> dict | None:
+    """What these tools of compute-sanitizer say of sanitized.py, side by side; None where there is no such program."""
+    if not tools or shutil.which(sanitizer) is None:
         return None
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
-        found = pool.map(lambda tool: run_sanitizer(root, sanitizer, tool), SANITIZERS)
-    return {"version": re.search(r"Version (\S+)", version)[1], "tools": dict(zip(SANITIZERS, found))}
+    with ThreadPoolExecutor(len(tools)) as pool:
+        found = pool.map(lambda tool: run_sanitizer(root, sanitizer, tool), tools)
+    return {"version": re.search(r"Version (\S+)", version)[1], "tools": dict(zip(tools, found))}
 
 
 def run_sanitizer(root, sanitizer, tool) -> dict[str, float]:
@@ -239,18 +241,31 @@ def commit(root) -> str | None:
         return None
 
 
-def write(root, path, backends, workers, sanitizer, more) -> int:
+def earlier_legs(path, sources) -> tuple[dict, dict | None]:
+    """(backends, sanitizer) of the record at `path`; nothing where there is none, or one of other sources."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record.get("sources") != sources:
+        return {}, None
+    return record["backends"], record["sanitizer"]
+
+
+def write(root, path, legs, workers, sanitizer, more) -> int:
     sources = hashes(root)
+    tools = [leg for leg in legs if leg in SANITIZERS]
+    tested, sanitized = earlier_legs(path, sources)
     with ThreadPoolExecutor(1) as beside:
-        sanitized = beside.submit(sanitize, root, sanitizer) if card_count() > 1 else None
-        tested = {backend: run_tests(root, backend, workers, more) for backend in backends}
+        watched = beside.submit(sanitize, root, sanitizer, tools) if card_count() > 1 else None
+        tested |= {backend: run_tests(root, backend, workers, more) for backend in legs if backend in BACKENDS}
+        found = watched.result() if watched else sanitize(root, sanitizer, tools)
+        if found and sanitized:
+            found["tools"] = sanitized["tools"] | found["tools"]
         record = {
             **machine(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "commit": commit(root),
             "versions": versions(),
             "backends": tested,
-            "sanitizer": sanitized.result() if sanitized else sanitize(root, sanitizer),
+            "sanitizer": found or sanitized,
             "sources": sources,
         }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +283,8 @@ def main(arguments=None) -> int:
     )
     action.add_argument("--check", action="store_true", help="compare the record with the sources")
     parser.add_argument("--out", type=Path, default=RECORD, help="the record's file")
-    parser.add_argument("--backends", default="cupy,numba")
+    every = (*BACKENDS, *SANITIZERS)
+    parser.add_argument("--legs", default=",".join(every), help="what runs, of %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="processes that run tests side by side")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program, where it is not on the path")
     given, more = parser.parse_known_args(arguments)
@@ -276,7 +292,10 @@ def main(arguments=None) -> int:
         if more:
             parser.error(f"unknown arguments: {' '.join(more)}")
         return check(ROOT, given.out)
-    return write(ROOT, given.out, given.backends.split(","), given.workers, given.sanitizer, more)
+    legs = given.legs.split(",")
+    if unknown := sorted({*legs} - {*every}):
+        parser.error(f"--legs: {', '.join(unknown)} is none of {', '.join(every)}")
+    return write(ROOT, given.out, legs, given.workers, given.sanitizer, more)
 
 
 if __name__ == "__main__":

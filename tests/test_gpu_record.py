@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import catalog
 import conftest
@@ -25,7 +26,8 @@ TREE = {
     "linattn_np/backends/numpy/chunked.py": "runs on no card",
     "README.md": "neither",
 }
-CLEAN = {"version": "1.0", "tools": {"memcheck": {"calls": 4, "kernel_files": 2, "errors": 0, "seconds": 1.5}}}
+WATCHED = {"calls": 4, "kernel_files": 2, "errors": 0, "seconds": 1.5}
+CLEAN = {"version": "1.0", "tools": dict.fromkeys(gpu_record.SANITIZERS, WATCHED)}
 PASSED = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 0.5}
 
 
@@ -87,10 +89,10 @@ def test_sources_that_came_and_went(root, path, capsys):
     "backends, said",
     [
         ({"cupy": PASSED, "numba": {**PASSED, "failed": 2}}, "numba: 2 failed"),
-        ({"cupy": {**PASSED, "passed": 0}}, "cupy: nothing passed"),
-        ({}, "no backend was run"),
+        ({"cupy": {**PASSED, "passed": 0}, "numba": PASSED}, "cupy: nothing passed"),
+        ({"numba": PASSED}, "cupy: was not run"),
     ],
-    ids=["failed", "nothing", "none"],
+    ids=["failed", "nothing", "one"],
 )
 def test_a_run_that_was_not_good(root, path, backends, said, capsys):
     record = json.loads(path.read_text())
@@ -101,10 +103,10 @@ def test_a_run_that_was_not_good(root, path, backends, said, capsys):
 
 def test_a_sanitizer_that_found_something(root, path, capsys):
     record = json.loads(path.read_text())
-    record["sanitizer"]["tools"]["racecheck"] = {**CLEAN["tools"]["memcheck"], "errors": 2}
+    record["sanitizer"]["tools"] = {"memcheck": WATCHED, "racecheck": {**WATCHED, "errors": 2}, "initcheck": WATCHED}
     path.write_text(json.dumps(record))
     assert gpu_record.check(root, path) == 1
-    assert capsys.readouterr().out == "racecheck: 2 errors\n"
+    assert capsys.readouterr().out == "racecheck: 2 errors\nsynccheck: was not run\n"
 
 
 def test_a_run_without_a_sanitizer_says_so(root, path, capsys):
@@ -149,14 +151,14 @@ def test_what_a_sanitizer_says(tmp_path, said, status, errors, calls):
     )
     program.chmod(0o755)
     (tmp_path / "tests").mkdir()
-    found = gpu_record.sanitize(tmp_path, str(program))
+    found = gpu_record.sanitize(tmp_path, str(program), gpu_record.SANITIZERS)
     assert found["version"] == "1.2.3" and list(found["tools"]) == list(gpu_record.SANITIZERS)
     for tool in found["tools"].values():
         assert (tool["errors"], tool["calls"], tool["kernel_files"]) == (errors, calls, calls // 2)
 
 
 def test_no_sanitizer(tmp_path):
-    assert gpu_record.sanitize(tmp_path, str(tmp_path / "none")) is None
+    assert gpu_record.sanitize(tmp_path, str(tmp_path / "none"), gpu_record.SANITIZERS) is None
 
 
 def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
@@ -243,17 +245,36 @@ def test_a_run_without_a_report_has_failed(tmp_path):
     assert (found["passed"], found["failed"]) == (0, 1)
 
 
-def test_write_stores_what_ran(root, monkeypatch, capsys):
+@pytest.fixture
+def card(monkeypatch):
+    """Stands in for a card, where all passes."""
     monkeypatch.setattr(gpu_record, "machine", lambda: {"card": "card", "driver": "1"})
     monkeypatch.setattr(gpu_record, "run_tests", lambda root, backend, workers, more: PASSED)
-    monkeypatch.setattr(gpu_record, "sanitize", lambda root, sanitizer: CLEAN)
-    path = root / "new" / "record.json"
-    assert gpu_record.write(root, path, ["cupy"], 1, "compute-sanitizer", []) == 0
+    monkeypatch.setattr(gpu_record.shutil, "which", lambda program: program)
+    monkeypatch.setattr(gpu_record, "card_count", lambda: 1)
+    monkeypatch.setattr(gpu_record.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="Version 1.0"))
+    monkeypatch.setattr(gpu_record, "run_sanitizer", lambda root, sanitizer, tool: WATCHED)
+    monkeypatch.setattr(gpu_record, "commit", lambda root: "commit")
+
+
+def test_write_stores_what_ran(root, card):
+    path, legs = root / "new" / "record.json", (*gpu_record.BACKENDS, *gpu_record.SANITIZERS)
+    assert gpu_record.write(root, path, legs, 1, "compute-sanitizer", []) == 0
     record = json.loads(path.read_text())
-    assert record["backends"] == {"cupy": PASSED} and record["sanitizer"] == CLEAN
+    assert record["backends"] == dict.fromkeys(gpu_record.BACKENDS, PASSED) and record["sanitizer"] == CLEAN
     assert record["sources"] == gpu_record.hashes(root)
     assert {"card", "driver", "date", "commit", "versions"} <= set(record) and "numpy" in record["versions"]
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_legs_of_one_state_of_the_sources_make_one_record(root, card):
+    path, statuses = root / "record.json", []
+    for legs in (["cupy"], ["numba", "racecheck", "synccheck"], ["memcheck", "initcheck"]):
+        statuses.append(gpu_record.write(root, path, legs, 1, "compute-sanitizer", []))
+    assert statuses == [1, 1, 0]
+    (root / "kernels_cu/gated/forward.cu").write_text("other")
+    assert gpu_record.write(root, path, ["numba"], 1, "compute-sanitizer", []) == 1
+    assert list(json.loads(path.read_text())["backends"]) == ["numba"]
 
 
 def test_check_needs_the_standard_library_alone(path):
