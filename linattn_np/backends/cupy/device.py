@@ -19,6 +19,13 @@ LEAST_CAPABILITY = 80  # of the cards that are served: sm_80 has cp.async and tf
 SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel may use without asking
 
 
+def cupy():
+    """CuPy, which is imported at first use."""
+    import cupy
+
+    return cupy
+
+
 class CupyDevice:
     """The current CUDA device. A kernel begins when the previous one has ended.
 
@@ -52,31 +59,23 @@ class CupyDevice:
     @property
     def memory(self) -> int:
         """Bytes of memory that calls may allocate: all of the card's, or the limit of CuPy's memory pool."""
-        import cupy
-
         whole = whole_memory(current())
-        return min(whole, cupy.get_default_memory_pool().get_limit() or whole)
+        return min(whole, cupy().get_default_memory_pool().get_limit() or whole)
 
     @property
     def queue(self):
         """Identifies the queue of work: (stream, thread), since threads may have default streams of their own."""
-        import cupy
-
-        return cupy.cuda.get_current_stream().ptr, get_ident()
+        return cupy().cuda.get_current_stream().ptr, get_ident()
 
     def record(self, event=None):
         """Records `event`, or a new one, after all that has been enqueued on the current stream, and returns it."""
-        import cupy
-
-        event = event or cupy.cuda.Event(disable_timing=True)
+        event = event or cupy().cuda.Event(disable_timing=True)
         event.record()
         return event
 
     def wait(self, event):
         """Makes the current stream wait until all work recorded by `event` is done."""
-        import cupy
-
-        cupy.cuda.get_current_stream().wait_event(event)
+        cupy().cuda.get_current_stream().wait_event(event)
 
     def finish(self, event):
         """Makes the host wait until all work recorded by `event` is done."""
@@ -85,44 +84,32 @@ class CupyDevice:
     @property
     def capturing(self) -> bool:
         """Whether launches on the current stream are captured by a CUDA graph now."""
-        import cupy
-
-        return cupy.cuda.get_current_stream().is_capturing()
+        return cupy().cuda.get_current_stream().is_capturing()
 
     # -- arrays --
     def empty(self, shape, dtype):
-        import cupy
-
-        return cupy.empty(shape, dtype)
+        return cupy().empty(shape, dtype)
 
     def zeros(self, shape, dtype):
-        import cupy
-
-        return cupy.zeros(shape, dtype)
+        return cupy().zeros(shape, dtype)
 
     def upload(self, host):
         """A copy on the device of the NumPy array `host`."""
-        import cupy
-
         if self.capturing:
             raise RuntimeError(
                 "host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
                 "make the same call once before"
             )
-        return cupy.asarray(host)
+        return cupy().asarray(host)
 
     def lent(self, x) -> bool:
         """Whether another library owns the memory of `x`. That library then keeps it for its own CUDA graphs."""
-        import cupy
-
-        return isinstance(x.data.mem, cupy.cuda.UnownedMemory)
+        return isinstance(x.data.mem, cupy().cuda.UnownedMemory)
 
     def view(self, x, shape, strides, dtype, offset):
         """An array in the memory of `x`, `offset` bytes after its first number."""
-        import cupy
-
         start = x.data + offset if x.size else x.data  # an empty array has no address
-        return cupy.ndarray(shape, dtype, start, strides)
+        return cupy().ndarray(shape, dtype, start, strides)
 
     def copy(self, source, target):
         """Copies the bytes of a contiguous array to another one."""
@@ -175,9 +162,7 @@ class CupyDevice:
     def captured(self, launches):
         """A function that enqueues all `launches` as one CUDA graph. They are commands of `execute.CompiledPlan` that
         have run before; like these, the function takes one argument, which is not used."""
-        import cupy
-
-        stream = cupy.cuda.Stream(non_blocking=True)
+        stream = cupy().cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
             for launch in launches:
@@ -200,30 +185,22 @@ class CupyDevice:
 
 def current() -> int:
     """The number of the current CUDA device."""
-    import cupy
-
-    return cupy.cuda.runtime.getDevice()
+    return cupy().cuda.runtime.getDevice()
 
 
 @cache
 def attribute(device: int, name: str) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes[name])
+    return int(cupy().cuda.Device(device).attributes[name])
 
 
 @cache
 def capability(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).compute_capability)
+    return int(cupy().cuda.Device(device).compute_capability)
 
 
 @cache
 def whole_memory(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.runtime.getDeviceProperties(device)["totalGlobalMem"])
+    return int(cupy().cuda.runtime.getDeviceProperties(device)["totalGlobalMem"])
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
@@ -261,10 +238,8 @@ def load(kernel, device: int):
 
 def compiled(kernel, device: int):
     """Compiles and loads `kernel` in this thread, in 0.1 to 2 s; returns the CuPy function."""
-    import cupy
-
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
-    with cupy.cuda.Device(device):
+    with cupy().cuda.Device(device):
         try:
             prepare_options(options)
             return compile_module(kernel, options)
@@ -275,9 +250,7 @@ def compiled(kernel, device: int):
 
 def compile_module(kernel, options):
     """Compiles a module with `kernel` alone; returns the CuPy function."""
-    import cupy
-
-    module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
+    module = cupy().RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
     return module.get_function(kernel.expression)
 
 
@@ -287,11 +260,9 @@ def prepare_options(options):
     CuPy itself compiles such a kernel when it first sees a set of options, and stores the result. Threads that compiled
     their first kernels at the same time would all do so, one after the other.
     """
-    import cupy
-
     with USED_OPTIONS_LOCK:
         if options not in USED_OPTIONS:
-            cupy.RawModule(code=EMPTY_KERNEL, options=options).compile()
+            cupy().RawModule(code=EMPTY_KERNEL, options=options).compile()
             USED_OPTIONS.add(options)
 
 
@@ -398,9 +369,7 @@ class OverlappedDevice(CupyDevice):
     cooperative = True
 
     def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
-        import cupy
-
-        smem, current_stream = kernel.shared_bytes if smem is None else smem, cupy.cuda.get_current_stream
+        smem, current_stream = kernel.shared_bytes if smem is None else smem, cupy().cuda.get_current_stream
         ids = [COOPERATIVE] * together + [PROGRAMMATIC_STREAM_SERIALIZATION] * kernel.overlaps
         config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, None, attributes(*ids), len(ids))
         function, launch_kernel = driver_function(kernel, smem, current()), driver().cuLaunchKernelEx

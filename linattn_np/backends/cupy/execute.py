@@ -4,7 +4,7 @@ A plan is compiled once. It then serves all calls with the same shapes, dtypes, 
 addresses. Each execution allocates the plan's buffers, writes the addresses into the kernels' argument structs (or
 finds the structs of an earlier execution with these addresses) and launches the kernels.
 
-A planner is a module with the functions `plan` and `plan_vjp`, and maybe `plan_summary` and `plan_summary_vjp`: such as
+A planner is a module with the function `plan`, and maybe `plan_vjp`, `plan_summary` and `plan_summary_vjp`: such as
 `gated`. A device is an object like `device.CupyDevice`; the tests' emulator is another one. do and dht are the
 gradients of a call's o and final state.
 """
@@ -44,10 +44,10 @@ ADDRESS_SETS = 64
 BUFFER_ALIGNMENT = 256  # bytes; buffers that share an allocation start at multiples of it
 
 
-def plan_of(planner, name, problem, device, **trees) -> Plan | None:
-    """What the planner's function `name` returns for descriptions of the call and of further arrays, with large copies
-    made faster; None if it has no such function. `trees`: nested tuples of arrays, in the order of the function's
-    parameters; empty `summaries` are left out, since many planners take none."""
+def plan_of(planner, name, problem, device, **trees):
+    """The plan that the planner's function `name` makes for descriptions of the call and of further arrays, with large
+    copies made faster; None if it has no such function. `trees`: nested tuples of arrays, in the order of the
+    function's parameters; empty `summaries` are left out, since many planners take none."""
     if not hasattr(planner, name):
         return None
     described_problem, memory = describe(problem, device)
