@@ -16,7 +16,6 @@ from linattn_np.backends.cupy import (
     softmax,
     stages,
     step,
-    step_of_several,
     value_gate,
 )
 from linattn_np.backends.cupy import gated_kernels as gated
@@ -173,10 +172,10 @@ def delta_rules():
 
 def steps_of_several():
     for (T, G), S, size in product([*GATES, (DOUBLE, DOUBLE)], FLOATS, gated.CHANNELS):
-        for rule in (step_of_several.GLA, step_of_several.BEFORE_WRITE, delta.GATED_DELTA, delta.KDA):
-            yield step_of_several.StepOfSeveral(rule, T, G, S, size)
+        for rule in (step.GLA, step.BEFORE_WRITE, delta.GATED_DELTA, delta.KDA):
+            yield step.StepOfSeveral(rule, T, G, S, size)
         if size <= 128 or DOUBLE not in (T, S):
-            yield step_of_several.StepOfSeveral(delta.DPLR, T, G, S, size)
+            yield step.StepOfSeveral(delta.DPLR, T, G, S, size)
 
 
 def value_gates():

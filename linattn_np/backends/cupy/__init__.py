@@ -1,6 +1,7 @@
 """Raw CUDA through CuPy: the kernels of `kernels_cu`, compiled by NVRTC at first use.
 
-An operator's planner is a module with these functions; each returns a `Plan` but for `unsupported` and `saved`:
+An operator's planner is a module with these functions; each returns a `Plan` but for `unsupported` and `saved`. Those
+of steps and of stages have only the first two.
 
     unsupported(problem)                         why its kernels cannot compute a problem; None if they can
     plan(problem, device)                        the plan of (o, the final state's parts or None), of a step's o, or of
@@ -37,7 +38,7 @@ from ...declarations import (
     STEPS_OF_SEVERAL,
 )
 from ...kernel_choice import portable
-from . import delta, delta_step, execute, gated, scalar_decay, softmax, stages, step, step_of_several, value_gate
+from . import delta, execute, gated, scalar_decay, softmax, stages, step, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, caller_array
 
@@ -45,11 +46,9 @@ PLANNERS = (
     dict.fromkeys(GATED, gated)
     | dict.fromkeys(SOFTMAX, softmax)
     | dict.fromkeys((SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
-    | dict.fromkeys(GATED_STEPS, step)
+    | dict.fromkeys((*GATED_STEPS, *DELTA_RULE_STEPS, *STEPS_OF_SEVERAL), step)
     | dict.fromkeys(STAGES, stages)
     | dict.fromkeys(DELTA_RULES, delta)
-    | dict.fromkeys(DELTA_RULE_STEPS, delta_step)
-    | dict.fromkeys(STEPS_OF_SEVERAL, step_of_several)
     | {GLA_VALUE_GATE: value_gate}
 )
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)

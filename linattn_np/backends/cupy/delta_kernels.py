@@ -295,8 +295,8 @@ class DeltaRecurrentBackward(DeltaKernel):
 
 
 class DeltaStep(Kernel):
-    """One token of each sequence: o and the new state. `slots`: the row of `state` that each sequence uses, or null if
-    these are 0 ... B - 1; `pieces`: whether rows of the state allow accesses of 16 bytes."""
+    """One token of each sequence: o and the new state, as `step` has them. `pieces`: whether rows of the state allow
+    accesses of 16 bytes."""
 
     file = "delta/step"
     arguments = members(

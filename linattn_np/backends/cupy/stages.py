@@ -142,10 +142,6 @@ def plan_all_stages(problem, device, summaries):
     return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
 
 
-def plan_vjp(problem, device, do, dht, saved):
-    raise NotImplementedError("a stage has no gradients")
-
-
 class Stages:
     """Adds the launches of stages to a draft. A stage's method has the name and the arrays of its public function, and
     returns the arrays of its results.

@@ -1,6 +1,12 @@
-"""The planner of steps of gated operators: one token for every sequence, whose state is updated in place.
+"""The planner of steps: one token for every sequence, or a few for speculative decoding, of which the caller may later
+reject the last ones. The state is updated in place. A step has no gradients.
 
-Sizes: B sequences, H heads, K channels, V columns. A step has no gradients.
+A call with several tokens first applies those of the previous call's that were accepted, the first `accepted` of the
+`pending` ones, to the state. Its own tokens are then stored as pending.
+
+Sizes: B sequences, H heads, K channels, V columns, M tokens that `pending` has room for. `group` heads of values share
+a head of q and k. `slots`: the row of `state` that each sequence uses, or null if these are 0 ... B - 1; `aligned16`:
+whether rows of the state allow accesses of 16 bytes.
 """
 
 from __future__ import annotations
@@ -9,16 +15,19 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...declarations import DELTA_RULE_STEPS, MOST_PENDING
+from . import delta
 from .arguments import members
-from .gated_kernels import read_order
-from .kernel import DOUBLE, FLOATS, GatedKernel, no_kernels
+from .delta_kernels import DPLR, DeltaStep
+from .gated_kernels import channels, read_order
+from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
+
+GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `rule` of gated operators; `delta_kernels` has others
 
 
 class RecurrentStep(GatedKernel):
-    """o and the new state. `slots`: the row of `state` that each sequence uses, or null if these are 0 ... B - 1;
-    `aligned16`: whether rows of the state allow accesses of 16 bytes; u: null for operators without it. The order and
-    types are those of struct Args in the kernel's file."""
+    """o and the new state. u: null for operators without it."""
 
     file = "recurrent/step"
     arguments = members(
@@ -33,10 +42,49 @@ class RecurrentStep(GatedKernel):
         return 64 * self.BV * self.state.itemsize // (4 * 16)  # a thread accesses 4 times 16 bytes of a tile [64, BV]
 
 
+class StepOfSeveral(Kernel):
+    """o, the new state and the new pending tokens, by a block for each sequence and head of values."""
+
+    file = "recurrent/step_of_several"
+    arguments = members(
+        "rows q k v, rows? a b, rows g, rows? beta, rows o, pointers? bonus, rows state pending, "
+        "pointers? slots accepted, integers H T_ K V M group, reals scale, integers normalized aligned16"
+    )
+    shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, COLUMNS<Widest<{dtype}, {state}>, {BK}>>",)
+    constants: ClassVar[tuple] = (("TOKENS", "TOKENS"),)
+    TOKENS: ClassVar[int] = MOST_PENDING
+    rule: str
+    dtype: np.dtype
+    gate: np.dtype
+    state: np.dtype
+    BK: int
+
+    @property
+    def real(self) -> np.dtype:
+        """The dtype of the arithmetic and of `pending`."""
+        return real(self.dtype, self.state)
+
+    @property
+    def BV(self) -> int:
+        """Columns of the state that a block computes at a time."""
+        return self.threads // (8 if self.BK == 256 and self.real == DOUBLE else 4)
+
+    @property
+    def threads(self):
+        return 512 if self.BK == 128 and self.real == FLOAT32 else 256
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
-    """Why this kernel cannot compute a problem; None when it can."""
-    state = problem.options["state"]
+    """Why the kernels cannot compute a problem; None when they can."""
+    state, pending = problem.options["state"], problem.options["pending"]
+    if pending is not None:
+        if not has_rows(pending):
+            return "pending's last axis is not contiguous, so it cannot be updated in place"
+        if "a" in problem.arrays and DOUBLE == pending.dtype and problem.sizes["K"] > 128:
+            return f"K={problem.sizes['K']} is over 128, for several tokens with two keys each in float64"
+    if (pending is not None or problem.op in DELTA_RULE_STEPS) and (reason := delta.unsupported(problem)):
+        return reason
     if state.dtype not in FLOATS:
         return f"the state is {state.dtype}; it takes {', '.join(map(str, FLOATS))}"
     if not has_rows(state):
@@ -45,21 +93,52 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
-    """The plan of a step: o, with the option "state" updated in place."""
-    draft = Draft()
-    q, k, v, g = draft.inputs(problem)
-    state, slots = problem.options["state"], problem.options["slots"]
-    B, H, K, V = problem.shape("B H K V")
+    """The plan of a step: o, with the options "state" and "pending" updated in place."""
+    draft, options, (H, K, V) = Draft(), problem.options, problem.shape("H K V")
+    o, state, slots = draft.output(problem), options["state"], options["slots"]
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
-    o, kernel = draft.output(problem), RecurrentStep(read_order(problem.op), problem.dtype, g.dtype, state.dtype)
-    real = DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32
-    u = draft.as_contiguous(problem.arrays.get("u"), "u", real)
-    arrays = {"q": q, "k": k, "v": v, "g": g, "o": o, "u": u, "state": state, "slots": slots}
-    sizes = {"H": H, "K": K, "V": V, "scale": problem.scale, "aligned16": aligned16(state)}
-    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **arrays, **sizes)
-    return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})
+    draft.default_args = {"H": H, "K": K, "V": V, "scale": problem.scale, "o": o, "state": state, "slots": slots}
+    draft.default_args |= {"aligned16": aligned16(state), "pieces": aligned16(state)}
+    if options["pending"] is not None:
+        launch = launch_several
+    else:
+        launch = launch_delta_rule if problem.op in DELTA_RULE_STEPS else launch_gated
+    return draft.plan(draft.give_back(problem, o), tiles=launch(draft, problem, state.dtype))
 
 
-def plan_vjp(problem, device, do, dht, saved):
-    raise NotImplementedError("a step has no gradients")
+def launch_gated(draft, problem, state):
+    """Appends the launch for one token of a gated operator; returns its tiles. `state`: the dtype of the state."""
+    (q, k, v, g), (B, H, V) = draft.inputs(problem), problem.shape("B H V")
+    kernel = RecurrentStep(read_order(problem.op), problem.dtype, g.dtype, state)
+    u = draft.as_contiguous(problem.arrays.get("u"), "u", real(problem.dtype, state))
+    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), q=q, k=k, v=v, g=g, u=u)
+    return {"BV": kernel.BV}
+
+
+def launch_delta_rule(draft, problem, state):
+    """As `launch_gated`, for a delta rule."""
+    inputs, (B, H, K, V) = delta.Inputs(draft, problem), problem.shape("B H K V")
+    kernel = DeltaStep(*inputs.instance, state, channels(K))
+    options = {"group": inputs.group, "normalized": inputs.normalized}
+    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **inputs.arrays, **options)
+    return {"BV": kernel.BV}
+
+
+def launch_several(draft, problem, state):
+    """As `launch_gated`, for several tokens of any operator."""
+    inputs, op, pending = delta.Inputs(draft, problem), problem.op, problem.options["pending"]
+    B, H, T, K = problem.shape("B H T K")
+    rule = inputs.rule if op.strengths or inputs.rule == DPLR else BEFORE_WRITE if op.reads_before_write else GLA
+    kernel = StepOfSeveral(rule, problem.dtype, inputs.gate, state, channels(K))
+    arrays = {name: x for name, x in inputs.arrays.items() if name != "u"}
+    arrays |= {"pending": pending, "accepted": problem.options["accepted"]}
+    arrays["bonus"] = draft.as_contiguous(problem.arrays.get("u"), "u", kernel.real)
+    sizes = {"T_": T, "M": pending.shape[2], "group": inputs.group, "normalized": inputs.normalized}
+    draft.launch(kernel, B * H, **arrays, **sizes)
+    return {"BK": kernel.BK, "BV": kernel.BV}
+
+
+def real(dtype, state):
+    """The dtype of the arithmetic, for these dtypes of data and state."""
+    return DOUBLE if DOUBLE in (dtype, state) else FLOAT32
