@@ -5,11 +5,11 @@
 
 --write wants a card, --check runs anywhere. --write runs every case of a test that names a backend, the others being
 for any machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is
-one, and a hash of every file that decides what runs on a device. Its legs are the backends and the sanitizer's tools:
-those that do not run keep what the file says of them, if it speaks of the same sources. Of several cards the sanitizer has one, beside the
-tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports races between warps that wait
-for each other's mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches and
-nothing failed, and else prints why not and exits 1.
+one, and a hash of every file that decides what runs on a device. Its legs are the backends and the sanitizer's tools.
+A leg that does not run keeps what the file says of it, if the file speaks of the same sources. Of several cards the
+sanitizer has one, beside the tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports
+races between warps that wait for each other's mbarriers. --check needs the standard library alone; it exits 0 when
+every hash still matches and nothing failed, and else prints why not and exits 1.
 """
 
 import argparse
