@@ -10,8 +10,8 @@ import os
 from importlib.util import find_spec
 
 from ...declarations import DELTA_RULES, GATED, STAGES, STEPS
-from .modes import MODES, mode
 
+MODES = ("auto", "staged", "recurrent")
 LONGEST_KEY = 256  # the most channels of the recurrence, which keeps the state's columns in registers
 KERNELS = {  # {stage: its kernels}
     "chunk_cumsum": ("chunk_cumsum",),
@@ -44,6 +44,11 @@ def why_not(problem) -> str | None:
     if problem.home == "host" and not simulated:
         return "the arrays are on the host"
     return None
+
+
+def mode(problem) -> str:
+    """The mode in which a call is computed: "recurrent" or "staged". The delta rules have only the former."""
+    return "recurrent" if problem.mode == "recurrent" or problem.op in DELTA_RULES else "staged"
 
 
 def run(problem):

@@ -16,9 +16,9 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
 from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, RWKV7, RWKV7_STEP, STAGES, STEPS
-from ..cupy import peak_bandwidth
-from . import kernels
-from .modes import mode
+from ..cupy import ordinal, peak_bandwidth
+from ..cupy.plan import ceil_div
+from . import kernels, mode
 from .runtime import launch
 
 
@@ -31,16 +31,6 @@ def run(problem):
         if problem.op in STEPS:
             return call.step(*call.arrays)
         return (call.recurrent if mode(problem) == "recurrent" else call.staged)(*call.arrays)
-
-
-def ordinal(problem) -> int:
-    """The number of the CUDA device of the arrays."""
-    return int(problem.home.removeprefix("cuda:"))
-
-
-def tiles_of(size, tile) -> int:
-    """How many tiles of `tile` cover `size`."""
-    return -(-size // tile)
 
 
 class NumbaLaunches:
@@ -56,7 +46,7 @@ class NumbaLaunches:
     @property
     def sub_chunks(self) -> int:
         """The sub-chunks of the longest chunk."""
-        return tiles_of(min(self.chunk_size, int(self.problem.spans.lengths.max())), SUB_CHUNK)
+        return ceil_div(min(self.chunk_size, int(self.problem.spans.lengths.max())), SUB_CHUNK)
 
     @property
     def arrays(self):
@@ -106,7 +96,7 @@ class NumbaLaunches:
         delta = op in (*DELTA_RULES, *DELTA_RULE_STEPS)
         q, k, v, g, u, a, b = self.delta_arguments(*arrays) if delta else self.gated_arguments(*arrays)
         o, (N, H, V) = self.output(q, v.shape, out), self.problem.shape("N H V")
-        kernel, blocks = kernels.recurrent(key_channels(self.problem), delta), N * H * tiles_of(V, kernels.COLS)
+        kernel, blocks = kernels.recurrent(key_channels(self.problem), delta), N * H * ceil_div(V, kernels.COLS)
         scale = self.real(self.problem.scale)
         exclusive = op in (RWKV7, RWKV7_STEP) if delta else self.exclusive
         launch(kernel, blocks, kernels.THREADS, q, k, v, g, u, a, b, bounds, rows, state, o, scale, exclusive)
@@ -153,7 +143,7 @@ class NumbaLaunches:
         (B, H, K, V, N), state, chunks = self.problem.shape("B H K V N"), self.initial_state(), self.chunks
         h = self.xp.empty((B, H, len(chunks), K, V), self.real)
         first_chunk = self.xp.asarray(self.problem.spans.chunk_bounds(self.chunk_size))
-        blocks = N * H * tiles_of(K, kernels.ROWS) * tiles_of(V, kernels.COLS)
+        blocks = N * H * ceil_div(K, kernels.ROWS) * ceil_div(V, kernels.COLS)
         launch(kernels.inter_chunk, blocks, kernels.THREADS, kg, v, b, chunks, first_chunk, h, state)
         return h, self.final(state)
 
@@ -168,14 +158,14 @@ class NumbaLaunches:
     def combine(self, qg, h, A, v):
         (B, H, V), subs, chunks = self.problem.shape("B H V"), self.sub_chunks, self.chunks
         o, scale = self.output(qg, v.shape, self.problem.out), self.real(self.problem.scale)
-        blocks = B * H * len(chunks) * tiles_of(subs * SUB_CHUNK, kernels.ROWS) * tiles_of(V, kernels.COLS)
+        blocks = B * H * len(chunks) * ceil_div(subs * SUB_CHUNK, kernels.ROWS) * ceil_div(V, kernels.COLS)
         launch(kernels.combine, blocks, kernels.THREADS, qg, h, A, v, chunks, subs, o, scale)
         return self.finished(o, self.problem.out)
 
     def channel_blocks(self, x) -> int:
         """The blocks of a kernel of which a thread computes one channel of a chunk."""
         B, H, _, K = x.shape
-        return tiles_of(B * H * len(self.chunks) * K, kernels.THREADS)
+        return ceil_div(B * H * len(self.chunks) * K, kernels.THREADS)
 
     # -- arrays --
     def bonus(self, u=None):
