@@ -11,8 +11,9 @@ template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
 // uniform registers and branches; otherwise it computes the descriptors of wgmma's operands lane by lane.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// To be called after a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy
-// may overwrite it. A barrier alone does not order a bulk copy after plain reads, and a lane arrives for no other lane.
+// To be called after a warp's plain reads of shared memory, before one of its lanes arrives at the mbarrier that lets a
+// bulk copy overwrite it. The mbarrier alone does not order a bulk copy after plain reads, and orders nothing for the
+// lanes that do not arrive.
 __device__ __forceinline__ void before_next_copy() {
   fence_async();
   __syncwarp();
@@ -127,8 +128,9 @@ __device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
   return __uint_as_float(opaque(__float_as_uint(float(scale) * inverse(float(softcap)))));
 }
 
-// Once thread 0 has initialised the block's barriers: the first WARPGROUPS warpgroups call consume(), one thread of the
-// next warpgroup calls produce(). A thread of these then has UP and DOWN registers.
+// To be called after thread 0 has initialised the block's barriers. The first WARPGROUPS warpgroups call consume(),
+// with UP registers a thread; one thread of the next warpgroup calls produce(), with DOWN. A multiprocessor has 512 for
+// every thread of a warpgroup's 128: WARPGROUPS UP + DOWN is at most that.
 template <int WARPGROUPS, int UP, int DOWN, class Consume, class Produce>
 __device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
   if (threadIdx.x == 0) fence_async();  // makes the barriers visible to the copy engine

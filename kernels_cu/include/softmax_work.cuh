@@ -10,7 +10,7 @@ struct alignas(16) Work {
   i32 other_start, other_length;  // the other side's sequence: its first token in its arrays, how many tokens count
   i32 diagonal;                   // the position of the tile's first token in the other side's sequence
   i32 first_tile, tiles;          // of the other side: the first tile, and how many
-  i32 statistics_chunk;  // in `statistics`: of a tile of queries its first chunk, of a tile of keys the sequence's
+  i32 statistics_chunk;  // in `statistics`: of a tile of queries its first chunk, of keys their sequence's first
   i32 output_batch;      // the batch index of its results: `batch`, or another one for each part if keys are split
   i32 ds_index;          // see DsEntry: of a tile of keys, ds_offsets of it; of a tile of queries, the number of the
                          // sequence's first tile of keys in ds_offsets
@@ -63,7 +63,8 @@ __device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagona
 }
 
 // The array `statistics` [B, H, chunks, 2, 64] has for every 64 queries of a sequence, a chunk, first L = log2 sum_j
-// e^s_ij and then delta. L is infinite for a query that sees no key, and after the sequence's end: weights are then 0.
+// e^s_ij and then delta = do . o less the gradient of log sum_j e^s_ij. L is infinite for a query that sees no key, and
+// after the sequence's end: weights are then 0.
 constexpr int CHUNK_QUERIES = 64;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -98,10 +99,11 @@ __device__ __forceinline__ float slope_of_cap(float p, float L, float scale) {
   return fmaf(-capped, capped, 1.f);
 }
 
-// The largest score of a row so far. A product x = q . k has the weight 2^(factor x - shift). Rounding `shift`
-// multiplies all weights of a row by one number, which the division by their sum undoes. That number is at most 2^4 for
-// shifts up to MOST_ROUNDED. For larger shifts it could overflow, and scores that differ in float32 differ by 2^3 or
-// more: there `factor` is the power of two above the scale, whose products are exact, instead of the scale.
+// The largest score of a row so far, `shift`, to base 2. A product x = q . k (or its tanh) has the weight 2^(factor x -
+// shift). Rounding `shift` multiplies all weights of a row by one number, which the division by their sum undoes. That
+// number is at most 2^4 for shifts up to MOST_ROUNDED. For larger shifts it could overflow, and scores that differ in
+// float32 differ by 2^3 or more: there `factor` is the power of two above the scale, whose products are exact, instead
+// of the scale.
 struct RowMaximum {
   static constexpr float NONE = -3e38f;                 // before the first score; finite: -inf - shift is not NaN
   static constexpr float MOST_ROUNDED = 1.34217728e8f;  // 2^27

@@ -13,8 +13,8 @@
 // grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
 //           LANE_COLUMNS columns of LANE_CHANNELS channels
 // smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
-// barriers  three every BV columns: all tokens are in shared memory | the products of their rows are | the last token
-//           has been read; two a token: the warps' sums are in shared memory | their totals are
+// barriers  three every BV columns: all tokens are in shared memory | normalized q and k, and `weights`, are | the last
+//           token has been read; two a token: the warps' sums are in shared memory | their totals are
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19; 2025, eq. 17; as delta/tokens.cuh
 // limits    K <= BK; T <= TOKENS; the last axis of the state is contiguous
@@ -65,6 +65,7 @@ template <typename R, int BK> constexpr int COLUMNS = THREADS_OF<R, BK> / (BK ==
 
 template <class Rule, typename R, int BK, int BV> struct Shared {
   static constexpr int GATES = Rule::channel_gates ? BK : 16 / sizeof(R), WARPS = THREADS_OF<R, BK> / 32;
+  // keys: k, then b. columns: what they add to, u, then p.
   R pending_decays[TOKENS][GATES], pending_keys[KEYS<Rule>][TOKENS][BK], pending_columns[KEYS<Rule>][TOKENS][BV];
   R decays[TOKENS][GATES], keys[KEYS<Rule>][TOKENS][BK], q[TOKENS][BK];
   R a[Rule::own_erasure ? TOKENS : 1][Rule::own_erasure ? BK : 16 / sizeof(R)], v[TOKENS][BV];

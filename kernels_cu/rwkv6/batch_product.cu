@@ -1,11 +1,12 @@
 // what      Products of weights with a batch's vectors, at the rate at which memory delivers weights.
-// math      y_b = W x_b, or y_b = relu(W x_b)^2, or parts of y_b whose sum is W x_b
-// shapes    each stack of products: w [C, M, K] of type T, scales [C, M] with int8, x [TERMS, C, B, K], y [C, B, M], or
-//           [SPLIT, C, B, M] in parts; relu(W x)^2 is stored in terms, as x. Up to eight vectors (COLUMNS = 8) come in
-//           three terms, others in one; x is of type T, or bfloat16 beside int8
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or parts of y_b, over a share of K each, whose sum is W x_b
+// shapes    one or two stacks of products (Stack), each of C matrices: w [C, M, K] of type T, scales [C, M] with int8,
+//           x [TERMS, C, B, K], y [C, B, M], or [SPLIT, C, B, M] in parts. A vector of TERMS terms is the sum of TERMS
+//           numbers of its type, each times unit_of_term (decode.cuh); relu(W x)^2 is stored so, too. Up to eight
+//           vectors (COLUMNS = 8) come in three terms, others in one; x is of type T, or bfloat16 beside int8
 // grid      a cluster of SPLIT blocks, which share K, for every COLUMNS vectors and ROWS rows of a product, products
-//           slowest. A block has two warpgroups (64 rows each of 128; or the same 64 rows, and half of a step of K
-//           each), a thread that copies weights, and one that copies vectors
+//           slowest. A block has two warpgroups (ROWS = 128: 64 rows each; ROWS = 64: the same rows, and half of a step
+//           of K each), a thread that copies weights, and one that copies vectors
 // smem      Shared: a ring of STAGES of weights and one of X_STAGES of vectors; then the block's part of y
 // barriers  w_full, x_full: a stage has been copied; empty: all warps have multiplied it. Then: the warps' parts of y,
 //           and the blocks' parts, are in shared memory
@@ -30,13 +31,13 @@ template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
 template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   typedef typename MultipliedAs<T>::Type X;
   static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>, ROWS = ROWS_;
-  static constexpr int PITCH = ROWS + 4;     // distance of columns of parts, without bank conflicts
+  static constexpr int PITCH = ROWS + 4;     // distance of columns in `parts`, without bank conflicts
   static constexpr int SHARES = 128 / ROWS;  // 2: both warpgroups have the same 64 rows, and each a share of K
   static constexpr int DEPTH = SWIZZLED / sizeof(T),
                        BOX = SWIZZLED / sizeof(X);  // of K: in a box of weights, of vectors
   static constexpr int STEP = SHARES * DEPTH;
-  static constexpr int MORE = SHARES - 1;  // with shares, fewer stages of weights and more of vectors
-  // DEEP: one block has nearly all of a multiprocessor's shared memory; otherwise two blocks share it.
+  static constexpr int MORE = SHARES - 1;  // with two shares, one stage of weights less, and more of vectors
+  // As many stages as fit. DEEP: one block has nearly all of a multiprocessor's shared memory; otherwise two share it.
   static constexpr int STAGES = (DEEP ? 11 : COLUMNS == 64 ? 5 : 6) - MORE;
   static constexpr int X_STAGES = ((DEEP ? 8 : 4) + 4 * MORE) * BOX / STEP;
   // Stages of weights that are being copied at a time until the previous kernel has ended. With more, its loads would
@@ -47,7 +48,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
       T w[STAGES][SHARES][ROWS][DEPTH];  // in the 128-byte swizzle
       X x[X_STAGES][SHARES][DEPTH / BOX][TERMS][COLUMNS][BOX];
     };
-    float parts[SHARES][COLUMNS][PITCH];
+    float parts[SHARES][COLUMNS][PITCH];  // y of the block's share of K, by warpgroup if both have the same rows
   };
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
   volatile u64 started;  // whether the previous kernel has ended: x is complete

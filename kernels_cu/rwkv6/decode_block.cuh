@@ -4,7 +4,7 @@
 #include "rwkv6/decode_split.cuh"
 
 template <typename T, typename S, int STAGES> struct DecodeBlock {
-  static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
+  static constexpr int EACH = Lane<T>::EACH, TERMS = Split<T>::TERMS;
 
   const Args<T, S>& args;
   Shared<STAGES>& s;
@@ -23,24 +23,23 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
         parity(next & 1) {}
 
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // The parameters of a norm and its mix for four channels.
+  // The parameters of a norm and its mix, LN(x) + (old - LN(x)) maa, for four channels.
   struct Channels {
-    float4 weight, bias, part;
+    float4 weight, bias, maa;
   };
   __device__ __forceinline__ Channels channels(const Norm& norm, int j) const {
     if (j >= D) return {};
     return {load4(norm.ln + j), load4(norm.ln + D + j), norm.maa ? load4(norm.maa + j) : float4{}};
   }
 
-  // The sum of the warps' parts.
-  static __device__ __forceinline__ float sum_of_parts(const float (&parts)[WARPS]) {
+  static __device__ __forceinline__ float sum_of_warps(const float (&sums)[WARPS]) {
     float sum = 0.f;
 #pragma unroll
-    for (int n = 0; n < WARPS; ++n) sum += parts[n];
+    for (int n = 0; n < WARPS; ++n) sum += sums[n];
     return sum;
   }
 
-  // Stores each warp's part of the sum of x [D] in s.sum, and of the sum of squares around the mean in s.squares.
+  // Stores each warp's sum of its numbers of x [D] in s.sum, and of their squares around the mean of x in s.squares.
   __device__ __forceinline__ void sum_for_norm(const float* x) {
     const int warp = tid >> 5, lane = tid & 31;
     float sum = 0.f, squares = 0.f;
@@ -52,7 +51,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     sum = warp_sum(sum);
     if (lane == 0) s.sum[warp] = sum;
     sync();  // the warps' sums are in shared memory
-    const float mean = sum_of_parts(s.sum) * (1.f / D);
+    const float mean = sum_of_warps(s.sum) * (1.f / D);
 #pragma unroll 4
     for (int j = 4 * tid; j < D; j += 4 * THREADS) {
       const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
@@ -69,8 +68,8 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
             fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
   }
   static __device__ __forceinline__ float4 mixed(const float4& y, const float4& old, const Channels& c) {
-    return {fmaf(old.x - y.x, c.part.x, y.x), fmaf(old.y - y.y, c.part.y, y.y), fmaf(old.z - y.z, c.part.z, y.z),
-            fmaf(old.w - y.w, c.part.w, y.w)};
+    return {fmaf(old.x - y.x, c.maa.x, y.x), fmaf(old.y - y.y, c.maa.y, y.y), fmaf(old.z - y.z, c.maa.z, y.z),
+            fmaf(old.w - y.w, c.maa.w, y.w)};
   }
 
   // -- products ------------------------------------------------------------------------------------------------------

@@ -1,23 +1,34 @@
-// what      A decoding step of one sequence in one launch: what the versions of RWKV share. A version's
-//           decode_phases.cuh, which stands before, has its phases.
+// what      A decoding step of one sequence in one launch: what RWKV-6 and RWKV-7 share. The including kernel includes
+//           its version's decode_phases.cuh first.
+// math      A layer is a sequence of phases. Most are products W x of weights [rows, K] with vectors: x is LN(x) mixed
+//           with the previous token's, or what an earlier phase has computed. Rows are computed in tiles of ROWS = 16;
+//           a block has some tiles of each phase (s.tiles)
+// shapes    args.x [D]: the residual stream. args.xx [6, D]: see normed_words. args.staged: how many numbers of a
+//           vector the staging area holds at a time
+// smem      Shared (decode_weights.cuh); behind it the staging area, with the operands of vectors
+// barriers  mbarriers. full, empty: a stage of weights has been copied, has been read by all lanes; summed: the warps'
+//           sums of a tile are in tile_sums; taken: the finishing warp has read them. Results reach other blocks as
+//           words: numbers that carry the layer they are of, which readers wait for (words.cuh)
+// numerics  each number of a vector is TERMS numbers that tensor cores read exactly (decode_split.cuh); these are
+//           columns of one product, and are added at the end
 #include "rwkv6/decode_operands.cuh"
 
-// Own: the version's phases. It stores the results of its products (`finish`), fetches their vectors (`fetch`), and
-// computes what is no product of weights (`compute`).
-template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
+// Version: the class of the version's phases. It stores the results of its products (`finish`), fetches their vectors
+// (`fetch`), and computes what is no product of weights (`compute`). T: the type of weights, S: of the state.
+template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
   typedef DecodeOperands<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
-  using Block::PARTS, Block::PACKED, Block::DIGITS, Block::channels, Block::floats;
+  using Block::TERMS, Block::PACKED, Block::DIGITS, Block::channels, Block::floats;
   typedef typename Block::Channels Channels;
   typedef typename Block::Operands Operands;
   typedef typename Block::Word Word;
-  int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.parts
+  int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.tile_sums
   u64 likeliest = 0;  // key_of the lane's largest logit
 
   __device__ __forceinline__ DecodeLayers(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
                                           int tile_count = 0)
       : Block(args, s, epoch, next), tile_count(tile_count) {}
-  __device__ __forceinline__ Own& own() { return static_cast<Own&>(*this); }
+  __device__ __forceinline__ Version& version() { return static_cast<Version&>(*this); }
 
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
   static constexpr int CHAINS =
@@ -89,16 +100,17 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     const float inverse_D = 1.f / D;
     const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
     Channels held[HELD];
-    float4 old[HELD], second[HELD];
+    float4 old[HELD], second_maa[HELD];
     const auto load_channels = [&](int n, int j) {
-      held[n] = channels(norm, j), old[n] = load(norm.shift, j), second[n] = load(twice ? norm.maa + D : nullptr, j);
+      held[n] = channels(norm, j), old[n] = load(norm.shift, j),
+      second_maa[n] = load(twice ? norm.maa + D : nullptr, j);
     };
 #pragma unroll
     for (int n = 0; n < HELD; ++n) load_channels(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
     Block::sum_for_norm(floats());
-    const float mean = Block::sum_of_parts(s.sum) * inverse_D;
-    const float scale = inverse_root(Block::sum_of_parts(s.squares) * inverse_D + float(args.eps));
+    const float mean = Block::sum_of_warps(s.sum) * inverse_D;
+    const float scale = inverse_root(Block::sum_of_warps(s.squares) * inverse_D + float(args.eps));
     const auto store_mixes = [&](int n, int j) {
       if (j >= D) return;
       Channels& c = held[n];
@@ -112,7 +124,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
         *reinterpret_cast<float4*>(floats() + D + j) = y;
         *reinterpret_cast<float4*>(floats() + 2 * D + j) = old[n];
       }
-      c.part = second[n];
+      c.maa = second_maa[n];
       if (twice) store(1, Block::mixed(y, old[n], c));
       if (!xx) return;
       put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
@@ -135,13 +147,14 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     Block::put_vector(0, [&](int k) {
       Channels c = {};
-      c.part = load4(maa + k);
+      c.maa = load4(maa + k);
       return Block::mixed(load4(floats() + D + k), load4(floats() + 2 * D + k), c);
     });
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
-  // Stores the result of row m of a tile, from its sum. xx: LN(x) of the row's channel, for phases that add to x.
+  // Stores the result of row m of a tile, from its sum. Phases with inputs of their own (key, value ...) number them by
+  // `input`. xx: LN(x) of the row's channel, for phases that add to x.
   __device__ __forceinline__ void finish_row(i64 layer, int phase, int tile, int input, int m, float sum, float xx) {
     switch (phase) {
       case OUTPUT:
@@ -160,7 +173,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
         if (const u64 key = key_of(sum, m); key > likeliest) likeliest = key;
         break;
       default:
-        own().finish(phase, tile, input, m, sum);
+        version().finish(phase, tile, input, m, sum);
     }
   }
 
@@ -207,7 +220,8 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
 
-  // Adds a lane's sums to its totals. Sums of digits are integers in a unit; each staged part of K has another unit.
+  // Adds a lane's sums to its totals. Sums of digits are integers in a unit, which differs between the numbers that are
+  // staged at a time.
   __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
     const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
 #pragma unroll
@@ -222,7 +236,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     }
   }
 
-  // Which of the two places in s.parts a tile's sums have, and the parity of the place's barriers.
+  // Which of the two places in s.tile_sums a tile's sums have, and the parity of the place's barriers.
   struct SumsPlace {
     int buffer;
     u32 parity;
@@ -243,7 +257,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
     if (normed) normalise(layer, phase, tiles[0]);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
-    const int part = normed ? K : min(K, int(args.staged));          // numbers in the staging area at a time
+    const int staged = normed ? K : min(K, int(args.staged));        // numbers in the staging area at a time
     const bool in_registers = DIGITS && K <= HELD * Lane<T>::STAGE;  // whether lanes hold the whole vector
     int staged_input = -1;                                           // the input that is in the staging area
     Operands x[HELD];
@@ -253,12 +267,12 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
       float totals[4] = {};
       Sums sums = {};
 #pragma unroll 1
-      for (int start = 0; start < K; start += part) {
-        const int count = min(part, K - start);
-        if (staged_input != input || part < K) {
-          if (!normed) own().fetch(phase, input, start, part, count);
+      for (int start = 0; start < K; start += staged) {
+        const int count = min(staged, K - start);
+        if (staged_input != input || staged < K) {
+          if (!normed) version().fetch(phase, input, start, staged, count);
           else if (KEEPS_NORM && n > 0) mix_again(layer, phase, input);
-          if (in_registers) Block::template load_stages<HELD>(x, vector, part, count, 0);
+          if (in_registers) Block::template load_stages<HELD>(x, vector, staged, count, 0);
           staged_input = input;
         }
         if (in_registers) {
@@ -271,23 +285,23 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
           int k = 0;
 #pragma unroll 1
           for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
-            Block::template load_stages<GROUP>(x, vector, part, count, k);
+            Block::template load_stages<GROUP>(x, vector, staged, count, k);
             multiply_slots<GROUP>(sums, x);
           }
 #pragma unroll 1
           for (; k < count; k += Lane<T>::STAGE) {
-            Block::template load_stages<1>(x, vector, part, count, k);
+            Block::template load_stages<1>(x, vector, staged, count, k);
             multiply_slots<1>(sums, x);
           }
         }
-        if (DIGITS || start + part >= K) add_sums(totals, sums, vector);
+        if (DIGITS || start + staged >= K) add_sums(totals, sums, vector);
       }
       const SumsPlace place = place_of(tile_count);
       wait_for_place(tile_count);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + i % 2;  // of the product: a part of the vector's numbers
-        if (column < PARTS) s.parts[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
+        const int column = 2 * t + i % 2;  // of the product: a term of the vector's numbers
+        if (column < TERMS) s.tile_sums[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
       }
       barrier_arrive(s.summed[place.buffer]);
     }
@@ -314,26 +328,26 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
       float before = 0.f, gate = 1.f;
       if (adds) {
         load_words(xx, xx_words), before = args.x[at];
-        if (channel_mix) gate = own().gate_of(at);
+        if (channel_mix) gate = version().gate_of(at);
         settle_words(xx, xx_words, epoch);
       }
       const SumsPlace place = place_of(tile_count);
       barrier_wait(s.summed[place.buffer], place.parity);
-      float parts[PARTS][WARPS / LANES], sum = 0.f;
+      float sums[TERMS][WARPS / LANES], sum = 0.f;
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part)
+      for (int term = 0; term < TERMS; ++term)
 #pragma unroll
         for (int warp = 0; warp < WARPS / LANES; warp += 4) {
           const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
-          const float4 four = load4(&s.parts[place.buffer][part][m % ROWS][first]);
-          parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
-          parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
+          const float4 four = load4(&s.tile_sums[place.buffer][term][m % ROWS][first]);
+          sums[term][warp] = four.x, sums[term][warp + 1] = four.y;
+          sums[term][warp + 2] = four.z, sums[term][warp + 3] = four.w;
         }
 #pragma unroll
       for (int warp = 0; warp < WARPS / LANES; ++warp) {
         float all = 0.f;
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) all += parts[part][warp];
+        for (int term = 0; term < TERMS; ++term) all += sums[term][warp];
         sum += all;
       }
       if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
@@ -347,7 +361,7 @@ template <class Own, typename T, typename S, int STAGES> struct DecodeLayers : D
 template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
 
 // Computes phases [first, last); for the 256 computing threads and the finishing warp.
-template <class Own, typename T, typename S, int STAGES>
+template <class Version, typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
   const bool finishes = threadIdx.x >= THREADS;
   wait_for_previous();
@@ -357,7 +371,7 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
-    Own block(args, s, before + layer + 1, next, tile_count);
+    Version block(args, s, before + layer + 1, next, tile_count);
     if (finishes) {
       if (multiplies(phase)) block.finish_products(layer, phase);
       if (phase == HEAD && args.tokens) block.choose_token();
@@ -372,12 +386,12 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
 }
 
-template <class Own, typename T, typename S, int STAGES>
+template <class Version, typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode_token(const Args<T, S>& args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
   init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
   if (copies) copy_weights(args, s);
-  else decode<Own, T, S, STAGES>(args, s);
+  else decode<Version, T, S, STAGES>(args, s);
 }

@@ -1,43 +1,44 @@
 // what      The vectors of products of decode_layers.cuh: each warp converts the words or floats that it multiplies by
 //           to operands in the staging area, from which its lanes load them.
-// smem      the staging area: operands of one or two vectors [parts, count]; after them the floats [D] of a norm
+// smem      the staging area: operands of one or two vectors [TERMS, count], the terms of their numbers
+//           (decode_split.cuh); after them the floats [D] of a norm
 // barriers  __syncwarp only
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
 template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, STAGES> {
   typedef DecodeBlock<T, S, STAGES> Block;
-  using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::PARTS;
+  using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::TERMS;
   const u32 epoch;  // the number that this layer's words carry
 
   __device__ __forceinline__ DecodeOperands(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next)
       : Block(args, s, next), epoch(epoch) {}
 
   static constexpr int WORDS = Split<T>::WORDS;
-  static constexpr bool HALVES = PARTS == 3, DIGITS = PARTS == 4;  // a number's parts: bfloat16, or digits; else tf32
+  static constexpr bool HALVES = TERMS == 3, DIGITS = TERMS == 4;  // its terms: bfloat16, or digits; else tf32
   static constexpr int PACKED = HALVES ? 2 : DIGITS ? 4 : 1;       // numbers in a word of operands
   typedef Handed<T> Word;
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
   typedef u32 Operands[STEPS][WORDS];  // of a stage
 
   // A norm's floats: after the operands of its vectors, or, if operands are floats and it is not kept, in their place.
-  static constexpr int BYTES = PACKED > 1 ? VECTORS * PARTS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
+  static constexpr int BYTES = PACKED > 1 ? VECTORS * TERMS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
   __device__ __forceinline__ float* floats() const { return staging + BYTES * D / 4; }
 
   // Stores the operands of four neighbouring numbers of a vector, from number k on: a row for each of their bfloat16
   // numbers, or of their digits in the warp's unit; or the numbers themselves.
   __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float4 x) {
     if constexpr (HALVES) {
-      u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 2;
+      u32* to = reinterpret_cast<u32*>(staging) + (vector * TERMS * pitch + k) / 2;
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part, to += pitch / 2)
+      for (int term = 0; term < TERMS; ++term, to += pitch / 2)
         *reinterpret_cast<uint2*>(to) = {upper_halves(x.x, x.y), upper_halves(x.z, x.w)};
     } else if constexpr (DIGITS) {
-      u32 words[PARTS];
+      u32 words[TERMS];
       Split<T>::digits(words, x, __uint_as_float(0x7f000000u - __float_as_uint(s.units[vector][tid >> 5])));
-      u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 4;
+      u32* to = reinterpret_cast<u32*>(staging) + (vector * TERMS * pitch + k) / 4;
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part, to += pitch / 4) *to = words[part];
+      for (int term = 0; term < TERMS; ++term, to += pitch / 4) *to = words[term];
     } else {
       *reinterpret_cast<float4*>(staging + vector * pitch + k) = x;
     }
@@ -132,15 +133,15 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   // Loads the operands of the lane's column from number k on, of the `count` numbers in the staging area; zeros after
   // these, where operands of another warp may be.
   __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int vector, int pitch, int count, int k) const {
-    const int g = (tid & 31) >> 2, row = PACKED > 1 ? vector * PARTS + g : vector;
+    const int g = (tid & 31) >> 2, row = PACKED > 1 ? vector * TERMS + g : vector;
     const float* from = staging + (row * pitch + k) / PACKED;
-    const bool inside = k < count && g < PARTS;  // the product's other columns are not used
+    const bool inside = k < count && g < TERMS;  // the product's other columns are not used
     if constexpr (PACKED > 1) {
       load_words_of(x, from, inside);
     } else {
       u32 all[EACH];
       load_words_of(all, from, inside);
-      Split<T>::part(x, all, g % PARTS);
+      Split<T>::term(x, all, g % TERMS);
     }
   }
   template <int N> static __device__ __forceinline__ void load_words_of(u32 (&x)[N], const float* from, bool inside) {

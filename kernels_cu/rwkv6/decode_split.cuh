@@ -14,17 +14,19 @@ template <> struct Sum<i8> {
   typedef i32 Type;
 };
 
-// How x is split into PARTS for weights of type T. multiply: sums += w part, for 16 rows of weights; each of the SUMS
-// has four of the lane's columns.
+// How each number of x is split into TERMS for weights of type T. Terms are columns of one product [16 rows of weights,
+// 8]: column n has term n of every number. multiply: sums += weights times terms; a lane has the rows `upper` and
+// `lower` of the weights, 8 apart, and of each EACH neighbours along K, whose terms are WORDS words x. Products go to
+// SUMS sums in turn, since one waits for the last one of the same sum.
 template <typename T> struct Split {
-  static constexpr int EACH = Lane<T>::EACH, PARTS = 2, WORDS = EACH, SUMS = EACH / 4;
+  static constexpr int EACH = Lane<T>::EACH, TERMS = 2, WORDS = EACH, SUMS = EACH / 4;
 
   // The two tf32 numbers. Adding 0x1000 makes the tensor cores' cut of `rest` a rounding to nearest.
   static __device__ __forceinline__ u32 high(u32 x) { return x & 0xffffe000u; }
   static __device__ __forceinline__ u32 rest(u32 x) {
     return __float_as_uint(__uint_as_float(x) - __uint_as_float(high(x))) + 0x1000u;
   }
-  static __device__ __forceinline__ void part(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
+  static __device__ __forceinline__ void term(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) to[i] = which ? rest(x[i]) : high(x[i]);
   }
@@ -51,7 +53,7 @@ template <typename T> struct Split {
 
 // Three bfloat16 numbers; two neighbours a word.
 template <> struct Split<bf16> {
-  static constexpr int EACH = Lane<bf16>::EACH, PARTS = 3, WORDS = EACH / 2, SUMS = 2;
+  static constexpr int EACH = Lane<bf16>::EACH, TERMS = 3, WORDS = EACH / 2, SUMS = 2;
 
   static __device__ __forceinline__ void multiply(float (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
@@ -64,7 +66,7 @@ template <> struct Split<bf16> {
 
 // For int8 weights: four digits of base 256, the lowest first, of a number of 31 bits; four neighbours a word.
 template <> struct Split<i8> {
-  static constexpr int EACH = Lane<i8>::EACH, PARTS = 4, WORDS = EACH / 4, SUMS = 2;
+  static constexpr int EACH = Lane<i8>::EACH, TERMS = 4, WORDS = EACH / 4, SUMS = 2;
 
   static __device__ __forceinline__ void multiply(i32 (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
@@ -75,7 +77,7 @@ template <> struct Split<i8> {
   }
 
   // Digits from -128 to 127 of four numbers below 1 in magnitude: words[d] has the d-th of each.
-  static __device__ __forceinline__ void digits(u32 (&words)[PARTS], const float4& x, float times) {
+  static __device__ __forceinline__ void digits(u32 (&words)[TERMS], const float4& x, float times) {
     const u32 a = of_number(x.x * times), b = of_number(x.y * times);
     const u32 c = of_number(x.z * times), d = of_number(x.w * times);
     const u32 low[2] = {__byte_perm(a, b, 0x5140), __byte_perm(c, d, 0x5140)};

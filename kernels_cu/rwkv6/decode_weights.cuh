@@ -17,10 +17,10 @@ template <int STAGES> struct Shared {
   Barrier full[STAGES], empty[STAGES];
   Tiles tiles[PHASES + 1];           // of each phase
   float units[2][WARPS];             // int8: of two vectors, the unit of each warp's digits
-  Barrier summed[2], taken[2];       // a tile's sums are in `parts`; the finishing warp has read them
-  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
-  // The warps' sums of a tile [place][part of a number][row][warp]; parts of RWKV-6's mixes use the same memory.
-  float parts[2][4][ROWS][WARPS + 4];
+  Barrier summed[2], taken[2];       // a tile's sums are in `tile_sums`; the finishing warp has read them
+  float sum[WARPS], squares[WARPS];  // each warp's sum of a norm's numbers, and of squares around their mean
+  // The warps' sums of a tile [place][term of a number][row][warp]; RWKV-6's mixes use the same memory.
+  float tile_sums[2][4][ROWS][WARPS + 4];
 
   __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
 };

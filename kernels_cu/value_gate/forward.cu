@@ -1,9 +1,10 @@
 // what      GLA with a gate for each channel of K and one for each column of V, forward: every input is read once, o is
 //           written once.
 // math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T, * number by number;  o_t = scale q_t^T S_t.  Per chunk,
-//           in sub-chunks of 8 tokens: o = scale ((q decayed) S + A v),  S <- diag(decay of channels) S diag(decay of
-//           columns) + (k decayed)^T (v decayed). Queries, keys and scores A are multiplied by decays of channels,
-//           values and outputs by decays of columns
+//           in sub-chunks of 8 tokens: o = scale ((q decayed from the chunk's start) S + A v),  S <- diag(decay of
+//           channels) S diag(decay of columns) + (k decayed to the chunk's end)^T (v decayed to it). A [query, key] are
+//           q . k with the channels' decay between both tokens; in A v, a value takes the columns' decay between them,
+//           too, and in q S an output that from the chunk's start
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
 //           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
@@ -12,8 +13,9 @@
 //           are stored, and the columns' gates have been copied | its scores are stored
 // numerics  Scores as in gated/forward.cu. Between two sub-chunks, a value is decayed to a border between both tokens,
 //           and the output from it, so that both decays are at most 1; within one, by way of its middle (decays.cuh).
-//           Products compute o transposed, as a lane then has the gates of its columns. If a chunk grows by more than
-//           BY_CHUNK, it is computed token by token (by_token.cuh)
+//           Products compute o transposed, as a lane then has the gates of its columns. If the positive gates of a
+//           chunk, of some channel and column together, sum to more than BY_CHUNK (16 nats), it is computed token by
+//           token (by_token.cuh)
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "cards.cuh"

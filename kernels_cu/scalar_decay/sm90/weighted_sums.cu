@@ -20,8 +20,8 @@
 //           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
 //           cluster and load their chunks at about the same time, so that the second one finds them in L2
 // passes    Template argument Pass. Whole: o and final states. Summary: final states and decays alone, without q and o:
-//           if the caller's sequences are cut into pieces, so that more blocks work at a time, each piece is a sequence
-//           here, and scan_segments.cu joins the pieces' states. Gradients: dq, dk and dv in one launch, without dg.
+//           if the caller's sequences are cut into segments, so that more blocks work at a time, each is a sequence
+//           here, and scan_segments.cu joins the segments' states. Gradients: dq, dk and dv in one launch, without dg.
 //           Queries: dq; Keys: dk, dv. With dg, two launches: GatedQueries gives dq, and writes token_sums and, for
 //           each stretch, the state S before the stretch's last chunk (`stretch_states`); then GatedKeys reads both and
 //           gives dk, dv, dg
@@ -39,9 +39,10 @@
 
 // ---- a warp that sums gates ---------------------------------------------------------------------------------------
 
-// Fills `gates` from the log gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
-// `to_token` sums the gates from the block's start through the token, `to_end` those from after the token to the
-// block's end. Both are in units of log 2. output_scale, value_scale: factors of all output_factors and value_factors.
+// Fills `gates` from the log gates gate0 and gate1 of tokens `lane` and 32 + lane. Groups of 1, 2, 4, ... tokens are
+// joined in pairs: `to_token` sums the gates from the group's start through the token, `to_end` those from after the
+// token to the group's end. Both are logarithms to base 2. output_scale, value_scale: factors of all output_factors and
+// value_factors.
 __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1, int lane, float output_scale,
                                           float value_scale, bool backwards) {
   float to_token[2] = {LOG2E * gate0, LOG2E * gate1}, to_end[2] = {0.f, 0.f};
@@ -53,7 +54,7 @@ __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1
       gates.to_token[level][32 * half + lane] = to_token[half];
       if (level) gates.to_end[level - 1][32 * half + lane] = to_end[half];
       if (size == 32) continue;
-      // The other block's sum, from its last lane.
+      // The other group's sum, from its last lane.
       const float other = __shfl_sync(0xffffffffu, to_token[half], (lane ^ size) | (size - 1));
       to_token[half] += lane & size ? other : 0.f, to_end[half] += lane & size ? 0.f : other;
     }
@@ -255,8 +256,8 @@ __device__ __forceinline__ constexpr int block_of(int warp, int half) { return h
 // blocks and keys 2t and 2t + 1 of every 8; g = lane / 4, t = lane % 4. Scores of later keys (BACKWARDS: earlier keys)
 // are 0. SEPARATE_SELF: a token's score with itself goes to gates.self_scores, and is 0 in A. All warps run the same
 // code, a quarter of the size of code for each warp; so each computes some scores that are then replaced by 0.
-// The decay between two tokens is 2^(to_token of the later + to_end of the earlier), at the level whose blocks separate
-// the two: blocks of 2^level tokens, side by side.
+// The decay between two tokens is 2^(to_token of the later + to_end of the earlier), at the level at which the two are
+// in neighbouring groups of 2^level tokens.
 template <bool BACKWARDS, bool SEPARATE_SELF>
 __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
                                              int warp) {
@@ -302,7 +303,7 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
       // The last block of 8 keys in a half (BACKWARDS: the first) is on the diagonal or all its scores are 0: `pair`
       // stays 0 for it, and the next line takes the diagonal's scores.
       if (m != (BACKWARDS ? 0 : HALF - 1)) {
-        pair = decayed(n, m / 2 ? 4 - upper : 3 + upper);  // blocks of 8 tokens in the same 16, else of 16
+        pair = decayed(n, m / 2 ? 4 - upper : 3 + upper);  // groups of 8 tokens if they are in the same 16, else of 16
         if (BACKWARDS ? n < block : n > block) pair = 0;
       }
       same_half[half][m] = n == block ? pack<bf16>(diagonal[0], diagonal[1]) : pair;
@@ -591,8 +592,8 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && sum.backwards;
-  // Summary: a sequence of the caller is cut into args.segments pieces. scan_segments.cu reads the states of the first
-  // args.computed pieces of each; the others are not computed.
+  // Summary: a sequence of the caller is cut into args.segments segments. scan_segments.cu reads the states of the
+  // first args.computed segments of each; the others are not computed.
   if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.segments >= args.computed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {

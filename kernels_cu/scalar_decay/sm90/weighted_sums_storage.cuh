@@ -6,7 +6,7 @@
 //           By chunk: requested: the cluster's other block has requested its copy of the chunk
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 64, STRETCH = 256;  // tokens
-constexpr float LARGEST_BF16 = 3.38e38f;
+constexpr float LARGEST_BF16 = 3.38e38f;  // below bfloat16's largest number: what exceeds it may round to infinity
 #include "warpgroup.cuh"
 
 // Passes, as the head of weighted_sums.cu describes them.
@@ -72,13 +72,13 @@ template <class Pass, typename G> struct Args {
   i64 parts;          // Gated passes: the tiles of columns of dq
 };
 
-// Sums of a chunk's log gates within blocks of 2^level tokens, as logarithms to the base 2. If two tokens are in
-// neighbouring blocks of a level, the logarithm of the decay from the earlier one to the later one is the earlier one's
+// Sums of a chunk's log gates within groups of 2^level tokens, as logarithms to base 2. If two tokens are in
+// neighbouring groups of a level, the logarithm of the decay from the earlier one to the later one is the earlier one's
 // to_end plus the later one's to_token.
 struct alignas(16) Gates {
   static constexpr int LEVELS = 6;
-  float to_token[LEVELS][CHUNK];    // from the block's start through the token
-  float to_end[LEVELS - 1][CHUNK];  // from after the token to the block's end, levels from 1 on
+  float to_token[LEVELS][CHUNK];    // from the group's start through the token
+  float to_end[LEVELS - 1][CHUNK];  // from after the token to the group's end, levels from 1 on
   u32 self_scores[CHUNK];       // SERVES_GATE_GRADIENT: a token's score with itself, the sum of two bfloat16 numbers
   float output_factors[CHUNK];  // E or, backwards, L, times output_scale
   // L or, backwards, E, times value_scale: of two tokens, the sum of two bfloat16 numbers
@@ -108,8 +108,9 @@ template <class Pass, int BK, int BV> struct Shared {
 template <int BV> constexpr int CONSUMERS = 2 * BV;
 template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + 2 * 128;
 
-// Registers of a thread by role. A block whose roles ask for more than the block starts with (AT_FIRST) would wait for
-// ever. TWO_BLOCKS: whether a multiprocessor has registers and shared memory for two blocks.
+// Registers of a thread by role. A block whose roles together ask for more than all its threads start with (AT_FIRST
+// each, of 65,536 a multiprocessor) would wait for ever. TWO_BLOCKS: whether a multiprocessor has registers and shared
+// memory for two blocks.
 template <int BK, int BV> struct Registers {
   static constexpr bool TWO_BLOCKS = BK + BV == 128;
   static constexpr int BLOCKS = TWO_BLOCKS ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;

@@ -2,10 +2,12 @@
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
-//           cap)^2.  Code: `scores` holds s, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta). A
-//           query sees the keys from `left` tokens before its own position to `right` tokens after it
-// shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics:
-//           softmax_work.cuh; ds: DsEntry, for query_gradient.cu, or null
+//           cap)^2.  o is the forward pass's output, do, dv, dlse ... are gradients of v, o, lse.  Code: `scores` holds
+//           q . k, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta). A query sees the keys from
+//           `left` tokens before its own position to `right` tokens after it
+// shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
+//           64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2, then delta; ds: DsEntry
+//           (softmax_sm90.cuh), for query_gradient.cu, or null
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
@@ -37,7 +39,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, QUERIES> q[STAGES];
   Tile<T, D, QUERIES> do_[STAGES];
   alignas(16) float statistics[STAGES][2][QUERIES];  // L, delta
-  Work works[2], coming;
+  Work works[2], coming;  // of the tiles in k and v; the entry of args.works that is copied ahead
   Barrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], do_full[STAGES], do_empty[STAGES];
 };
 
@@ -53,9 +55,10 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   while (true) {
     Work work = take_work(s.coming, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
-    work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;  // now in ds: first head, query tile 0
+    // Now the entry of ds of the key tile with query tile 0 of the first head that shares the keys.
+    work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
     barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
-    fence_async();  // orders the consumers' accesses to k and v, known by `empty`, before the copy engine's writes
+    fence_async();  // the consumers' accesses to k and v, which `empty` waits for, precede the copy engine's writes
     s.works[kv.stage] = work;
     if (!work.tiles) return barrier_arrive(s.full[kv.stage]);
     barrier_expect(s.full[kv.stage], 2 * sizeof s.k[0]);
@@ -69,7 +72,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
         const int token = work.other_start + tile * QUERIES;
         barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
-        fence_async();  // likewise for q and statistics
+        fence_async();  // the same for q and statistics, which `q_empty` waits for
         barrier_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
         load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
         copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
@@ -89,9 +92,9 @@ template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
-  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
-  const float tanh_scale = scale_over_cap(args.scale, args.softcap);
+  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
+  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
+  const float tanh_scale = scale_over_cap(args.scale, args.softcap);      // tanh(tanh_scale q . k)
   Ring<2> kv;
   Ring<S::STAGES> q;
   float scores[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];

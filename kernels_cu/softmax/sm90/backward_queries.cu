@@ -2,10 +2,12 @@
 //           statistics of queries for the gradients of k and v.
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j, delta_i = do_i . o_i - dlse_i; with a cap each
-//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta). A query sees
-//           the keys from `left` tokens before its own position to `right` tokens after it
+//           term times 1 - (s_ij / cap)^2.  o is the forward pass's output, do and dlse are gradients of o and lse.
+//           Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta). A query sees the keys from `left` tokens
+//           before its own position to `right` tokens after it
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32,
-//           dlse or null; statistics: softmax_work.cuh
+//           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
+//           L = lse / ln 2, then delta
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 queries, and holds their q and do in registers
 // smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
@@ -36,7 +38,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, QUERIES> q, do_, o;
   Tile<T, D, KEYS> k[K_STAGES];
   Tile<T, D, KEYS> v[V_STAGES];
-  Work works[2], coming;
+  Work works[2], coming;  // of this query tile and the next; the entry of args.works that is copied ahead
   Barrier full, empty, o_empty, k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
@@ -52,13 +54,13 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   for (u32 parity = 1;; parity ^= 1) {
     const Work work = take_work(s.coming, next);
     barrier_wait(s.empty, parity);
-    fence_async();  // orders the consumers' accesses to q and do, known by `empty`, before the copy engine's writes
+    fence_async();  // the consumers' accesses to q and do, which `empty` waits for, precede the copy engine's writes
     if (work.tiles) {
       load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
       load_tile<64>(s.do_, args.do_, s.full, work.start, work.head, work.batch);
     }
     barrier_wait(s.o_empty, parity);
-    fence_async();           // likewise for o
+    fence_async();           // the same for o, which `o_empty` waits for
     s.works[parity] = work;  // its previous entry is no longer read: that tile's dq has been stored
     if (!work.tiles) return barrier_arrive(s.full);
     barrier_expect(s.full, 3 * sizeof s.q);
@@ -85,9 +87,9 @@ template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
-  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
-  const float tanh_scale = scale_over_cap(args.scale, args.softcap);
+  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
+  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
+  const float tanh_scale = scale_over_cap(args.scale, args.softcap);      // tanh(tanh_scale q . k)
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
   u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];

@@ -19,7 +19,7 @@
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; K of 64, 128, 192, V of 64, 128, at most K
 #include "softmax_sm90.cuh"
 
-constexpr float SLACK = 8.f;  // in base 2
+constexpr float SLACK = 8.f;  // in base 2: weights are at most 2^8
 
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes [tokens, 64 columns] of q [64, 64], k and v [KEYS, 64], o [16, 64]
@@ -63,7 +63,7 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
     const Work work = take_work(s.coming, next);
     fetch_values();  // before the wait for q_empty, which may be long
     barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
-    fence_async();  // orders the consumers' accesses to this stage, known by q_empty, before the copy engine's writes
+    fence_async();  // the consumers' accesses to this stage, which q_empty waits for, precede the copy engine's writes
     s.q_works[q.stage] = work;
     if (!work.tiles) {
       barrier_arrive(s.q_full[q.stage]);
@@ -100,8 +100,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   Ring<S::KEY_STAGES> k, v;
   Ring<S::QUERY_STAGES> q;
   float scores[KEYS / 2], o[V / 2], sum[2], rescale[2];
-  RowMaximum maximum[2];
-  u32 weights[KEYS / 16][4];
+  RowMaximum maximum[2];       // of the lane's two rows
+  u32 weights[KEYS / 16][4];   // e^(S - m), rounded, as operands A
   bool store_pending = false;  // lane 0: the copy engine may still read this warp's o, in stage previous_q_stage of q
   int previous_q_stage = 0;    // the stage of the last query tile that is complete
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
