@@ -306,9 +306,10 @@ def steps_of_several(rng, run):
 
 
 def delta_rules_on_hopper(rng, device):
+    """Seven chunks and nine: more than a block has stages."""
     for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
-        kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
-        tokens = delta_tokens(rng, 1, 2, 4, 133, K, V, dtype, "some -inf", "alike", "sigmoid")
+        kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), [0, 5, 5, 200, 261] if V == 64 else None
+        tokens = delta_tokens(rng, 1, 2, 4, 261, K, V, dtype, "some -inf", "alike", "sigmoid")
         state = rng.standard_normal((len(bounds) - 1 if bounds else 1, 4, K, V)).astype(SINGLE)
         yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
         do = rng.standard_normal(tokens[2].shape).astype(dtype)

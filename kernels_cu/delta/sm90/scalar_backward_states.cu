@@ -138,7 +138,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     store_transposed(in.values[warpgroup], channel_offset, from_do);
     wgmma_wait<0>();
     wgmma_keep(dS);
-    warp_arrive(s.outputs_ready[ring.stage]);
+    barrier_arrive(s.outputs_ready[ring.stage]);
   }
   if (args.dh0)
     each_transposed<BK>(dS, args.dh0 + states, args, args.shape, column, [](float& x, float* to) { *to = x; });

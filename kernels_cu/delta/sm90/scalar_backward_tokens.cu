@@ -446,7 +446,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(d[p]);
-    warp_arrive(s.states_read);
+    barrier_arrive(s.states_read);
     {
       const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
       const float factor[2] = {has_keys ? -factors[row] : factors[row],
@@ -552,7 +552,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
     store_gradients(s, args, work, token, ring.stage, d, lane, warp, own_offset);
     fence_async();
-    warp_arrive(s.outputs_ready[ring.stage]);
+    barrier_arrive(s.outputs_ready[ring.stage]);
   }
 }
 
@@ -598,7 +598,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     for (int c = 0; c < BK / 16; ++c)
       stmatrix_x4(at_offset(s.states[c / 4], shifted_offset(own_offset, 0, c % 4 * 16)), rounded_state[c]);
     fence_async();
-    warp_arrive(s.states_ready);
+    barrier_arrive(s.states_ready);
     barrier_wait(s.values_full[values_ring.stage], values_ring.parity);
     load_transposed(v, values + CHUNK, channel_offset);
     barrier_wait(s.decays_ready[ring.stage], ring.parity);
@@ -635,7 +635,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     fence_async();
     wgmma_wait<0>();
     wgmma_keep(state);
-    warp_arrive(s.residuals_ready[values_ring.stage]);
+    barrier_arrive(s.residuals_ready[values_ring.stage]);
   }
 }
 
@@ -643,19 +643,19 @@ template <typename T, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
-  constexpr int CONSUMER_WARPS = CONSUMERS<BV> / 32;
   const WorkTile work = work_tile(args.shape, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shared<T, BK, BV>::STAGES; ++stage) {
       barrier_init(s.full[stage], 32);  // lanes of the copying warp
       barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
-      barrier_init(s.scores_ready[stage], 128);
-      barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], 4);  // warps
+      barrier_init(s.scores_ready[stage], OPERAND_THREADS), barrier_init(s.outputs_ready[stage], OPERAND_THREADS);
+      barrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
     }
     for (int half = 0; half < 2; ++half)
-      barrier_init(s.values_full[half], 32), barrier_init(s.residuals_ready[half], CONSUMER_WARPS);
+      barrier_init(s.values_full[half], 32), barrier_init(s.residuals_ready[half], CONSUMERS<BV>);
     barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
-    barrier_init(s.gradients_read, 4), barrier_init(s.states_read, 4), barrier_init(s.states_ready, CONSUMER_WARPS);
+    barrier_init(s.states_ready, CONSUMERS<BV>), barrier_init(s.states_read, OPERAND_THREADS);
+    barrier_init(s.gradients_read, OPERAND_THREADS / 32);  // warps
   }
   fence_async();
   __syncthreads();

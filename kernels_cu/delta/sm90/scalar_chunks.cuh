@@ -71,9 +71,9 @@ template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded
   return pack<T>(x - values.x, y - values.y);
 }
 
-// A warp arrives by one lane, since a barrier counts the arrivals of 32 lanes one after the other. Where threads read
-// what the warp has written, all lanes arrive: racecheck knows no order between a lane's arrival and the other lanes'
-// writes.
+// One lane arrives for its warp: at barriers behind which only wgmma and copies of boxes use what the warp has read and
+// written. At all others each lane arrives, since racecheck orders a lane's own loads and stores by that lane's own
+// arrival alone.
 __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
@@ -641,7 +641,7 @@ template <int BV, class S> __device__ __forceinline__ void init_barriers(S& s) {
   for (int stage = 0; stage < S::STAGES; ++stage) {
     barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the copying warp
     barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
-    barrier_init(s.scores_ready[stage], 128);
-    barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], CONSUMERS<BV> / 32);  // warps
+    barrier_init(s.scores_ready[stage], OPERAND_THREADS), barrier_init(s.outputs_ready[stage], CONSUMERS<BV>);
+    barrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
   }
 }

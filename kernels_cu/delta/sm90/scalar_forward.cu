@@ -88,7 +88,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     store_transposed(in.values[warpgroup], channel_offset, o);
     wgmma_wait<0>();
     wgmma_keep(state);
-    warp_arrive(s.outputs_ready[ring.stage]);
+    barrier_arrive(s.outputs_ready[ring.stage]);
   }
   if (args.final)
     each_transposed<BK>(state, args.final + states, args, args.shape, column, [](float& x, float* to) { *to = x; });
