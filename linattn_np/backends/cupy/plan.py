@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ...contract import CHUNK
 from ...summary import Transition
@@ -130,40 +131,24 @@ class Array:
         """Whether the view has the same numbers, shape and strides as its memory."""
         return not self.offset and self.shape == self.memory.shape and self.strides == self.memory.strides
 
+    def view(self, viewed) -> Array:
+        """The view that `viewed` makes of a NumPy array with this shape and these strides, whose numbers it must not
+        read: there are none."""
+        x = as_strided(np.empty(1, np.uint8), self.shape, self.strides)
+        y = viewed(x)
+        first = y.__array_interface__["data"][0] - x.__array_interface__["data"][0]
+        return Array(self.memory, y.shape, y.strides, self.dtype, self.offset + first)
+
     def __getitem__(self, key) -> Array:
         """A view by slices, integers, None and at most one Ellipsis, as in NumPy."""
-        indices = list(key) if isinstance(key, tuple) else [key]
-        indexed_axes = sum(index is not None and index is not Ellipsis for index in indices)
-        ellipsis = next((n for n, index in enumerate(indices) if index is Ellipsis), len(indices))
-        indices[ellipsis : ellipsis + 1] = [slice(None)] * (self.ndim - indexed_axes)
-        shape, strides, offset, axis = [], [], self.offset, 0
-        for index in indices:
-            if index is None:
-                shape.append(1)
-                strides.append(0)
-                continue
-            stride, size = self.strides[axis], self.shape[axis]
-            axis += 1
-            if isinstance(index, slice):
-                first, stop, step = index.indices(size)
-                shape.append(len(range(first, stop, step)))
-                strides.append(stride * step)
-                offset += first * stride
-            else:
-                offset += range(size)[index] * stride
-        return Array(self.memory, tuple(shape), tuple(strides), self.dtype, offset)
+        key = key if isinstance(key, tuple) else (key,)
+        return self.view(lambda x: x[key if Ellipsis in key else (*key, ...)])
 
     def swapaxes(self, a: int, b: int) -> Array:
-        def swapped(values):
-            values = list(values)
-            values[a], values[b] = values[b], values[a]
-            return tuple(values)
-
-        return Array(self.memory, swapped(self.shape), swapped(self.strides), self.dtype, self.offset)
+        return self.view(lambda x: x.swapaxes(a, b))
 
     def transpose(self, axes) -> Array:
-        shape, strides = (tuple(values[axis] for axis in axes) for values in (self.shape, self.strides))
-        return Array(self.memory, shape, strides, self.dtype, self.offset)
+        return self.view(lambda x: x.transpose(axes))
 
     def in_heads(self, heads: int) -> Array:
         """A view [..., D] as [..., heads, D / heads]."""
@@ -185,12 +170,7 @@ def has_rows(x) -> bool:
 
 
 def is_contiguous(x) -> bool:
-    step = x.dtype.itemsize
-    for size, stride in zip(reversed(x.shape), reversed(x.strides)):
-        if size > 1 and stride != step:
-            return x.size == 0
-        step *= size
-    return True
+    return as_strided(np.empty(1, x.dtype), x.shape, x.strides).flags.c_contiguous
 
 
 def aligned16(*arrays) -> bool:
