@@ -13,7 +13,7 @@ __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k
   constexpr int N = sizeof(X) == 2 ? 2 : 1;
   const RowsReader<BK, X> keys;
   const LeftReader<BK, X> queries;
-  float sums[2][4] = {};  // two, added to in turn: a product waits for the previous one of its sum
+  float sums[2][4] = {};  // two, added to in turn: a product waits for the last one of the same sum
 #pragma unroll
   for (int c = 0; c < BK; c += 16 * N) {
     Right<Math<T, PRODUCTS>> b[N];
@@ -42,9 +42,9 @@ __device__ __forceinline__ void put_score_pair(float* to, float x, float y, int)
 
 // Stores one score, as put_score_pair stores two.
 __device__ __forceinline__ void put_score(bf16* to, float x, int distance) {
-  const bf16 first = from_float<bf16>(x);
-  *to = first;
-  to[distance] = from_float<bf16>(x - to_float(first));
+  const bf16 rounded = from_float<bf16>(x);
+  *to = rounded;
+  to[distance] = from_float<bf16>(x - to_float(rounded));
 }
 __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 
@@ -129,7 +129,8 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, co
   put_scores<PRODUCTS>(s, task, d);
 }
 
-// Computes the scores within a sub-chunk pair by pair, from its `rows` rows in memory: if gates are above GROWTH.
+// Computes the scores within a sub-chunk pair by pair, from its `rows` rows in memory: for gates above GROWTH
+// (growth.cuh), with which decays about the sub-chunk's middle could overflow.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
 __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q,
                                                     const T* k, const G* g, i64 q_stride, i64 k_stride, i64 g_stride,

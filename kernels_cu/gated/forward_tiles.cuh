@@ -1,10 +1,11 @@
 // what      The layout of tiles in shared memory of the forward kernel of every card, and how a warp loads operands of
 //           its tensor cores from them.
-// numerics  bfloat16 data: products in bfloat16. Other data: in tf32, for float32 data PRODUCTS of them (fragments.cuh)
+// numerics  bfloat16 data: products in bfloat16. Other data: in tf32, for float32 data in PRODUCTS of them, 1 or 3
+//           (fragments.cuh)
 //
-// A product contracts 16 values at a time. The tf32 instruction contracts 8 in some order: here value 2t is its number
-// t and value 2t + 1 its number t + 4, in both operands. With this order accumulators are operands without any move,
-// and float tiles are read without bank conflicts.
+// A product sums over 16 values at a time. The tf32 instruction sums over 8, of which a lane has numbers t and t + 4, t
+// = lane % 4: it is given value 2t as number t and value 2t + 1 as number t + 4, in both operands. With this order
+// accumulators are operands without any move, and float tiles are read without bank conflicts.
 #include "fragments.cuh"
 #include "ptx.cuh"
 
@@ -52,9 +53,10 @@ template <int COLS, typename X> struct Reader {
                                       (row * COLS * SIZE + bytes / ROUND * ROUND));
   }
 };
+// This thread's lane, computed again at each call.
 __device__ __forceinline__ int own_lane() { return opaque(threadIdx.x & 31); }
 
-// Loads rows row + 0...15, columns col + 0...15 as a left operand, contracted over columns. The columns of a float tile
+// Loads rows row + 0...15, columns col + 0...15 as a left operand, for a sum over columns. The columns of a float tile
 // are in the order of `PairedSpot`, or the right operand comes from `RowsReader`, which has the same order.
 template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
   __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
@@ -77,7 +79,7 @@ template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
   }
 };
 
-// Loads the transpose of rows row + 0...7 as right operands, contracted over 32 columns of bfloat16, or 16 of floats.
+// Loads the transpose of rows row + 0...7 as right operands, for a sum over 32 columns of bfloat16, or 16 of floats.
 template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
   __device__ __forceinline__ RowsReader(int lane = own_lane()) : Reader<COLS, X>(lane & 7, lane >> 3) {}
 
@@ -99,7 +101,7 @@ template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
   }
 };
 
-// Loads the transpose of rows row + 0...15 and 16 columns from `column` on as a left operand, contracted over rows.
+// Loads the transpose of rows row + 0...15 and 16 columns from `column` on as a left operand, for a sum over rows.
 template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // of types of 2 bytes
   __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
       : Reader<COLS, X>((lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)) {}
@@ -130,7 +132,7 @@ template <int COLS> struct TransposedReader<COLS, float> : Reader<COLS, float> {
   }
 };
 
-// Loads rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on as two right operands, contracted over
+// Loads rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on as two right operands, for a sum over
 // rows. INPUTS: the tile holds data that are not rounded to tf32 yet.
 template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader<COLS, X> {
   __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())

@@ -119,7 +119,7 @@ template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
 
 // Hides the origin of x from the compiler, which would otherwise keep values computed from it in registers.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
-// Of a tile's descriptor: the compiler then computes the descriptors of other tiles by an addition to x.
+// The same for a tile's descriptor (wgmma.cuh): the compiler then computes those of other tiles by an addition to x.
 __device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
 
 // A copy of x in a register of its own, for operands of products that still run while x changes. Computed by an
@@ -138,7 +138,7 @@ __device__ __forceinline__ int opaque(int x) {
 }
 
 // ---- warp: matrix products and reductions; all 32 lanes take part -----------------------------------------
-// With g = lane / 4 and t = lane % 4 the accumulator of all three products holds
+// With g = lane / 4 and t = lane % 4, here and below, the accumulator of each of these products holds
 //   d[0], d[1] = D[g][2t], D[g][2t+1]      d[2], d[3] = D[g+8][2t], D[g+8][2t+1]
 
 // D[16, 8] += A[16, 8] B[8, 8] in tf32.
@@ -169,7 +169,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 b) {
                : "r"(a0), "r"(a1), "r"(b));
 }
 
-// D[16, 8] += A[16, 16] B[16, 8] in half precision.
+// D[16, 8] += A[16, 16] B[16, 8] in float16; a and b are laid out as those of bfloat16.
 __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -178,7 +178,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// D[16, 8] = A[16, 16] B[16, 8] + C[16, 8], likewise.
+// D[16, 8] = A[16, 16] B[16, 8] + C[16, 8] in float16; c is laid out as d.
 __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -187,7 +187,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// D[16, 8] += A[16, 8] B[8, 8], likewise.
+// D[16, 8] += A[16, 8] B[8, 8] in bfloat16, and in float16.
 //   a = A[g][2t,+1], A[g+8][2t,+1]      b = B[2t,+1][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -302,7 +302,8 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts this warp as one that has reached barrier `id`, without waiting.
+// Counts this warp as one that has reached barrier `id`, for which `threads` threads are waited, without waiting
+// itself.
 __device__ __forceinline__ void barrier_pass(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

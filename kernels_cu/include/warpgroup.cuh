@@ -217,8 +217,8 @@ __device__ __forceinline__ auto warpgroup_panels(X (&tile)[PANELS][CHUNK][PANEL<
 
 // Calls f(x, y, address) for each two neighbouring numbers of S of this lane that lie within [K, V]. V is a multiple of
 // 8, so that both or neither do. `state`: the state in memory; `channel`: the first of this lane's two channels, 64
-// warpgroup + 16 warp + g; the other one is 8 later. HAS_FULL_PATH: if V is BV,
-// code without a branch for each pair is used.
+// warpgroup + 16 warp + g; the other one is 8 later. S[4n + 2h], S[4n + 2h + 1] are columns 8n + 2t and the next of
+// channel + 8h. HAS_FULL_PATH: if V is BV, code without a branch for each pair is used.
 template <int BV, bool HAS_FULL_PATH = false, typename P, class F>
 __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
@@ -259,10 +259,10 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
 
 // S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S
 // before. decays: of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16
-// numbers, and f(block, rounded, remainders) is called for every 16 columns `block`; otherwise S is rounded to one
-// bfloat16 number, and f is not called. The product is made in groups of PART blocks of 16 columns, two groups under
-// way at a time, so that registers hold the bfloat16 numbers of two groups only. When the function returns, the last
-// groups are still under way: the caller must call wgmma_wait before it reads x or overwrites `tokens`.
+// numbers, and f(n, rounded, remainders) is called for the n-th 16 columns; otherwise S is rounded to one bfloat16
+// number, and f is not called. The product is made in parts of PART times 16 columns, two parts under way at a time, so
+// that registers hold the bfloat16 numbers of two parts only. When the function returns, the last parts are still under
+// way: the caller must call wgmma_wait before it reads x or overwrites `tokens`.
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {

@@ -123,16 +123,17 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
 
 // ---- first walk, from the border: S += (keys decayed to the border)^T values ---------------------------------------
 
-// e^-48: a state times this decay vanishes when it is added to a state of similar size.
+// e^-48, see FORGOTTEN_NATS (tensor.cuh): what a state times this decay adds to a later one is less than float32's
+// rounding, unless it was 4e13 times as large.
 constexpr float NEGLIGIBLE = 1.4251641e-21f;
 constexpr float LARGEST_DECAY = 0x1p60f;  // if a gate above 0 makes D larger, products may overflow
 
-// D, the decay between a chunk and the border, of this lane's two channels: `decay` times `down`. `down` is a power of
-// 2, and registers hold S / down: float16 has no numbers as small as D.
+// D, the decay between a chunk and the border, of this lane's two channels h: `decay` times `down`. `down` is a power
+// of 2, and registers hold S / down: float16 has no numbers as small as D, but holds keys times `decay`.
 struct BorderDecay {
   float decay[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 
-  __device__ __forceinline__ float all(int h) const { return decay[h] * down[h]; }
+  __device__ __forceinline__ float product(int h) const { return decay[h] * down[h]; }
 };
 
 // Changes `down`, and S with it, so that `decay` of the chunk's token nearest to the border is near 1. FIRST_DECAYS:
@@ -158,10 +159,11 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
 }
 
 // Computes S (BACKWARDS: dS) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
-// decays: over the segment, 0 if chunks were left out. Sets grown if gates are too far above 0 for these products: S is
-// not valid then. Returns how many chunks were used.
+// decays: over the segment, 0 if chunks were left out. Sets out_of_range if gates are too far above 0 for these
+// products: S is not valid then. Returns how many chunks were used. channel: the lane's first one, the other is 8
+// later.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& grown,
+__device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& out_of_range,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
   const int warpgroup = threadIdx.x / 128, offset = lane_offset();
   const float scale = BACKWARDS ? float(args.scale) : 1.f;
@@ -177,7 +179,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     Chunk outer_decays;
     SubChunkDecays chunk_decays;
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
-    grown |= exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
+    out_of_range |= exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     decays_of(chunk_decays, gates);
     load_operand(loaded, in.keys[warpgroup], offset);
     if (BACKWARDS) decays_from_start(outer_decays, gates, counts);
@@ -199,15 +201,15 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       to_border.decay[h] *= chunk_decays.all(h);
-      grown |= to_border.all(h) > LARGEST_DECAY;
-      more |= channel + 8 * h < args.shape.K && !(to_border.all(h) <= NEGLIGIBLE);
+      out_of_range |= to_border.product(h) > LARGEST_DECAY;
+      more |= channel + 8 * h < args.shape.K && !(to_border.product(h) <= NEGLIGIBLE);
     }
   }
   wgmma_wait<0>();
   wgmma_keep(S);
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= to_border.down[i >> 1 & 1];
-  for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : to_border.all(h);
+  for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : to_border.product(h);
   for (int unused = n; unused < walk.copied(n); ++unused) walk.wait(unused);  // until no copies are under way
   return n;
 }
@@ -224,7 +226,7 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
   const float* const from = given + (work.sequence / args.P * args.shape.H + work.head) * size;
   each_of_state<BV, true>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
     const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
-    const float decay = decays[&x - S >> 1 & 1];
+    const float decay = decays[&x - S >> 1 & 1];  // S[4n + 2h + 0, 1] is the lane's channel h
     if (decay != 0.f) x = fmaf(decay, two.x, x), y = fmaf(decay, two.y, y);
     *reinterpret_cast<float2*>(to) = two;
   });
@@ -232,8 +234,8 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
 
 // ---- second walk, to the border: S <- D S + keys^T values, any gates ------------------------------------------------
 
-// S: the state with which the segment starts, then that with which the next one starts. segment_decay is multiplied by
-// the segment's decay.
+// S: on call the state with which the segment starts, on return that with which the next one starts. segment_decay is
+// multiplied by the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segment_decay)[2],
                                                 const Walk<T, G, BK, BV>& walk, const Args<T, G>& args) {
@@ -291,10 +293,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
                                         int first_channel) {
   const int lane = threadIdx.x & 31, channel = first_channel + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, decays[2];
-  bool grown = false;
+  bool out_of_range = false;
   const Walk walk(s, work);
-  const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, walk, args, channel);
-  if (walk.vote(taken, grown)) {  // all consumers agree, and have read the chunks that were copied
+  const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, out_of_range, walk, args, channel);
+  if (walk.vote(taken, out_of_range)) {  // all consumers agree, and have read the chunks that were copied
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;

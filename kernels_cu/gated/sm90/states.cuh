@@ -19,7 +19,8 @@ constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 __device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& work) {
   return int((work.batch * shape.H + work.head) * (shape.T / CHECKPOINT_EVERY + 1)) + work.start / CHECKPOINT_EVERY;
 }
-// This thread's first four values of stored state `number`; its next four are 2 BK float4 later.
+// The address of this thread's numbers S[0] ... S[3] of stored state `number`: a state is stored in the order of the
+// registers that hold it, and the next four numbers are 2 BK float4 later, one for every consumer thread.
 template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float* checkpoints, int number) {
   return reinterpret_cast<float4*>(checkpoints + i64(number) * (BK * BV)) + threadIdx.x;
 }
@@ -127,8 +128,8 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
 template <typename T> constexpr bool IS_NARROW = false;
 template <> constexpr bool IS_NARROW<f16> = true;
 
-// `up` is the power of 2 by which `largest` becomes 2^13 to 2^14, near float16's largest number, `down` its inverse;
-// both are 1 if `largest` is between 2^-8 and 2^15.
+// For a state whose largest magnitude is `largest`: `up` is the power of 2 by which that becomes 2^13 to 2^14, near
+// float16's largest number, `down` its inverse; both are 1 if `largest` is between 2^-8 and 2^15.
 struct Scale {
   float up, down;
 };
@@ -167,7 +168,7 @@ template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gat
   return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(outer_decays[0][0], outer_decays[0][2]) < 0x1p-8f);
 }
 
-// S <- diag(by0, by1) S, for this lane's two channels.
+// Multiplies S of this lane's first channel by by0, and of its second one by by1.
 template <int BV> __device__ __forceinline__ void scale_state(float (&S)[BV / 2], float by0, float by1) {
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= i >> 1 & 1 ? by1 : by0;
@@ -312,21 +313,21 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// This lane's queries or keys of a chunk as the operand of the product that adds them to a state: rounded to T (first),
-// and for bfloat16 also the rounding error, rounded to T (rest).
+// This lane's queries or keys of a chunk as the operand of the product that adds them to a state: rounded to T, and for
+// bfloat16 also the rounding errors, rounded to T. put: the lane's two tokens x, y of sub-chunk n, channel h.
 template <typename T> struct StateOperand {
-  Operand first, rest;
+  Operand rounded, remainder;
 
   __device__ __forceinline__ void put(int n, int h, float x, float y) {
-    neighbours_of(first, n, h) = pack<T>(x, y);
-    if (!IS_NARROW<T>) neighbours_of(rest, n, h) = remainder_of(neighbours_of(first, n, h), x, y);
+    neighbours_of(rounded, n, h) = pack<T>(x, y);
+    if (!IS_NARROW<T>) neighbours_of(remainder, n, h) = remainder_of(neighbours_of(rounded, n, h), x, y);
   }
 };
 template <typename T, int BV>
 __device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOperand<T>& x,
                                             T (&tokens)[BV / 64][CHUNK][64]) {
-  start_write<T, BV>(S, x.first, tokens);
-  if (!IS_NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
+  start_write<T, BV>(S, x.rounded, tokens);
+  if (!IS_NARROW<T>) start_write<T, BV>(S, x.remainder, tokens);
 }
 // Two queries or keys with the values that they have in the product which adds them to a state. The other pass
 // multiplies them by their gradients. The gate's gradient is these products less those of the state: what should cancel
@@ -342,20 +343,22 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
   scale_state<BV>(S, up0 * d.all(0), up1 * d.all(1));
 }
 
-// x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: from earlier_tokens. all: the sum over
-// all tokens. The sums are products of ones and x, which is split into two tf32 numbers.
+// x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: from earlier_tokens. all: for each of
+// the lane's two channels the sum over all tokens. The sums are products of ones and x, which is split into two tf32
+// numbers.
 __device__ __forceinline__ void sum_earlier_tokens(Chunk& x, float (&all)[2], const u32 (&counted)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   SubChunk sum = {};
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    SubChunk first, rest;
+    SubChunk truncated, remainder;
 #pragma unroll
-    for (int m = 0; m < 4; ++m) first[m] = cut_off(x[n][m]), rest[m] = x[n][m] - first[m], x[n][m] = sum[m];
-    multiply_pairs(x[n], first, counted);
-    multiply_pairs(x[n], rest, counted);
-    multiply_pairs(sum, first, ones);
-    multiply_pairs(sum, rest, ones);
+    for (int m = 0; m < 4; ++m)
+      truncated[m] = cut_off(x[n][m]), remainder[m] = x[n][m] - truncated[m], x[n][m] = sum[m];
+    multiply_pairs(x[n], truncated, counted);
+    multiply_pairs(x[n], remainder, counted);
+    multiply_pairs(sum, truncated, ones);
+    multiply_pairs(sum, remainder, ones);
   }
   all[0] = sum[0], all[1] = sum[2];
 }
