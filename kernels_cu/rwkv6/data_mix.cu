@@ -1,7 +1,8 @@
 // what      The five inputs of the time mix, their token shift mixed by the data.
-// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
-// shapes    low [P, T, 5, A], up [5, A, D], maa [5, D], xx d [T, D], mixed [TERMS, 5, T, D]; T tokens of prompts, or
-//           sequences
+// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g; xx is LN(x) of a token, d the previous token's
+//           less it
+// shapes    low [P, T, 5, A], to be summed over P parts, A the rank, up [5, A, D], maa [5, D], xx d [T, D], mixed
+//           [TERMS, 5, T, D]; T tokens of prompts, or sequences
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two for every 32: the previous operands have been read | the operands are in shared memory
@@ -24,10 +25,11 @@ template <typename T, typename X> struct Args {
 // loads of all parts would take all registers.
 template <typename X, int TILES, int INPUTS> constexpr bool IN_PARTS = sizeof(X) == 2 && TILES == 1 && INPUTS == 1;
 
-template <typename T, typename X, int PARTS, int TILES, int INPUTS, int TERMS>
+// LOW_TERMS: numbers whose sum is a number of tanh(low), see LowRank; TERMS: of a number of `mixed`.
+template <typename T, typename X, int LOW_TERMS, int TILES, int INPUTS, int TERMS>
 __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) rwkv6_data_mix(const Args<T, X> args) {
   constexpr int LOW_PARTS = IN_PARTS<X, TILES, INPUTS> ? 8 : 1;
-  auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<LowRank<T, TILES, LOW_TERMS>*>(dynamic_smem());
   launch_next();
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
   const i64 column = blockIdx.x % across * COLUMNS, input = rest % (5 / INPUTS) * INPUTS;

@@ -1,7 +1,9 @@
 // what      The five inputs of the time mix of a step, whose token shift is mixed by data. A block computes all five,
 //           so that xx and d are read once.
-// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
-// shapes    low [PARTS, B, 5, A], to be summed over PARTS, up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
+// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g; xx is LN(x) of a token, d the previous token's
+//           less it
+// shapes    B sequences, a token each; low [PARTS, B, 5, A], to be summed over PARTS, A the rank, up [5, A, D], maa [5,
+//           D], xx d [B, D], mixed [5, B, D]
 // grid      a block for every (TOKENS sequences, 128 channels), sequences slowest; a warp for every 16 of both
 // smem      Shared: `up` of the block's channels, tanh(low) in two terms
 // barriers  one: tanh(low) and `up` are in shared memory
@@ -10,7 +12,9 @@
 // limits    D a multiple of 8; A even, up to RANK; all arrays start on 16 bytes; sm_90a
 #include "decode.cuh"
 
-constexpr int COLUMNS = 128, INPUTS = 5, PARTS = 4, TERMS = 2;
+constexpr int COLUMNS = 128, INPUTS = 5;
+constexpr int PARTS = 4;  // arrays whose sum is `low`
+constexpr int TERMS = 2;  // numbers whose sum is a number of tanh(low)
 
 template <typename T> struct Args {
   const float* low;

@@ -1,6 +1,6 @@
 // what      The second product of a low rank, f(low) up, of some tokens and 128 channels: the part of mixes and decays
 //           that depends on the data. f is tanh in RWKV-6.
-// numerics  tensor cores: half weights as they are, and f(low) as a sum of PARTS numbers of their type (three bfloat16,
+// numerics  tensor cores: half weights as they are, and f(low) as a sum of TERMS numbers of their type (three bfloat16,
 //           or two float16, hold a float32); float32 weights and f(low) as two tf32 numbers each
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
@@ -11,16 +11,18 @@
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
 constexpr int UNIT = 32;  // numbers of the rank that are multiplied at a time; there are zeros behind its end
 
-// Operands in shared memory: at most PASS numbers of the rank at a time.
-template <typename T, int TILES, int PARTS, int PASS = 32> struct alignas(16) LowRank {
-  static constexpr int CHAINS = TILES == 1 ? PARTS : 1;  // sums apart, so that fewer products wait for each other
-  T low[PARTS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // + 8: no bank conflicts
+// Operands in shared memory, of at most PASS numbers of the rank at a time: f(low) [tokens, rank] as a sum of TERMS
+// numbers, and up [rank, channels]. put_low stores a token's numbers a and a + 1. In the sums of `multiply` a lane has
+// [tile of 16 tokens][8 channels][tokens lane / 4 and 8 later, of each channels 2 (lane % 4) and the next].
+template <typename T, int TILES, int TERMS, int PASS = 32> struct alignas(16) LowRank {
+  static constexpr int CHAINS = TILES == 1 ? TERMS : 1;  // sums apart, so that fewer products wait for each other
+  T low[TERMS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // + 8: no bank conflicts
 
   __device__ __forceinline__ void put_low(int token, int a, float2 x) {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    for (int term = 0; term < TERMS; ++term) {
       const u32 rounded = pack<T>(x.x, x.y);
-      *reinterpret_cast<u32*>(&low[part][token][a]) = rounded;
+      *reinterpret_cast<u32*>(&low[term][token][a]) = rounded;
       x = {x.x - to_float(T{u16(rounded)}), x.y - to_float(T{u16(rounded >> 16)})};
     }
   }
@@ -38,17 +40,17 @@ template <typename T, int TILES, int PARTS, int PASS = 32> struct alignas(16) Lo
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-          for (int part = PARTS - 1; part >= 0; --part) {
+          for (int term = TERMS - 1; term >= 0; --term) {
             u32 of_low[4];
-            ldmatrix_x4(of_low, &low[part][tile * TILE_TOKENS + row][a + side]);
+            ldmatrix_x4(of_low, &low[term][tile * TILE_TOKENS + row][a + side]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) multiply_halves(sums[part % CHAINS][tile][i], of_low, columns[i], T{});
+            for (int i = 0; i < 2; ++i) multiply_halves(sums[term % CHAINS][tile][i], of_low, columns[i], T{});
           }
       }
   }
 };
 
-template <int TILES, int PARTS, int PASS> struct alignas(16) LowRank<float, TILES, PARTS, PASS> {
+template <int TILES, int TERMS, int PASS> struct alignas(16) LowRank<float, TILES, TERMS, PASS> {
   static constexpr int CHAINS = 1;
   float low[TILES * TILE_TOKENS][PASS + 4], up[PASS][COLUMNS + 8];  // no bank conflicts
 
@@ -87,15 +89,15 @@ template <int TILES> struct LowRankSums {
   float4 of[TILES][2];  // four channels of token lane / 4 + 8 half of a tile
 };
 
-// Returns activate(low) up. low: `tokens` rows of `rank` numbers, `apart` numbers apart; the sum of `parts` such
-// arrays, at most MAX_PARTS, which are `part_apart` numbers apart. up: `rank` rows of D, of which 128 columns from
+// Returns activate(low) up. low: `tokens` rows of `rank` numbers, `apart` numbers apart, given as the sum of `parts`
+// such arrays, at most MAX_PARTS, which are `part_apart` numbers apart. up: `rank` rows of D, of which 128 columns from
 // `column` on are used. load_more: called after the previous kernel has ended, to start loads that the caller needs
 // later.
-template <int MAX_PARTS, int TILES, int PARTS, int PASS, typename T, typename A, typename F>
-__device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, PASS>& s, const float* low, i64 apart,
+template <int MAX_PARTS, int TILES, int TERMS, int PASS, typename T, typename A, typename F>
+__device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, PASS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
                                                        i64 D, i64 column, const A& activate, const F& load_more) {
-  typedef LowRank<T, TILES, PARTS, PASS> Operands;
+  typedef LowRank<T, TILES, TERMS, PASS> Operands;
   constexpr int EACH = 16 / sizeof(T), ACROSS = COLUMNS / EACH, ROWS = THREADS / ACROSS;
   constexpr int AT_ONCE = 2 * THREADS / PASS, PAIRS = TILES * TILE_TOKENS / AT_ONCE;  // tokens of all threads, of one
   static_assert(PASS % UNIT == 0 && AT_ONCE * PASS == 2 * THREADS && PAIRS * AT_ONCE == TILES * TILE_TOKENS);

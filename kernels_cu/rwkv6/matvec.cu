@@ -3,8 +3,8 @@
 // shapes    each product: w [M, K], x [B, K], y [B, M]
 // grid      a block for every 16 rows of every product, numbered product by product; THREADS threads: a warp takes a
 //           slice of K, and of every 32 numbers of it a lane 8 neighbours, in two rows
-// smem      Shared: two stages of weights for each thread, and the warps' parts of y
-// barriers  one: the parts of y are in shared memory
+// smem      Shared: two stages of weights for each thread, and the warps' sums
+// barriers  one: the warps' sums are in shared memory
 // numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
 //           float32 sums in a fixed order. What a vector yields does not depend on the other vectors, nor on B
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
@@ -16,8 +16,8 @@
 #include "decode.cuh"
 #include "product.cuh"
 
-constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;
-constexpr int STEP = 32, STAGES = 2;
+constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;  // rows of a block, vectors, products of a launch
+constexpr int STEP = 32, STAGES = 2;                 // numbers of K that a warp multiplies at a time; stages in memory
 
 enum class Finish : i64 { Write, Add, ReluSquared };
 
@@ -36,7 +36,7 @@ template <typename T> struct Args {
 
 template <int THREADS> struct Shared {
   uint4 weights[STAGES][4][THREADS];
-  float parts[THREADS / 32][COLUMNS][ROWS];
+  float warp_sums[THREADS / 32][COLUMNS][ROWS];  // of y, over each warp's slice of K
 };
 
 // 8 neighbours of a row, as floats.
@@ -49,8 +49,8 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4& first, const 
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Args<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
-  constexpr int VECTORS = EXACT ? 2 : 1;     // 16-byte copies of a row in a step
-  constexpr int STEPS = 2 / VECTORS;         // in a stage
+  constexpr int COPIES = EXACT ? 2 : 1;      // 16-byte copies of a row in a step
+  constexpr int STEPS = 2 / COPIES;          // in a stage
   static_assert(THREADS >= ROWS * COLUMNS);  // each result has a thread
   constexpr int WARPS = THREADS / 32;
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int part = 0; part < VECTORS; ++part)
-          cp_async<16>(&s.weights[stage % STAGES][(step * 2 + half) * VECTORS + part][threadIdx.x],
-                       rows[half] + (inside ? k + part * 4 : 0), inside);
+        for (int piece = 0; piece < COPIES; ++piece)
+          cp_async<16>(&s.weights[stage % STAGES][(step * 2 + half) * COPIES + piece][threadIdx.x],
+                       rows[half] + (inside ? k + piece * 4 : 0), inside);
     }
     cp_async_commit();
   };
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
     cp_async_wait<STAGES - 1>();  // a lane reads only what it has copied itself
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const auto copied = [&](int i) { return s.weights[stage % STAGES][step * 2 * VECTORS + i][threadIdx.x]; };
+      const auto copied = [&](int i) { return s.weights[stage % STAGES][step * 2 * COPIES + i][threadIdx.x]; };
       float upper[8], lower[8];
       if constexpr (EXACT) {
         unpack(upper, copied(0), copied(1));
@@ -129,13 +129,13 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
   }
 
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s.parts[warp][2 * t + i % 2][g + i / 2 * 8] = high[i] + low[i];
-  __syncthreads();  // the parts of y are in shared memory
+  for (int i = 0; i < 4; ++i) s.warp_sums[warp][2 * t + i % 2][g + i / 2 * 8] = high[i] + low[i];
+  __syncthreads();  // the warps' sums are in shared memory
   const i64 b = threadIdx.x / ROWS, m = tile * ROWS + threadIdx.x % ROWS;
   if (b >= args.B || m >= product.M) return;
   float sum = 0.f;
 #pragma unroll
-  for (int part = 0; part < WARPS; ++part) sum += s.parts[part][b][threadIdx.x % ROWS];
+  for (int other = 0; other < WARPS; ++other) sum += s.warp_sums[other][b][threadIdx.x % ROWS];
   float& y = product.y[b * product.M + m];
   switch (product.finish) {
     case Finish::Write:

@@ -25,10 +25,11 @@ template <typename T, typename Y> struct Args {
   i64 tokens, D, R, W, A, G, Q;
 };
 
-template <typename T, typename Y, int PARTS, int TILES, int MATRICES, int PASS>
+// TERMS: of LowRank; TILES: of 16 tokens in a block.
+template <typename T, typename Y, int TERMS, int TILES, int MATRICES, int PASS>
 __global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T, Y> args) {
-  constexpr float DECAY_SCALE = 0.6065306597126334f;
-  auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS, PASS>*>(dynamic_smem());
+  constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
+  auto& s = *reinterpret_cast<LowRank<T, TILES, TERMS, PASS>*>(dynamic_smem());
   launch_next();
   constexpr int TOKENS = TILES * TILE_TOKENS;
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;

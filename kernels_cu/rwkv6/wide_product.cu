@@ -1,7 +1,8 @@
 // what      Products of weights with a large batch's vectors, at the rate of the memory or of the tensor cores.
-// math      y_b = W x_b, or y_b = relu(W x_b)^2, or parts of y_b whose sum is W x_b
-// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [parts, C, B, M]; x of type T
-// grid      a cluster of HALVES blocks for every ROWS rows, part of K, and HALVES times VECTORS vectors. A block has a
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or parts of y_b, over a share of K each, whose sum is W x_b
+// shapes    one or two stacks of products (Stack), each of C matrices: w [C, M, K], x [C, B, K], y [C, B, M], or
+//           [parts, C, B, M]; x of type T
+// grid      a cluster of HALVES blocks, with VECTORS vectors each, for every ROWS rows and share of K. A block has a
 //           warpgroup for every 64 of its VECTORS, a thread that copies weights, and one that copies vectors
 // smem      Shared: a ring of W_STAGES of weights and one of X_STAGES of vectors
 // barriers  w_full, x_full: a stage has been copied; w_empty, x_empty: it has been read, here and, of weights, in the
@@ -16,8 +17,8 @@
 #include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
-constexpr int DEPTH = 64;
-constexpr int AHEAD = 4;  // steps by which a cluster's blocks copy weights to L2 ahead of their stages
+constexpr int DEPTH = 64;  // numbers of K in a step
+constexpr int AHEAD = 4;   // steps by which a cluster's blocks copy weights to L2 ahead of their stages
 
 struct Args {
   Stack stacks[STACKS];  // C = 0: an unused stack
@@ -99,7 +100,7 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
 // Computes the products of a warpgroup's 64 vectors with the block's rows.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
-  const int lane = threadIdx.x & 31, first = threadIdx.x / 128 * 64;
+  const int lane = threadIdx.x & 31, first_vector = threadIdx.x / 128 * 64;
   // Says that a step's stages have been read, if they are filled again: to this block and to the one that copies
   // weights.
   const auto release = [&](int step) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
     barrier_wait(s.w_full[step % S::W_STAGES], step / S::W_STAGES & 1);
     barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
     const u64 w = wgmma_tile(s.w[step % S::W_STAGES], 16, 1024),
-              x = wgmma_tile(s.x[step % S::X_STAGES][first], 16, 1024);
+              x = wgmma_tile(s.x[step % S::X_STAGES][first_vector], 16, 1024);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, S::ROWS, false>(sums, x + k * 32 / 16, w + k * 32 / 16, true);
@@ -144,9 +145,9 @@ __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, co
       const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
                             __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
       // Even lanes store numbers of the first eight rows, odd lanes of the other eight.
-      const int first = row + 8 * n + (odd ? 8 - 2 : 0);
-      if (inside && first < M)
-        store4(to + first,
+      const int first_row = row + 8 * n + (odd ? 8 - 2 : 0);
+      if (inside && first_row < M)
+        store4(to + first_row,
                odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y});
     }
     if constexpr (ROWS % 16) {
@@ -223,8 +224,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
     multiply(s, tile.steps.count, sums);
     wait_for_previous();
     const int row = tile.rows.row, b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
-    const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
-    const i64 index = first * B * stack.M;
+    const i64 matrix = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
+    const i64 index = matrix * B * stack.M;
     if (stack.finish == Finish::ReluSquared)
       store_squares<ROWS>(static_cast<T*>(stack.y) + index, stack.M, row, b, B, sums);
     else store<ROWS>(static_cast<float*>(stack.y) + index, stack.M, row, b, B, sums);

@@ -1,6 +1,7 @@
 // what      Stage 5: the outputs, from the state before each chunk and from the chunk's own tokens.
-// math      o = scale (qg h_c + A v)
-// shapes    qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
+// math      o = scale (qg h_c + A v); qg are the queries decayed from their chunk's start (gated_qk.cu), h_c the state
+//           before chunk c (inter_chunk.cu), A the scores (intra_chunk.cu)
+// shapes    C tokens a chunk. qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a warp has 16 rows
 // smem      STAGES times 64 x 32 of a left factor, 32 x 64 of a right one
 // barriers  one for every 32 of the inner axis: the tiles have been copied, and the previous ones have been read

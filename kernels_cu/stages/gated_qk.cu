@@ -1,5 +1,6 @@
 // what      Stage 2: queries decayed from their chunk's start, keys decayed to its end.
-// math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j)
+// math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j);
+//           b_i the sum of log gates from the chunk's start through token i, e_j from after j to its end
 // shapes    q k b e qg kg [B, H, T, K]; b e qg kg float32, or all float64
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads, a channel a thread
 // smem      none

@@ -1,5 +1,6 @@
 // what      Stage 3: the state before every chunk, carried from chunk to chunk.
-// math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
+// math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c; kg are the keys decayed to their chunk's end (gated_qk.cu), b the
+//           sums of log gates from the chunk's start (chunk_cumsum.cu), b_C that of its last token
 // shapes    kg b [B, H, T, K] float32, v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V], all float32
 // grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; a warp has 16 channels
 // smem      STAGES times 32 tokens of kg and v, and the gates of a chunk's channels

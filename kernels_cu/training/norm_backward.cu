@@ -1,8 +1,10 @@
 // what      The gradient of the residual through the beginning of a mix: the token shift's C plain mixes, the layer
 //           norm, and the addition of the previous mix's result, whose gradient is computed, too.
 // math      G_t = dxx_t + sum_c dmixed_c,t - D_t + D_{t+1}, D_t = dd_t + sum_c dmixed_c,t maa_c, within a sequence
-//           dx = dy + the layer norm's pullback of G
-//           Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of drop(dx) by sigmoid(first) value,
+//           dx = dy + the layer norm's pullback of G;  xhat = (x - mean) scale, moments are (mean, scale) of each
+//           token, d = xx of the token before, less xx
+//           drop is the residual's dropout. Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of
+//           drop(dx) by sigmoid(first) value,
 //           value being stored in units of UNIT_OF_SQUARES<T>
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
 // shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];

@@ -1,8 +1,8 @@
 // what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, and its tokens decayed to the
 //           chunk's ends. Launched twice: with queries, keys and the channels' gates; with outputs' gradients, values
 //           and the columns' gates. Below, q, k, g and K are those of the launch.
-// math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] from key j to query i; A_ii = scale q_i . k_i, in
-//           `diagonal`;
+// math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to
+//           i; A_ii = scale q_i . k_i, in `diagonal`;
 //           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: over the chunk
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
 //           padded (padded_width); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
@@ -14,8 +14,8 @@
 //           is stored
 // numerics  products as in fragments.cuh; decays of pairs as in gated/backward_channels.cu; q_i . k_i is float32; if
 //           gates grow, pairs in a sub-chunk of 8 tokens are computed one by one (growth.cuh). Scores in a sub-chunk
-//           are multiplied by NEAR_SCALE, for float32's range. growth: of the chunk (by_token.cuh) if a gate is above
-//           GROWTH, else 0
+//           are multiplied by NEAR_SCALE (2^22, backward.cuh), for float32's range. growth: of the chunk (by_token.cuh)
+//           if a gate is above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "gated/backward_scores.cuh"
@@ -39,8 +39,10 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
   T k[CHUNK * LD<T, CHANNELS>];
   G g[CHUNK * LD<G, CHANNELS>];
-  Across<Stored> queries, keys;                 // decayed from and to the middle of their sub-chunk
-  Across<Stored> border8, border16, border32;   // decayed from and to the borders of 8, 16 and 32 tokens
+  Across<Stored> queries, keys;  // decayed from and to the middle of their sub-chunk
+  // Each in the columns of its own tokens: the keys before a border between sub-chunks, blocks of 16 or halves of 32
+  // tokens, decayed to it, and the queries after it, decayed from it.
+  Across<Stored> border8, border16, border32;
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
