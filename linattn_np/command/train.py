@@ -286,7 +286,7 @@ def lock_folder(folder, lock_scope):
 
 
 def defaults(options, trained, device, chosen) -> dict:
-    """The default settings. `given`: the settings that options give."""
+    """The default settings. `chosen`: the settings that options give."""
     found = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in chosen}
     if options.base:
         sizes = trained.kind.base.sizes

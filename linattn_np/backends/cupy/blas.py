@@ -47,35 +47,11 @@ class Cublas:
     def prepared(self, a, b, y, add: bool = False):
         """A function that enqueues `product` for the arrays that are then at the addresses of a, b and y."""
         (C, M, K), N = a.shape, b.shape[2]
-        (op_a, lda, stride_a), (op_b, ldb, stride_b), (_, ldy, stride_y) = map(layout, (a, b, y))
-        pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)
+        (op_a, operand_a), (op_b, operand_b), (_, operand_y) = map(operand, (a, b, y))
+        one, beta = (ctypes.byref(ctypes.c_float(factor)) for factor in (1, add))
         # cuBLAS expects matrices by columns. It reads ours by rows as their transposes: y^T = b^T a^T.
-        return partial(
-            self.multiply,
-            self.handle,
-            op_b,
-            op_a,
-            N,
-            M,
-            K,
-            ctypes.byref(one),
-            pointer(b.data.ptr),
-            DATA[b.dtype],
-            ldb,
-            stride_b,
-            pointer(a.data.ptr),
-            DATA[a.dtype],
-            lda,
-            stride_a,
-            ctypes.byref(beta),
-            pointer(y.data.ptr),
-            DATA[y.dtype],
-            ldy,
-            stride_y,
-            C,
-            COMPUTE_32F,
-            DEFAULT_ALGORITHM,
-        )
+        operands = (one, *operand_b, *operand_a, beta, *operand_y)
+        return partial(self.multiply, self.handle, op_b, op_a, N, M, K, *operands, C, COMPUTE_32F, DEFAULT_ALGORITHM)
 
     def multiply(self, *arguments):
         """Calls cublasGemmStridedBatchedEx on the current stream."""
@@ -95,9 +71,9 @@ class Cublas:
             raise RuntimeError(f"{name} failed with cublasStatus_t {status}")
 
 
-def layout(x):
-    """How cuBLAS is to read x [C, rows, columns]: (the operation, the leading dimension, the stride between matrices).
-    The leading dimension is the stride of the rows, or of the columns if these are contiguous."""
+def operand(x):
+    """How cuBLAS is to read x [C, rows, columns]: (the operation, (address, type, leading dimension, stride between
+    matrices)). The leading dimension is the stride of the rows, or of the columns if these are contiguous."""
     matrix_stride, row_stride, column_stride = (stride // x.itemsize for stride in x.strides)
     operation, leading = (NORMAL, row_stride) if column_stride == 1 else (TRANSPOSED, column_stride)
-    return operation, leading, ctypes.c_longlong(matrix_stride)
+    return operation, (ctypes.c_void_p(x.data.ptr), DATA[x.dtype], leading, ctypes.c_longlong(matrix_stride))

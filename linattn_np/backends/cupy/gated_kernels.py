@@ -329,8 +329,8 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
     BV: int
 
     @classmethod
-    def fitting(cls, read_order, dtype, gate, K, V):
-        return cls(read_order, dtype, gate, TILES[K > 64], TILES[V > 64])
+    def fitting(cls, read_order, dtype, gate, K, V, *schedule):
+        return cls(read_order, dtype, gate, TILES[K > 64], TILES[V > 64], *schedule)
 
     @property
     def threads(self):
@@ -351,10 +351,6 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
     schedule: str
-
-    @classmethod
-    def fitting(cls, read_order, dtype, gate, K, V, schedule):
-        return cls(read_order, dtype, gate, TILES[K > 64], TILES[V > 64], schedule)
 
     @property
     def resident(self):

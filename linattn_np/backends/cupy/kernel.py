@@ -62,7 +62,6 @@ class Kernel:
         dataclass(frozen=True)(cls)
 
     file: ClassVar[str]
-    entry: ClassVar[str] = ""  # the name of the `__global__`, if it differs from the one made of `file`
     arguments: ClassVar[tuple] = ()  # the members of the kernel's argument struct
     shared: ClassVar[tuple[str, ...]] = ()  # C++ types in shared memory: format strings with this class's fields
     arch: ClassVar[str] = ""
@@ -71,7 +70,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        return self.entry or self.file.replace("/", "_")
+        return self.file.replace("/", "_")
 
     @property
     def template(self) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ class InputGradients:
     dd: Any = None  # of d, without the terms through the mixes; None for 0
     dmixed: Any = None  # of the mixes
     maa: Any = None  # the weights of the mixes, in the order of `dmixed`
-    maa_out: Any = None  # the array to which the gradient of maa is replacement_key
+    maa_out: Any = None  # the array to which the gradient of maa is written
     previous_xx: Any = None  # xx of the token before each sequence's first, if another rank has computed it
 
 
@@ -128,7 +128,7 @@ class Mix:
         raise NotImplementedError
 
     def pull(self, dchange, grads) -> InputGradients:
-        """The gradients of the inputs; those of the layer's weights are replacement_key to `grads`.
+        """The gradients of the inputs; those of the layer's weights are written to `grads`.
 
         dchange : the gradients of the arrays of `forward`'s result, a list of one, or of two for a "Gated" change
         """
