@@ -84,7 +84,7 @@ def ptx_of_launches(monkeypatch, compiled, problem, capability):
         found.append((kernel.py_func.__name__, compiled[key]))
 
     monkeypatch.setattr(plans, "launch", compile_only)
-    plans.run(problem)
+    backend_package.run(problem)
     return found
 
 

@@ -54,7 +54,7 @@ def mode(problem) -> str:
 def run(problem):
     from . import plans
 
-    return plans.run(problem)
+    return plans.run(problem, mode(problem))
 
 
 def describe(problem, bytes_moved) -> dict:
@@ -63,7 +63,7 @@ def describe(problem, bytes_moved) -> dict:
     return {
         "mode": None if problem.op in STAGES else mode(problem),
         "kernels": ("recurrent",) if mode(problem) == "recurrent" else KERNELS.get(problem.op.name, STAGED),
-        "tiles": plans.tiles(problem),
+        "tiles": plans.tiles(problem, mode(problem)),
         "copies": plans.copies(problem),
         "floor_ms": plans.floor_ms(problem, bytes_moved),
     }

@@ -18,11 +18,11 @@ from ...contract import CHUNK, SUB_CHUNK
 from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, RWKV7, RWKV7_STEP, STAGES, STEPS
 from ..cupy import ordinal, peak_bandwidth
 from ..cupy.plan import ceil_div
-from . import kernels, mode
+from . import kernels
 from .runtime import launch
 
 
-def run(problem):
+def run(problem, mode):
     """(o, (the final state,) or None) of an operator, the o of a step, or the results of a stage."""
     call = NumbaLaunches(problem)
     with nullcontext() if problem.home == "host" else sys.modules["cupy"].cuda.Device(ordinal(problem)):
@@ -30,7 +30,7 @@ def run(problem):
             return getattr(call, problem.op.name)(*call.arrays)
         if problem.op in STEPS:
             return call.step(*call.arrays)
-        return (call.recurrent if mode(problem) == "recurrent" else call.staged)(*call.arrays)
+        return (call.recurrent if mode == "recurrent" else call.staged)(*call.arrays)
 
 
 class NumbaLaunches:
@@ -210,10 +210,10 @@ def key_channels(problem) -> int:
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
-def tiles(problem) -> dict:
+def tiles(problem, mode) -> dict:
     """The sizes that `explain` shows."""
     threads = {"BV": kernels.COLS, "threads": kernels.THREADS}
-    if mode(problem) == "recurrent":
+    if mode == "recurrent":
         return {"K": key_channels(problem)} | threads
     chunk_size = problem.chunk_size or CHUNK
     return {"chunk_size": chunk_size, "BC": kernels.SUB, "BT": kernels.ROWS, "BK": kernels.INNER} | threads
