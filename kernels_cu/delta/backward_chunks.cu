@@ -159,30 +159,6 @@ __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, cons
   }
 }
 
-// The sum of the x of all lanes with lower numbers than this one.
-__device__ __forceinline__ float sum_of_lower_lanes(float x) {
-  const int lane = own_lane();
-  x = __shfl_up_sync(0xffffffffu, x, 1);
-  if (lane == 0) x = 0.f;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float other = __shfl_up_sync(0xffffffffu, x, distance);
-    if (lane >= distance) x += other;
-  }
-  return x;
-}
-
-// The sum of the x of this lane and of all lanes with higher numbers.
-__device__ __forceinline__ float sum_of_this_and_higher_lanes(float x) {
-  const int lane = own_lane();
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float other = __shfl_down_sync(0xffffffffu, x, distance);
-    if (lane + distance < 32) x += other;
-  }
-  return x;
-}
-
 // Stores x as the sum of two numbers of T.
 template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, int i, int j, float x) {
   const T rounded = from_float<T>(x);
@@ -281,7 +257,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
           dk_pair[x] += dk_end;
         }
       }
-      S_term = sum_of_lanes<4>(S_term), dS_term = sum_of_lanes<4>(dS_term);
+      S_term = sum_over_lanes<4>(S_term), dS_term = sum_over_lanes<4>(dS_term);
       if (t == 0) s.gate_terms[warp][i] = S_term, s.gate_terms[warp][BT + i] = dS_term;
     }
 #pragma unroll
@@ -321,7 +297,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
 #pragma unroll
     for (int n = 0; n < BT / WARPS; ++n) {
       const int i = warp + n * WARPS;
-      const float earlier_keys = sum_of_lower_lanes(lane < i ? s.pairs[i][lane] : 0.f);
+      const float earlier_keys = sum_of_lower_lanes(lane < i ? s.pairs[i][lane] : 0.f, own_lane());
       dg += lane <= i ? earlier_keys : 0.f;
     }
     s.pair_terms[warp][lane] = dg;
@@ -340,7 +316,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       dg += s.pair_terms[other][lane];
       S_term += s.gate_terms[other][lane], dS_term += s.gate_terms[other][BT + lane];
     }
-    dg += sum_of_this_and_higher_lanes(S_term) + sum_of_lower_lanes(dS_term);
+    dg += sum_of_this_and_higher_lanes(S_term, own_lane()) + sum_of_lower_lanes(dS_term, own_lane());
     if (lane < rows)
       *args.dg.row(b, h, span.start + lane) =
           fmaf(factors.decay_from_start[BT - 1], s.state_dots[0] + s.state_dots[1], dg);
@@ -362,7 +338,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
           q_dot = fmaf(q.x, dq_pair[0], fmaf(q.y, dq_pair[1], q_dot));
           k_dot = fmaf(k.x, dk_pair[0], fmaf(k.y, dk_pair[1], k_dot));
         }
-        q_dot = sum_of_lanes<4>(q_dot), k_dot = sum_of_lanes<4>(k_dot);
+        q_dot = sum_over_lanes<4>(q_dot), k_dot = sum_over_lanes<4>(k_dot);
         if (t == 0) s.dots[warp][i] = k_dot, s.dots[warp][BT + i] = q_dot;
       }
     __syncthreads();  // dots are in shared memory

@@ -7,6 +7,7 @@
 #include "delta/chunk_storage.cuh"
 #include "delta/lengths.cuh"
 #include "gated/forward_copies.cuh"
+#include "lanes.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -49,13 +50,6 @@ struct TokenNumbers {
     }
   }
 };
-
-// The sum of x over LANES neighbouring lanes; each gets it.
-template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int distance = 1; distance < LANES; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
 
 // Copies a chunk's rows, number by number; zeros from row `rows` and column `width` on.
 template <int COLS, int THREADS, typename T>

@@ -5,6 +5,7 @@
 // numerics  float32; float64 for float64 data
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 #include "delta/lengths.cuh"
+#include "lanes.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
@@ -54,13 +55,6 @@ struct BlockWork {
 template <typename R> __device__ __forceinline__ R converted_once(double x) {
   if constexpr (sizeof(R) == 4) return __uint_as_float(opaque(__float_as_uint(float(x))));
   else return x;
-}
-
-// The sum over LANES neighbouring lanes; each lane gets the same bits.
-template <int LANES, typename R> __device__ __forceinline__ R sum_over_lanes(R x) {
-#pragma unroll
-  for (int distance = 1; distance < LANES; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
 }
 
 // Starts to copy a tile [ROWS, COLS] in pieces of BYTES bytes; zeros from row `rows` and column `width` on. Numbers of

@@ -2,6 +2,7 @@
 //           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk.
 // limits    sm_90a
 #include "half_products.cuh"
+#include "lanes.cuh"
 #include "warpgroup.cuh"
 
 // ---- products of tokens with tokens: a warp ------------------------------------------------------------------
@@ -34,10 +35,7 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
 // ---- channels -----------------------------------------------------------------------------------------------
 
 // The sum over the four lanes of a channel.
-__device__ __forceinline__ float channel_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
+__device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>(x); }
 
 // Adds COUNT values over the eight lanes with the same lane % 4. Lane g = lane / 4 gets COUNT / 8 of the sums, from
 // number g COUNT / 8 on. In each step two lanes that are LANES apart keep one half each. Recursive, since the compiler

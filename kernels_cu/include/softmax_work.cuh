@@ -1,5 +1,6 @@
 // what      What all softmax attention kernels share: the table of their tiles, masks, and the maximum and the sum of a
 //           row of scores.
+#include "lanes.cuh"
 #include "tensor.cuh"
 
 // A tile of queries (or of keys) that a block computes, and the tiles of keys (or of queries: the other side) for it.
@@ -74,10 +75,7 @@ __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
-__device__ __forceinline__ float row_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
+__device__ __forceinline__ float row_sum(float x) { return sum_over_lanes<4>(x); }
 
 // x + the dot product of two neighbouring elements of do and o.
 template <typename T> __device__ __forceinline__ float add_dot(u32 do_, u32 o, float x) {

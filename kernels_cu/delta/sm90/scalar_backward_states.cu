@@ -44,19 +44,6 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// Registers of a thread by role: see scalar_forward_storage.cuh.
-template <int BK, int BV> struct Registers {
-  static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
-  static constexpr int CONSUMER = BLOCKS == 2 ? 120 : BV == 64 ? 208 : 168;
-  static constexpr int OPERANDS = BLOCKS == 2 ? 72
-                                  : BV == 64  ? 168
-                                              : 120,
-                       OTHER = BLOCKS == 2 ? 48
-                               : BV == 64  ? 128
-                                           : 56;
-  static_assert(BV / 64 * CONSUMER + OPERANDS + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
-};
-
 // A warpgroup with 64 columns of V: P, dv and dS, transposed in registers, of each chunk.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
@@ -79,24 +66,15 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     u32 rounded_dS[BK / 16][4];
     Operand do_, Y;     // Y: -beta_j E_j P_j
     Values P, from_do;  // from_do: B^T do
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
-#pragma unroll
-      for (int m = 0; m < 4; ++m) rounded_dS[c][m] = pack<T>(dS[8 * c + 2 * m], dS[8 * c + 2 * m + 1]);
-    wgmma_keep(rounded_dS);
+    round_state<T, BK>(rounded_dS, dS);
     barrier_wait(s.values_full[ring.stage], ring.parity);
     load_transposed(do_, in.values[warpgroup], channel_offset);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
-      wgmma<T, CHUNK, false>(P, rounded_dS[c], descriptor + (descriptor_offset(in, in.Z[c / 4]) + c % 4 * 2), c > 0);
-    const u64 B = descriptor + descriptor_offset(in, in.B);
-#pragma unroll
-    for (int c = 0; c < 4; ++c)  // tokens 0 to 15 and 16 to 31 of rounded elements, then of their rounding errors
-      wgmma<T, CHUNK, true>(from_do, do_[c % 2], B + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
+    start_state_product<T>(P, rounded_dS, [&](int p) { return descriptor + descriptor_offset(in, in.Z[p]); });
+    start_transposed_split_product<T>(from_do, do_, descriptor + descriptor_offset(in, in.B));
     wgmma_commit();
     if (token != first_token<S>(work, 0)) {
       if (lane == 0) tensor_store_wait();
@@ -112,15 +90,10 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       for (int panel = 0; panel < BK / 64; ++panel)
         tensor_store(args.state_gradients, s.rounded[warp][panel], 64 * panel,
                      i32(work.chunk + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
-    const float chunk_decay = gates.chunk_decay;
-    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
-#pragma unroll
-      for (float& value : dS) value *= chunk_decay;
+    decay_state(dS, gates.chunk_decay);
     wgmma_fence();
     const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys
-#pragma unroll
-    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(dS, do_[c], rows + c * (16 * 128 / 16), true);
-    wgmma_commit();
+    start_state_update<T, BK>(dS, do_, rows);
     wgmma_wait<1>();
     wgmma_keep(P), wgmma_keep(from_do), wgmma_keep(rounded_dS);
     each_two([&](int i, int c, int m) {
@@ -128,9 +101,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       Y[c][m] = pack<T>(-from_start.x * P[i], -from_start.y * P[i + 1]);
     });
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(dS, Y[c], rows + (CHUNK + 16 * c) * (128 / 16), true);
-    wgmma_commit();
+    start_state_update<T, BK>(dS, Y, rows + CHUNK * (128 / 16));
     each_two([&](int i, int, int) {
       const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
       from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);
@@ -146,27 +117,13 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
 }
 
 template <typename T, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
+__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BACKWARD_STATES, BK, BV>::BLOCKS)
     delta_sm90_scalar_backward_states(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const u32 tiles = u32(args.shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
   const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
-  if (threadIdx.x == 0) init_barriers<BV>(s);
-  fence_async();
-  __syncthreads();
-  using RoleRegisters = Registers<BK, BV>;
-  if (threadIdx.x < CONSUMERS<BV>) {
-    registers_up<RoleRegisters::CONSUMER>();
-    consume(s, args, work, column, tiles * BV);
-  } else if (threadIdx.x < CONSUMERS<BV> + OPERAND_THREADS) {
-    registers_down<RoleRegisters::OPERANDS>();
-    make_operands(s, work.tokens);
-  } else {
-    registers_down<RoleRegisters::OTHER>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) move_chunks(s, args, args.do_, args.do_rows, args.dv, args.dv_rows, work, column);
-    else if (warp == 1) compute_decays(s, args, work);
-    else invert(s, work.tokens, warp - 2);
-  }
+  run_roles(
+      s, args, work, [&] { consume(s, args, work, column, tiles * BV); }, [&] { make_operands(s, work.tokens); },
+      [&] { move_chunks(s, args, args.do_, args.do_rows, args.dv, args.dv_rows, work, column); });
 }

@@ -30,6 +30,7 @@
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, V a multiple of 8; BK, BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_chunks.cuh"
+#include "lanes.cuh"
 
 template <typename T> struct Args {
   TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled
@@ -90,13 +91,6 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
       outputs_ready[STAGES];
   Barrier values_full[2], residuals_ready[2];
   Barrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
-};
-
-// Registers of a thread by role: see scalar_forward_storage.cuh.
-template <int BV> struct Registers {
-  static constexpr int AT_FIRST = 65536 / ALL_THREADS<BV> / 8 * 8;
-  static constexpr int CONSUMER = BV == 64 ? 168 : 152, GRADIENTS = BV == 64 ? 232 : 152, OTHER = BV == 64 ? 104 : 56;
-  static_assert(BV / 64 * CONSUMER + GRADIENTS + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
 };
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
@@ -168,28 +162,6 @@ __device__ __forceinline__ void move_gradients(S& s, const Args<typename S::T>& 
 
 // ---- a warpgroup that makes M and Z, and computes gradients ---------------------------------------------------------
 
-// The sum of the x of all lanes with lower numbers than this one.
-__device__ __forceinline__ float sum_of_lower_lanes(float x, int lane) {
-  x = __shfl_up_sync(0xffffffffu, x, 1);
-  if (lane == 0) x = 0.f;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float other = __shfl_up_sync(0xffffffffu, x, distance);
-    if (lane >= distance) x += other;
-  }
-  return x;
-}
-
-// The sum of the x of this lane and of all lanes with higher numbers.
-__device__ __forceinline__ float sum_of_this_and_higher_lanes(float x, int lane) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float other = __shfl_down_sync(0xffffffffu, x, distance);
-    if (lane + distance < 32) x += other;
-  }
-  return x;
-}
-
 // Adds x over the 8 lanes lane % 4, lane % 4 + 4 ...: lane l gets the sum of their x[l / 4].
 __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
 #pragma unroll
@@ -204,16 +176,10 @@ __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
   return x[0];
 }
 
-// x + the x of the other three lanes with the same lane / 4.
-__device__ __forceinline__ float sum_of_four(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // Starts d[64 tokens, 64 channels] = tokens [64, BV] states[BV, 64], of panels.
 template <typename T, int PANELS>
-__device__ __forceinline__ void start_state_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
-                                                    T (&states)[64 * PANELS][64]) {
+__device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
+                                                       T (&states)[64 * PANELS][64]) {
   u64 rows = wgmma_tile(tokens, 16, 1024), columns = wgmma_tile(states, 16, 1024);
 #pragma unroll
   for (int c = 0; c < 4 * PANELS; ++c)
@@ -252,18 +218,6 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
   }
   fence_async();
   warp_arrive(s.operands_ready[ring.stage]);
-}
-
-// M of a chunk.
-template <class S>
-__device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, int lane, int warp, int left_offset) {
-  Values d;
-  barrier_wait(s.full[ring.stage], ring.parity);
-  wgmma_fence();
-  start_scores(d, s.stages[ring.stage]);
-  wgmma_wait<0>();
-  wgmma_keep(d);
-  store_scores(s, ring, d, lane, warp, left_offset);
 }
 
 // Stores H or P of a warp's rows, and their terms of dg and dbeta, from F or -G, `products`, and q . k or k . k,
@@ -360,7 +314,7 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
         each_of_panel(rows[p], own_offset,
                       [&](int i, float2 x, int h) { dots[h] = fmaf(x.x, d[p][i], fmaf(x.y, d[p][i + 1], dots[h])); });
 #pragma unroll
-      for (int h = 0; h < 2; ++h) dots[h] = inverse[h] * inverse[h] * sum_of_four(dots[h]);
+      for (int h = 0; h < 2; ++h) dots[h] = inverse[h] * inverse[h] * sum_over_lanes<4>(dots[h]);
 #pragma unroll
       for (int p = 0; p < PANELS; ++p)
         each_of_panel(rows[p], own_offset, [&](int i, float2 x, int h) {
@@ -424,7 +378,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     barrier_wait(s.states_ready, parity);
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_state_product(d[p], s.gradients, s.states[p]);
+    for (int p = 0; p < PANELS; ++p) start_gradient_product(d[p], s.gradients, s.states[p]);
     wgmma_commit();
     barrier_wait(s.state_gradient_full, parity);
     if (args.dg.p) {  // <S, dS> over the warp's columns: the diagonals of products [16, 8]
@@ -460,7 +414,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
         });
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        terms[h] = sum_of_four(terms[h]);
+        terms[h] = sum_over_lanes<4>(terms[h]);
         if (lane % 4 == 0) s.read_terms[has_keys][row + 8 * h] = terms[h];
       }
     }
@@ -489,7 +443,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     for (int p = 0; p < PANELS; ++p) {
       float dS_e[32];  // rows 32 to 63: dS e
       wgmma_fence();
-      start_state_product(dS_e, values, s.state_gradient[p]);
+      start_gradient_product(dS_e, values, s.state_gradient[p]);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_keep(dS_e);
@@ -506,7 +460,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     if (has_keys)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        terms[h] = sum_of_four(terms[h]);
+        terms[h] = sum_over_lanes<4>(terms[h]);
         if (lane % 4 == 0) s.write_terms[row + 8 * h] = gates.key_to_end[row + 8 * h] * terms[h];
       }
     if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, lane, warp, left_offset);
@@ -580,18 +534,12 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     u32 rounded_state[BK / 16][4];
     Operand v, X;
     Values S_k, e;
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
-#pragma unroll
-      for (int m = 0; m < 4; ++m) rounded_state[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
-    wgmma_keep(rounded_state);
+    round_state<T, BK>(rounded_state, state);
     barrier_wait(s.full[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
-      wgmma<T, CHUNK, false>(S_k, rounded_state[c],
-                             descriptor + (descriptor_offset(in, in.queries_keys[c / 4] + CHUNK) + c % 4 * 2), c > 0);
+    start_state_product<T>(S_k, rounded_state,
+                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
     wgmma_commit();
     barrier_wait(s.states_read, (token / CHUNK & 1) ^ 1);
 #pragma unroll
@@ -602,28 +550,15 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     barrier_wait(s.values_full[values_ring.stage], values_ring.parity);
     load_transposed(v, values + CHUNK, channel_offset);
     barrier_wait(s.decays_ready[ring.stage], ring.parity);
-    const float chunk_decay = gates.chunk_decay;
-    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
-#pragma unroll
-      for (float& value : state) value *= chunk_decay;
+    decay_state(state, gates.chunk_decay);
     wgmma_wait<0>();
     wgmma_keep(S_k), wgmma_keep(rounded_state);
-    each_two([&](int i, int c, int m) {
-      const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3)),
-                   values = unpack(v[c][m], T{});
-      X[c][m] = pack<T>(fmaf(-from_start.x, S_k[i], values.x), fmaf(-from_start.y, S_k[i + 1], values.y));
-    });
+    make_X<T>(X, v, S_k, gates, lane);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
-    const u64 R = descriptor + descriptor_offset(in, in.N);
-#pragma unroll
-    for (int c = 0; c < 4; ++c)  // keys 0 to 15 and 16 to 31 of rounded elements, then of their rounding errors
-      wgmma<T, CHUNK, true>(e, X[c % 2], R + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
+    start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.N));
     wgmma_commit();
-    const u64 z = wgmma_tile(in.Z, sizeof in.Z[0], 1024);
-#pragma unroll
-    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, X[c], z + c * (16 * 128 / 16), true);
-    wgmma_commit();
+    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
     wgmma_wait<1>();
     wgmma_keep(e);
     store_transposed(values + CHUNK, channel_offset, e);
@@ -645,32 +580,12 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const WorkTile work = work_tile(args.shape, blockIdx.x);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Shared<T, BK, BV>::STAGES; ++stage) {
-      barrier_init(s.full[stage], 32);  // lanes of the copying warp
-      barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
-      barrier_init(s.scores_ready[stage], OPERAND_THREADS), barrier_init(s.outputs_ready[stage], OPERAND_THREADS);
-      barrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
-    }
-    for (int half = 0; half < 2; ++half)
-      barrier_init(s.values_full[half], 32), barrier_init(s.residuals_ready[half], CONSUMERS<BV>);
+    for (Barrier& ready : s.residuals_ready) barrier_init(ready, CONSUMERS<BV>);
     barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
     barrier_init(s.states_ready, CONSUMERS<BV>), barrier_init(s.states_read, OPERAND_THREADS);
     barrier_init(s.gradients_read, OPERAND_THREADS / 32);  // warps
   }
-  fence_async();
-  __syncthreads();
-  using RoleRegisters = Registers<BV>;
-  if (threadIdx.x < CONSUMERS<BV>) {
-    registers_up<RoleRegisters::CONSUMER>();
-    consume(s, args, work);
-  } else if (threadIdx.x < CONSUMERS<BV> + OPERAND_THREADS) {
-    registers_up<RoleRegisters::GRADIENTS>();
-    compute_gradients(s, args, work);
-  } else {
-    registers_down<RoleRegisters::OTHER>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) move_gradients(s, args, work);
-    else if (warp == 1) compute_decays(s, args, work);
-    else invert(s, work.tokens, warp - 2);
-  }
+  run_roles(
+      s, args, work, [&] { consume(s, args, work); }, [&] { compute_gradients(s, args, work); },
+      [&] { move_gradients(s, args, work); });
 }

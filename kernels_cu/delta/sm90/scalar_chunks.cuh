@@ -1,5 +1,6 @@
 // what      A chunk of 32 tokens in Hopper's kernels of the delta rule with one gate per token and head, or none: a
-//           warp that copies chunks, one that computes decays, two that invert, a warpgroup that makes operands.
+//           warp that copies chunks, one that computes decays, two that invert, a warpgroup that makes operands; of the
+//           warpgroups with 64 columns of V each, what kernels share; and `run_roles`, by which all of these run.
 // math      The matrices A, M, N, B, W and Z of a chunk, and its decays D, E and L, are defined in the head of
 //           scalar_forward.cu. By S::PASS:
 //           FORWARD: N diag(beta), B, W, and Z with beta
@@ -64,6 +65,23 @@ struct alignas(16) Upcoming {
 constexpr int OPERAND_THREADS = 128, OTHER_THREADS = 128;  // others: copies, decays, inverses
 template <int BV> constexpr int CONSUMERS = 2 * BV;
 template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHER_THREADS;
+
+// Registers of a thread by role. BLOCKS: blocks on a multiprocessor. A block whose roles ask for more registers than it
+// starts with (AT_FIRST a thread) would wait for ever.
+template <Pass PASS, int BK, int BV> struct Registers {
+  static constexpr bool TOKENS = PASS == BACKWARD_TOKENS, NARROW = BV == 64;
+  static constexpr int BLOCKS = !TOKENS && BK + BV == 128 ? 2 : 1,
+                       AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
+  struct Roles {
+    int consumer, operands, other;
+  };
+  static constexpr Roles ROLES = TOKENS && NARROW ? Roles{168, 232, 104}
+                                 : TOKENS         ? Roles{152, 152, 56}
+                                 : BLOCKS == 2    ? Roles{120, 72, 48}
+                                 : NARROW         ? Roles{208, 168, 128}
+                                                  : Roles{168, 120, 56};
+  static_assert(BV / 64 * ROLES.consumer + ROLES.operands + ROLES.other <= ALL_THREADS<BV> / 128 * AT_FIRST);
+};
 
 // The rounding errors of x and y, rounded to T: `rounded` holds x and y rounded to T.
 template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded, float x, float y) {
@@ -270,17 +288,22 @@ template <class S, class A> __device__ __forceinline__ void compute_decays(S& s,
 
 // ---- split matrices: each element is a rounded number and its rounding error ---------------------------------------
 
+// Splits this lane's accumulators of a block [16, 16]: x[0] and x[1] are those of its left and of its right 8 columns.
+template <typename T> __device__ __forceinline__ void split(u32 (&rounded)[4], u32 (&rest)[4], const float (*x)[4]) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float* two = &x[m / 2][m % 2 * 2];
+    rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
+  }
+}
+
 // Stores accumulators [16, 16 N] split at byte `offset`: rounded elements, and rounding errors 32 columns later.
 template <typename T, int N>
 __device__ __forceinline__ void store_split(Panel<T>& to, int offset, const float (&x)[2 * N][4]) {
 #pragma unroll
   for (int c = 0; c < N; ++c) {
     u32 rounded[4], rest[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float* two = &x[2 * c + m / 2][m % 2 * 2];
-      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
-    }
+    split<T>(rounded, rest, &x[2 * c]);
     stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c)), rounded);
     stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c + 32)), rest);
   }
@@ -378,11 +401,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
                   at_offset(in.minus_beta_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
     }
     multiply_split<T>(y, left, right);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float* pair = &y[m / 2][m % 2 * 2];
-      left[0][m] = pack<T>(pair[0], pair[1]), left[1][m] = rounding_errors<T>(left[0][m], pair[0], pair[1]);
-    }
+    split<T>(left[0], left[1], y);
     // BACKWARD_STATES: computed again, as registers do not suffice.
     const int offset = S::PASS == BACKWARD_STATES ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
@@ -497,15 +516,23 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
 #pragma unroll
       for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
     u32 rounded[4], rest[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float* pair = &x[m / 2][m % 2 * 2];
-      rounded[m] = pack<T>(pair[0], pair[1]), rest[m] = rounding_errors<T>(rounded[m], pair[0], pair[1]);
-    }
+    split<T>(rounded, rest, x);
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), rest);
   }
   barrier_arrive(s.scores_ready[ring.stage]);
+}
+
+// Computes the scores of a chunk, and stores them.
+template <class S>
+__device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, int lane, int warp, int left_offset) {
+  Values d;
+  barrier_wait(s.full[ring.stage], ring.parity);
+  wgmma_fence();
+  start_scores(d, s.stages[ring.stage]);
+  wgmma_wait<0>();
+  wgmma_keep(d);
+  store_scores(s, ring, d, lane, warp, left_offset);
 }
 
 // Computes a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j to minus_BE, for W.
@@ -542,6 +569,15 @@ __device__ __forceinline__ void start_split_product(Values& y, const Operand& x,
   for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
 
+// Issues y[channel, j] = sum_i x[channel, i] matrix[i, j]: of rows 0 to 15 and 16 to 31 of rounded elements, then of
+// their rounding errors.
+template <typename T>
+__device__ __forceinline__ void start_transposed_split_product(Values& y, const Operand& x, u64 matrix) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    wgmma<T, CHUNK, true>(y, x[c % 2], matrix + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
+}
+
 // In each iteration: A and M of chunk + 2; Z, the product of keys and N_to_end; B; W = scale E q + the product of keys
 // and minus_BE. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
 template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
@@ -554,15 +590,8 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
             left_offset = left_operand_offset(lane);
   Ring<S::STAGES> ring, scores_ring;
 #pragma unroll 1
-  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next()) {
-    Values d;
-    barrier_wait(s.full[chunk], 0);
-    wgmma_fence();
-    start_scores(d, s.stages[chunk]);
-    wgmma_wait<0>();
-    wgmma_keep(d);
-    store_scores(s, scores_ring, d, lane, warp, left_offset);
-  }
+  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
+    make_scores(s, scores_ring, lane, warp, left_offset);
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -625,23 +654,88 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), store_transposed(in.queries_keys[p], channel_offset, w[p]);
     fence_async();
     warp_arrive(s.operands_ready[ring.stage]);
-    if (!SCORES_DURING_W && has_scores) {
-      barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
-      wgmma_fence();
-      start_scores(d, s.stages[scores_ring.stage]);
-      wgmma_wait<0>();
-      wgmma_keep(d);
-      store_scores(s, scores_ring, d, lane, warp, left_offset);
-    }
+    if (!SCORES_DURING_W && has_scores) make_scores(s, scores_ring, lane, warp, left_offset);
   }
 }
 
-// Initialises the barriers of stages, by one thread, for kernels whose consumers have BV columns.
-template <int BV, class S> __device__ __forceinline__ void init_barriers(S& s) {
-  for (int stage = 0; stage < S::STAGES; ++stage) {
-    barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the copying warp
-    barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
-    barrier_init(s.scores_ready[stage], OPERAND_THREADS), barrier_init(s.outputs_ready[stage], CONSUMERS<BV>);
-    barrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
+// ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
+
+// This lane's numbers of a state, rounded to T, as left operands of products over channels.
+template <typename T, int BK>
+__device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const float (&state)[BK / 2]) {
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c)
+#pragma unroll
+    for (int m = 0; m < 4; ++m) rounded[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
+  wgmma_keep(rounded);
+}
+
+// Issues y = S^T x of 32 rows x, for a rounded state S; tile_of(p): the descriptor of the rows' channels from 64 p on.
+template <typename T, int STEPS, class F>
+__device__ __forceinline__ void start_state_product(Values& y, const u32 (&state)[STEPS][4], F tile_of) {
+#pragma unroll
+  for (int c = 0; c < STEPS; ++c) wgmma<T, CHUNK, false>(y, state[c], tile_of(c / 4) + c % 4 * 2, c > 0);
+}
+
+// state <- E_32 state: lets it decay over the chunk.
+template <int N> __device__ __forceinline__ void decay_state(float (&state)[N], float chunk_decay) {
+  if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
+#pragma unroll
+    for (float& value : state) value *= chunk_decay;
+}
+
+// X_j = v_j - E_j S^T k_j, rounded to T.
+template <typename T>
+__device__ __forceinline__ void make_X(Operand& X, const Operand& v, const Values& S_k, const Gates& gates, int lane) {
+  each_two([&](int i, int c, int m) {
+    const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3)),
+                 values = unpack(v[c][m], T{});
+    X[c][m] = pack<T>(fmaf(-from_start.x, S_k[i], values.x), fmaf(-from_start.y, S_k[i + 1], values.y));
+  });
+}
+
+// Issues state += x^T rows, a sum over 32 tokens; `rows`: the descriptor of their [32, BK].
+template <typename T, int BK>
+__device__ __forceinline__ void start_state_update(float (&state)[BK / 2], const Operand& x, u64 rows) {
+#pragma unroll
+  for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, x[c], rows + c * (16 * 128 / 16), true);
+  wgmma_commit();
+}
+
+// ---- the roles of a block -------------------------------------------------------------------------------------------
+
+// Initialises the barriers of stages and of values, then has each warp do its part: consume() by a warpgroup for every
+// 64 columns, make_operands() by a warpgroup, copy_chunks() by a warp. One thread has initialised a kernel's further
+// barriers before.
+template <class S, class A, class Consume, class Operands, class Copy>
+__device__ __forceinline__ void run_roles(S& s, const A& args, const WorkTile& work, Consume consume,
+                                          Operands make_operands, Copy copy_chunks) {
+  using InRole = Registers<S::PASS, S::BK, S::BV>;
+  constexpr auto ROLES = InRole::ROLES;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < S::STAGES; ++stage) {
+      barrier_init(s.full[stage], 32);  // lanes of the copying warp
+      barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
+      barrier_init(s.scores_ready[stage], OPERAND_THREADS);
+      barrier_init(s.outputs_ready[stage], S::PASS == BACKWARD_TOKENS ? OPERAND_THREADS : CONSUMERS<S::BV>);
+      barrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
+    }
+    for (Barrier& full : s.values_full) barrier_init(full, 32);
+  }
+  fence_async();
+  __syncthreads();  // the barriers are initialised
+  if (threadIdx.x < CONSUMERS<S::BV>) {
+    registers_up<ROLES.consumer>();
+    consume();
+  } else if (threadIdx.x < CONSUMERS<S::BV> + OPERAND_THREADS) {
+    if constexpr (ROLES.operands > InRole::AT_FIRST) registers_up<ROLES.operands>();
+    else registers_down<ROLES.operands>();
+    make_operands();
+  } else {
+    registers_down<ROLES.other>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) copy_chunks();
+    else if (warp == 1) compute_decays(s, args, work);
+    else invert(s, work.tokens, warp - 2);
   }
 }

@@ -45,44 +45,27 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     u32 rounded_state[BK / 16][4];
     Operand v, X;
     Values S_k, o;  // S^T k; W S, then o
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
-#pragma unroll
-      for (int m = 0; m < 4; ++m) rounded_state[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
-    wgmma_keep(rounded_state);
+    round_state<T, BK>(rounded_state, state);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.values_full[ring.stage], ring.parity);
     load_transposed(v, in.values[warpgroup], channel_offset);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
-    // Issues y = S^T x of the 32 tokens x from `row` of queries_keys on: W or the keys.
-    const auto start_state_product = [&](Values& y, int row) {
-#pragma unroll
-      for (int c = 0; c < BK / 16; ++c)
-        wgmma<T, CHUNK, false>(y, rounded_state[c],
-                               descriptor + (descriptor_offset(in, in.queries_keys[c / 4] + row) + c % 4 * 2), c > 0);
-      wgmma_commit();
-    };
     wgmma_fence();
-    start_state_product(S_k, CHUNK), start_state_product(o, 0);
-    const float chunk_decay = gates.chunk_decay;
-    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
-#pragma unroll
-      for (float& value : state) value *= chunk_decay;
+    start_state_product<T>(S_k, rounded_state,
+                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
+    wgmma_commit();
+    start_state_product<T>(o, rounded_state,
+                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p]); });
+    wgmma_commit();
+    decay_state(state, gates.chunk_decay);
     wgmma_wait<1>();
     wgmma_keep(S_k);
-    each_two([&](int i, int c, int m) {
-      const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3)),
-                   values = unpack(v[c][m], T{});
-      X[c][m] = pack<T>(fmaf(-from_start.x, S_k[i], values.x), fmaf(-from_start.y, S_k[i + 1], values.y));
-    });
+    make_X<T>(X, v, S_k, gates, lane);
     wgmma_fence();
     start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);
     wgmma_commit();
-    const u64 z = wgmma_tile(in.Z, sizeof in.Z[0], 1024);
-#pragma unroll
-    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, X[c], z + c * (16 * 128 / 16), true);
-    wgmma_commit();
+    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
     wgmma_wait<1>();
     wgmma_keep(o);
     store_transposed(in.values[warpgroup], channel_offset, o);
@@ -95,27 +78,13 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
 }
 
 template <typename T, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
+__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<FORWARD, BK, BV>::BLOCKS)
     delta_sm90_scalar_forward(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const u32 tiles = u32(args.shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
   const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
-  if (threadIdx.x == 0) init_barriers<BV>(s);
-  fence_async();
-  __syncthreads();
-  using RoleRegisters = Registers<BK, BV>;
-  if (threadIdx.x < CONSUMERS<BV>) {
-    registers_up<RoleRegisters::CONSUMER>();
-    consume(s, args, work, column);
-  } else if (threadIdx.x < CONSUMERS<BV> + OPERAND_THREADS) {
-    registers_down<RoleRegisters::OPERANDS>();
-    make_operands(s, work.tokens);
-  } else {
-    registers_down<RoleRegisters::OTHER>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) move_chunks(s, args, args.v, args.v_rows, args.o, args.o_rows, work, column);
-    else if (warp == 1) compute_decays(s, args, work);
-    else invert(s, work.tokens, warp - 2);
-  }
+  run_roles(
+      s, args, work, [&] { consume(s, args, work, column); }, [&] { make_operands(s, work.tokens); },
+      [&] { move_chunks(s, args, args.v, args.v_rows, args.o, args.o_rows, work, column); });
 }

@@ -36,17 +36,3 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
-
-// Registers of a thread by role. BLOCKS: blocks on a multiprocessor. A block whose roles ask for more registers than it
-// starts with (AT_FIRST) would wait for ever.
-template <int BK, int BV> struct Registers {
-  static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
-  static constexpr int CONSUMER = BLOCKS == 2 ? 120 : BV == 64 ? 208 : 168;
-  static constexpr int OPERANDS = BLOCKS == 2 ? 72
-                                  : BV == 64  ? 168
-                                              : 120,
-                       OTHER = BLOCKS == 2 ? 48
-                               : BV == 64  ? 128
-                                           : 56;
-  static_assert(BV / 64 * CONSUMER + OPERANDS + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
-};
