@@ -18,6 +18,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
+#include "lane_sums.cuh"
 
 constexpr int WARPS = 2;
 constexpr int NUMBERS = 16;  // of a state in a lane's registers
@@ -57,13 +58,7 @@ template <typename T, typename G, int D> struct Shared {
 // x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: half of the lanes at first.
 template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
   if constexpr (DISTANCE > 0) {
-    constexpr int HALF = DISTANCE * (D / LANES<D>);
-    const bool upper = lane & DISTANCE;
-#pragma unroll
-    for (int m = 0; m < HALF; ++m) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[m] : x[m + HALF], DISTANCE);
-      x[m] = (upper ? x[m + HALF] : x[m]) + other;
-    }
+    exchange_halves<DISTANCE*(D / LANES<D>)>(x, DISTANCE, lane & DISTANCE);
     sum_rows<DISTANCE / 2>(x, lane);
   }
 }

@@ -23,6 +23,7 @@
 #include "decays.cuh"
 #include "gated/forward_tiles.cuh"
 #include "growth.cuh"
+#include "lane_sums.cuh"
 #include "ptx.cuh"
 #include "stages/copies.cuh"
 #include "tensor.cuh"
@@ -168,12 +169,7 @@ template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(floa
 // Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
 // l % (2 DISTANCE).
 template <int DISTANCE> __device__ __forceinline__ float sum_each(float (&x)[WARP_ROWS]) {
-  const bool upper = threadIdx.x & DISTANCE;
-#pragma unroll
-  for (int n = 0; n < DISTANCE; ++n) {
-    const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + DISTANCE], DISTANCE);
-    x[n] = (upper ? x[n + DISTANCE] : x[n]) + other;
-  }
+  exchange_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
   if constexpr (DISTANCE > 1) return sum_each<DISTANCE / 2>(x);
   else return x[0];
 }

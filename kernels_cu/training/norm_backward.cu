@@ -4,8 +4,7 @@
 //           dx = dy + the layer norm's pullback of G;  xhat = (x - mean) scale, moments are (mean, scale) of each
 //           token, d = xx of the token before, less xx
 //           drop is the residual's dropout. Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of
-//           drop(dx) by sigmoid(first) value,
-//           value being stored in units of UNIT_OF_SQUARES<T>
+//           drop(dx) by sigmoid(first) value, value being stored in units of UNIT_OF_SQUARES<T>
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
 // shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
 //           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]

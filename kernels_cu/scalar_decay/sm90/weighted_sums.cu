@@ -35,6 +35,7 @@
 //           Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
 //           bytes. So for gradients the layer's K and V are both at most BK
+#include "lane_sums.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
 // ---- a warp that sums gates ---------------------------------------------------------------------------------------
@@ -396,16 +397,6 @@ template <class F> __device__ __forceinline__ void each_token_pair(bf16 (&panel)
   }
 }
 
-// One step of a sum over the 8 lanes with the same lane % 4: two lanes exchange halves of their 2 HALF numbers, and
-// each keeps HALF sums. `upper`: whether this lane keeps the upper half.
-template <int HALF> __device__ __forceinline__ void exchange_halves(float (&x)[CHUNK / 4], bool upper) {
-#pragma unroll
-  for (int n = 0; n < HALF; ++n) {
-    const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], 2 * HALF);
-    x[n] = (upper ? x[n + HALF] : x[n]) + other;
-  }
-}
-
 // Replaces the warp's 16 columns of `partner` (q for dq, k for dk) by the products partner_i . o_i over these columns,
 // one number for each token i: row r of the panel gets those of tokens 2r and 2r + 1. The sum of `last_token_term` over
 // lanes is added to the chunk's last token.
@@ -417,7 +408,8 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
     first = fmaf(low(pair), o[i], first), second = fmaf(high(pair), o[i + 1], second);
   });
   last_token_term = warp_sum(last_token_term);
-  exchange_halves<8>(x, g & 4), exchange_halves<4>(x, g & 2), exchange_halves<2>(x, g & 1);  // now x[p]: 8g + 2t + p
+  // Over the 8 lanes with the same lane % 4. Afterwards x[p] is of token 8g + 2t + p.
+  exchange_halves<8>(x, 16, g & 4), exchange_halves<4>(x, 8, g & 2), exchange_halves<2>(x, 4, g & 1);
   if (lane == 31) x[1] += last_token_term;
   __syncwarp();  // all lanes have read the partner, whose place the sums take
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
