@@ -1,5 +1,5 @@
-// what      Sums of several values at once over lanes of a warp, of which each lane keeps a share. Every step halves the
-//           number of a lane's values.
+// what      Sums of several values at once over lanes of a warp, of which each lane keeps a share. Every step halves
+//           the number of a lane's values.
 #include "ptx.cuh"
 
 // One step, of all lanes. A lane and the one `distance` lanes away have 2 COUNT values x each, and exchange one half:
