@@ -9,7 +9,7 @@ are not adjacent in memory.
 
 import numpy as np
 
-from . import array_kinds, padding, value_heads
+from . import array_kinds, value_heads
 from .graph_capture import refuse_lost_memory
 from .layouts import swap_heads
 from .problem import Problem
@@ -24,7 +24,7 @@ def is_transformed(problem: Problem) -> bool:
 def to_backend(problem: Problem) -> Problem:
     """The problem with a backend's arrays; its `out` is None if no view of the caller's `out` has a backend's axes."""
     arrays = {
-        name: array_to_backend(problem, x, problem.op.arrays[name], padding.value_of_padding(problem, name))
+        name: array_to_backend(problem, x, problem.op.arrays[name], value_of_padding(problem, name))
         for name, x in problem.arrays.items()
     }
     initial_state = problem.initial_state and tuple(
@@ -68,7 +68,7 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
     if problem.mask is None or "T" not in axes.split():
         return x
     refuse_lost_memory(problem, "mask", "copies of the arrays without padding are")
-    return padding.fill(x.copy(order="K"), padding_of(problem), fill)
+    return filled(x.copy(order="K"), padding_of(problem), fill)
 
 
 def state_to_backend(problem: Problem, part, axes: str):
@@ -80,7 +80,7 @@ def state_to_backend(problem: Problem, part, axes: str):
 def to_caller(problem: Problem, native, axes: str):
     """A backend's array as the caller's; padding becomes 0."""
     if problem.mask is not None and "T" in axes.split():
-        native = padding.fill(native, padding_of(problem))
+        native = filled(native, padding_of(problem))
     return swap_heads(unfolded(problem, in_time(problem, native, axes), axes), axes, problem.layout)
 
 
@@ -130,3 +130,17 @@ def unfolded(problem: Problem, x, axes: str):
 def padding_of(problem: Problem):
     """[B, T], True for padding, in the recurrence's order of time."""
     return ~(problem.mask[:, ::-1] if problem.reverse else problem.mask)
+
+
+def filled(x, padding, value=0.0):
+    """Writes `value` to x [B, H, T, ...] where `padding` [B, T] is True, also in place of NaN; returns x."""
+    bits = x.view(f"u{x.dtype.itemsize}")  # NumPy has no casts from Python's numbers to bfloat16
+    B, T = padding.shape
+    where = np.broadcast_to(padding.reshape(B, 1, T, *(1,) * (x.ndim - 3)), x.shape)  # a CuPy array if `padding` is one
+    np.copyto(bits, int(np.array(value, x.dtype).view(bits.dtype)), where=where)
+    return x
+
+
+def value_of_padding(problem: Problem, name: str) -> float:
+    """The value of an array at padding: for a key one that every feature map (none, elu + 1, relu, exp) makes 0."""
+    return -np.inf if name == "k" and problem.options.get("feature_map") else 0.0

@@ -30,8 +30,6 @@ from linattn_np.backends.cupy.delta_hopper import (
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
 from linattn_np.backends.cupy.scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
-from linattn_np.backends.cupy.small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
-from linattn_np.backends.cupy.wide_head_kernels import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -66,8 +64,10 @@ def on_every_card():
         for products in (1, 3) if T == SINGLE else (1,):
             yield from split_channels(order, T, G, products)
         if T == BFLOAT16:
-            yield GatedWideOperands(order, T, G)
-        for cls, size in product((GatedSmallForward, GatedSmallStates, GatedSmallBackward), SIZES):
+            yield gated.GatedWideOperands(order, T, G)
+        for cls, size in product(
+            (gated.GatedSmallForward, gated.GatedSmallStates, gated.GatedSmallBackward), gated.SMALL_SIZES
+        ):
             yield cls(order, T, G, size)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
@@ -87,8 +87,8 @@ def on_every_card():
         yield stages.Combine(T)
         for order in READ_ORDERS:
             yield stages.GatedQk(order, T)
-    for tiles in range(2, GatedWideForward.MOST_TILES + 1):
-        yield GatedWideForward(BFLOAT16, tiles)
+    for tiles in range(2, gated.GatedWideForward.MOST_TILES + 1):
+        yield gated.GatedWideForward(BFLOAT16, tiles)
     for width in (1, 4):
         yield gated.ScanSegments(width)
     yield gated.ScanBothWays()

@@ -9,7 +9,7 @@ from linattn_np import ContractError, explain, gla, rwkv6, warm_up
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends import cupy
 from linattn_np.backends.cupy import gated_kernels
-from linattn_np.backends.cupy.wide_head_kernels import GatedWideForward, GatedWideOperands
+from linattn_np.backends.cupy.gated_kernels import GatedWideForward, GatedWideOperands
 from linattn_np.declarations import DELTA_RULES
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS

@@ -15,12 +15,11 @@ from __future__ import annotations
 from functools import cached_property
 
 from . import aligned_copies, segments
-from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
+from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideForward, GatedWideOperands, ScanSegments, read_order
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE
-from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 def plan_in_chunks(problem, device, summaries=()):

@@ -398,3 +398,137 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     @property
     def threads(self):
         return 2 * self.BK + 32
+
+
+# -- kernels for heads of more than 128 channels, on every card --------------------------------------------------------
+class GatedWideOperands(GatedKernel):
+    """The first kernel of the forward pass: the operands (queries and keys with their decays) and the scores of all
+    chunks, computed once for all columns."""
+
+    file = "gated/wide_operands"
+    arguments = members("rows q k g, pointers u operands scores decays, shape, integers bytes")
+    shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
+    threads = 256
+
+
+class GatedWideForward(TiledKernel):
+    """The second kernel: o and the final state, from what `GatedWideOperands` has written."""
+
+    file = "gated/wide_forward"
+    arguments = members("rows v o, pointers operands scores decays initial final, shape, reals scale, integers bytes")
+    shared = ("WideShared<{dtype}, {channel_tiles}>",)
+    CHUNK: ClassVar[int] = 32
+    TILE: ClassVar[int] = 128  # channels of a tile
+    SCORES: ClassVar[int] = 2 * 32 * 40  # numbers per chunk in `scores`: two matrices [32, 32], rows padded to 40
+    BV: ClassVar[int] = 64
+    MOST_TILES: ClassVar[int] = 4  # tiles of channels that a block's registers can hold
+    constants = (("CHUNK<bf16>", "CHUNK"), ("WIDE", "TILE"), ("SCORES", "SCORES"), ("BV", "BV"))
+    dtype: np.dtype
+    channel_tiles: int
+
+    @classmethod
+    def fitting(cls, dtype, K):
+        return cls(dtype, ceil_div(K, cls.TILE))
+
+    @property
+    def channels(self):
+        """The channels of all tiles; one launch computes all of them."""
+        return self.channel_tiles * self.TILE
+
+    @property
+    def threads(self):
+        return 2 * self.BV * self.channel_tiles
+
+    @property
+    def resident(self):
+        return 1 if self.channel_tiles > 2 else 2
+
+    @property
+    def tiles(self):
+        return {"BK": self.channels, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
+
+
+# -- kernels for heads of at most 16 channels and columns, on every card -----------------------------------------------
+SMALL_SIZES = (8, 16)  # the possible D of `GatedSmall`: the most channels and columns of a head
+
+
+class GatedSmall(GatedKernel):
+    """The base of these kernels: a warp computes several heads, and a block has WARPS warps."""
+
+    CHUNK: ClassVar[int] = 8  # tokens that are in shared memory at a time
+    WARPS: ClassVar[int] = 4
+    SEGMENT: ClassVar[int] = 64  # tokens of the shortest segment
+    shared = ("Shared<{dtype}, {gate}, {D}>",)
+    constants: ClassVar[tuple] = (("STEP", "CHUNK"), ("WARPS", "WARPS"))
+    D: int
+
+    @classmethod
+    def fitting(cls, read_order, problem, gate):
+        return cls(read_order, problem.dtype, gate, SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]])
+
+    @property
+    def threads(self):
+        return 32 * self.WARPS
+
+    @property
+    def resident(self):
+        if self.D > SMALL_SIZES[0]:
+            return 3
+        return 5 if self.gate.itemsize == 2 else 4
+
+    @property
+    def heads(self) -> int:
+        """Heads per block."""
+        return 64 // self.D * self.WARPS
+
+    def blocks(self, heads) -> int:
+        """Blocks for the given number of heads, counted over all sequences or segments."""
+        return ceil_div(heads, self.heads)
+
+    @property
+    def channels(self):
+        """The most channels per launch."""
+        return self.D
+
+    @property
+    def tiles(self):
+        return {"BK": self.D, "BV": self.D, "heads": self.heads, "chunk": self.CHUNK}
+
+
+class GatedSmallForward(GatedSmall):
+    """o and the final state."""
+
+    file = "gated/small_forward"
+    arguments = members("rows q k v g o, pointers u initial final, shape, reals scale, integers bytes")
+
+
+class GatedSmallStates(GatedSmall):
+    """The summaries of the first `computed` of the `segments` of each sequence: each segment's final state if its
+    initial state is 0 (`states`), and the product of its `decays`; with `both` also the same backwards in time, for the
+    state's gradient."""
+
+    file = "gated/small_states"
+    arguments = members(
+        "rows q k v, rows? do_, rows g, pointers? initial dht, pointers states decays, shape, reals scale, "
+        "integers segments computed both bytes"
+    )
+
+
+class GatedSmallBackward(GatedSmall):
+    """dq, dk, dv, dg, dh0, and du of each segment. `starts` and `ends`: the states at the segments' starts and the
+    states' gradients at their ends."""
+
+    file = "gated/small_backward"
+    arguments = members(
+        "rows q k v do_ g dq dk dv dg, pointers u starts ends dh0 step_states partial_du, shape, reals scale, "
+        "integers P bytes"
+    )
+    WARPS: ClassVar[int] = 2
+    SEGMENT: ClassVar[int] = 32
+    resident = 4
+    NUMBERS: ClassVar[int] = 16  # numbers of a state that each lane holds in registers
+    constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
+
+    @property
+    def heads(self):
+        return 32 * self.NUMBERS // self.D**2 * self.WARPS

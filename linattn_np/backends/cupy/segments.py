@@ -35,6 +35,7 @@ from .gated_kernels import (
     SCALAR,
     SEGMENT_STATE,
     SINGLE_PASS,
+    SMALL_SIZES,
     SPLIT_CHANNELS,
     TILES,
     GatedBackwardChannels,
@@ -47,6 +48,11 @@ from .gated_kernels import (
     GatedForward,
     GatedForwardSm90,
     GatedSegmentStates,
+    GatedSmallBackward,
+    GatedSmallForward,
+    GatedSmallStates,
+    GatedWideForward,
+    GatedWideOperands,
     read_order,
 )
 from .plan import (
@@ -62,8 +68,6 @@ from .plan import (
     token_arrays,
 )
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
-from .small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
-from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 # -- constants ---------------------------------------------------------------------------------------------------------
 RESERVED = 1024  # bytes of shared memory that the driver reserves for every block
@@ -157,7 +161,7 @@ def are_small(problem, device) -> bool:
     """Whether a problem is computed by the kernels for small heads, of which a warp computes several."""
     B, H, T, K, V = problem.shape("B H T K V")
     on_hopper = device.capability == 90 and problem.dtype.itemsize == 2  # Hopper's own kernels need fewer tokens
-    return max(K, V) <= SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
+    return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
 
 
 def are_wide(problem, device) -> bool:
