@@ -14,7 +14,7 @@ from .varlen import Spans
 MAPPINGS = ("arrays", "sizes", "options")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
     """A checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
 
@@ -30,12 +30,12 @@ class Problem:
     spans: Spans  # the token range of each sequence; without cu_seqlens the one range that all B rows have
     varlen: bool  # whether cu_seqlens were given
     layout: str  # of the caller's arrays: "bhtd" or "bthd"
-    reverse: bool  # whether the recurrence runs from the last token to the first
-    state_v_first: bool  # whether the caller's states are [N, H, V, K]
+    reverse: bool = False  # whether the recurrence runs from the last token to the first
+    state_v_first: bool = False  # whether the caller's states are [N, H, V, K]
     mode: str  # "auto", "recurrent", "chunk", ...
-    chunk_size: int | None  # tokens; None if the backend may choose
-    materialize: bool | None  # whether to keep the state of every chunk; None if the backend may choose
-    precision: str  # of products of float32 arrays: one of `precisions.PRECISIONS`
+    chunk_size: int | None = None  # tokens; None if the backend may choose
+    materialize: bool | None = None  # whether to keep the state of every chunk; None if the backend may choose
+    precision: str = "float32"  # of products of float32 arrays: one of `precisions.PRECISIONS`
     scale: float
     initial_state: tuple | None  # an array for each part that the operator's state has
     output_final_state: bool

@@ -302,7 +302,6 @@ def how_to_write(*options) -> str:
 
 
 def add_device(add):
-    """Adds the option --device."""
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),

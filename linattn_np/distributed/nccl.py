@@ -268,7 +268,6 @@ class Watch:
             raise RankLost(self.lost)
 
     def end(self):
-        """Ends the thread."""
         self.ended.set()
 
     def run(self):

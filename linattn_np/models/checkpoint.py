@@ -416,7 +416,6 @@ def set_items(target, items):
 
 
 def append_items(target, items):
-    """Appends items to a list."""
     if type(target) is not list:
         refuse(f"the pickle appends to {shown(target)}", "a list")
     target.extend(items)

@@ -176,7 +176,6 @@ class Sampler:
         return draw_each([self], [np.asarray(logits)])[0]
 
     def count(self, token: int):
-        """Counts a token that was drawn."""
         if self.how.fading != 1:
             self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1

@@ -123,7 +123,6 @@ class Array:
 
     @property
     def address_mod_16(self) -> int:
-        """The address modulo 16."""
         return (self.memory.address_mod_16 + self.offset) % 16
 
     @property
