@@ -1,6 +1,8 @@
 // what      GLA and RWKV-6 forward with more than 128 channels (the 256 of released GLA models) on every card: the
 //           products of the operands that wide_operands.cu has made.
-// math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// math      per chunk of 32 tokens, S [K, V] being the state before it, A [query, key] its scores q . k with the decay
+//           between both:  o = scale ((q decayed from the chunk's start) S + A v),
+//           S <- diag(decay of the chunk) S + (k decayed to its end)^T v
 // shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands, scores, decays: see
 //           wide_storage.cuh
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
@@ -17,6 +19,7 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// Columns of a block; strips of 16 of them, one for each warp of a tile of channels; distance of tokens in `sums`.
 constexpr int BV = 64, STRIPS = BV / 16, LDO = BV + 8;
 
 template <typename T> struct Args {
@@ -37,7 +40,7 @@ template <typename T, int TILES> struct alignas(16) WideStage {
 };
 template <typename T, int TILES> struct alignas(16) WideShared {
   WideStage<T, TILES> stages[STAGES];
-  float sums[TILES][CHUNK<T>][LDO];
+  float sums[TILES][CHUNK<T>][LDO];  // o of the chunk, over each tile of channels
 };
 
 template <typename T, int TILES>
@@ -114,8 +117,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
       if (row >= rows || column >= columns) continue;
       float x[4] = {};
 #pragma unroll
-      for (int part = 0; part < TILES; ++part) {
-        const float4 sums = *reinterpret_cast<const float4*>(&s.sums[part][row][column]);
+      for (int other = 0; other < TILES; ++other) {
+        const float4 sums = *reinterpret_cast<const float4*>(&s.sums[other][row][column]);
         x[0] += sums.x, x[1] += sums.y, x[2] += sums.z, x[3] += sums.w;
       }
 #pragma unroll

@@ -93,27 +93,28 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
   }
 
-  // The parts of a mix's product, from `low` [A] in shared memory. `weight` has the first rows.
+  // Stores the sum of this thread's terms of a mix's product low up, from `low` [A] in shared memory. `weight` has its
+  // first rows of `up`. inside: whether the channel exists.
   template <int PASS>
-  __device__ __forceinline__ void mix_parts(float (&parts)[SPLITS][CHANNELS], Up (&weight)[PASS], const Up* up,
-                                            bool inside, int split, int channel, const float* low) const {
+  __device__ __forceinline__ void sum_mix(float (&sums)[SPLITS][CHANNELS], Up (&weight)[PASS], const Up* up,
+                                          bool inside, int split, int channel, const float* low) const {
     const int A = int(args.A);
-    float part = 0.f;
+    float sum = 0.f;
     for (int start = 0; start < A; start += PASS * SPLITS) {
       if (start > 0) load_rows(weight, up, start + split, SPLITS, inside ? A : 0);
 #pragma unroll
       for (int i = 0; i < PASS; ++i) {
         const int a = start + split + i * SPLITS;
-        if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
+        if (inside && a < A) sum = fmaf(low[a], to_float(weight[i]), sum);
       }
     }
-    parts[split][channel] = part;
+    sums[split][channel] = sum;
   }
 
-  // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
+  // The same for a head's decay, low [W] up.
   template <int PASS>
-  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int split,
-                                              int splits, int channel, int N) const {
+  __device__ __forceinline__ void sum_decay(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int split, int splits,
+                                            int channel, int N) const {
     const int W = int(args.W);
     if (split >= splits) return;
     float sum = 0.f;
@@ -125,7 +126,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
         if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
       }
     }
-    s.parts[split * N + channel] = sum;
+    s.group_sums[split * N + channel] = sum;
   }
 
   // This thread's channel of a head, without its gate.
@@ -147,22 +148,22 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const bool inside = j < D, adds_parts = inside && split == 0;  // of the channel
+      const bool inside = j < D, adds_sums = inside && split == 0;  // of the channel
       const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
       Up weight[PASS];
       load_rows(weight, up, split, SPLITS, inside ? A : 0);
-      const float maa = adds_parts ? args.maa[(layer * 5 + c) * D + j] : 0.f;
-      const float old = adds_parts ? args.att_shift[state_row(args, layer) * D + j] : 0.f;
+      const float maa = adds_sums ? args.maa[(layer * 5 + c) * D + j] : 0.f;
+      const float old = adds_sums ? args.att_shift[state_row(args, layer) * D + j] : 0.f;
       Word xx[1];
-      const Word* const from_xx[1] = {Layers::normed_words(false) + (adds_parts ? j : 0)};
+      const Word* const from_xx[1] = {Layers::normed_words(false) + (adds_sums ? j : 0)};
       load_words(xx, from_xx);
 #pragma unroll 1
       for (int n = tid; n < A; n += THREADS) staging[n] = Layers::take_number(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
-      sync();  // `low` is in shared memory, and the previous unit's parts have been read
-      mix_parts(mix, weight, up, inside, split, channel, staging);
-      sync();  // the parts are in shared memory
-      if (!adds_parts) continue;
+      sync();  // `low` is in shared memory, and the previous unit's sums have been read
+      sum_mix(mix, weight, up, inside, split, channel, staging);
+      sync();  // the sums are in shared memory
+      if (!adds_sums) continue;
       float sum = maa;
 #pragma unroll
       for (int i = 0; i < SPLITS; ++i) sum += mix[i][channel];
@@ -204,7 +205,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = Layers::take_number(args.decay_low + w);
       sync();  // the inputs are in shared memory
 
-      decay_parts(s, weight, up, split, splits, channel, N);
+      sum_decay(s, weight, up, split, splits, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }

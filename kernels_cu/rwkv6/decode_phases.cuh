@@ -8,7 +8,10 @@ constexpr bool KEEPS_NORM = false;                          // whether it comput
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
-// S is the type of the recurrent state.
+// S is the type of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N channels; A, W:
+// ranks of the five mixes and of the decay; F: channels inside the channel mix; V: tokens of the vocabulary. Weights
+// have [L, n, rows, K] numbers, their scales [L, n, rows]; _down and _up are first and second matrices of low rank;
+// kvrg: of key, value, receptance and gate. Words (Handed) are results that blocks hand to each other.
 template <typename T, typename S> struct Args {
   typedef typename MultipliedAs<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;

@@ -1,5 +1,8 @@
-// what      A head's time mix of one token by 256 threads: decay from its parts, state, group norm, gate.
-// barriers  named barrier 1 of the threads: parts of the decay, decay, parts of o, and the two sums of the group norm
+// what      A head's time mix of one token of RWKV-6 by 256 threads: decay, state, group norm, gate.
+// math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S <- diag(w) S + k v^T
+//           y = GroupNorm(o) gate;  S [N, N] has rows for channels of k, columns for those of v
+// barriers  named barrier 1 of the threads: groups' sums of the decay, decay, groups' sums of o, and the two sums of
+//           the group norm
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 18-19
 #include "decode.cuh"
@@ -8,7 +11,7 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
 
 struct TimeMixScratch {
   float k[MAX_N], v[MAX_N], r[MAX_N], u[MAX_N], decay[MAX_N], low[MAX_W];
-  float parts[4 * THREADS];  // [parts, N]: of the decay, then of o
+  float group_sums[4 * THREADS];  // [groups of threads, N]: of what the exponent of the decay adds up, then of o
   float sum[WARPS], squares[WARPS];
 };
 
@@ -16,17 +19,17 @@ struct TimeMixScratch {
 __device__ __forceinline__ void sync() { barrier_sync(1, THREADS); }
 
 // The sum over the threads, the same bits in each.
-__device__ __forceinline__ float sum_of_threads(float x, float (&parts)[WARPS], int tid) {
+__device__ __forceinline__ float sum_of_threads(float x, float (&warp_sums)[WARPS], int tid) {
   x = warp_sum(x);
-  if ((tid & 31) == 0) parts[tid >> 5] = x;
+  if ((tid & 31) == 0) warp_sums[tid >> 5] = x;
   sync();  // the warps' sums are in shared memory
   float sum = 0.f;
 #pragma unroll
-  for (int n = 0; n < WARPS; ++n) sum += parts[n];
+  for (int n = 0; n < WARPS; ++n) sum += warp_sums[n];
   return sum;
 }
 
-// A thread's part of a state: four columns of every `groups`-th row. held: its first rows, loaded early if `busy`.
+// A thread's part of a state: four columns of every `groups`-th row. held: its first rows, loaded at once if `busy`.
 constexpr int ROWS_HELD = 4;
 struct StatePart {
   int groups, group, column;
@@ -43,7 +46,8 @@ struct StatePart {
   }
 };
 
-// S = diag(decay) S + k v^T in memory, and the parts of o = r^T (S + diag(u) k v^T), from the S before.
+// Computes S <- diag(decay) S + k v^T in memory, and each group's sum over its rows of o = r^T (S + diag(u) k v^T), S
+// before.
 template <typename S>
 __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& part, S* state, int N) {
   const int groups = part.groups, group = part.group, column = part.column;
@@ -58,7 +62,7 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
     if (group + n * groups < N) row(group + n * groups, part.held[n]);
 #pragma unroll 2
   for (int c = group + ROWS_HELD * groups; c < N; c += groups) row(c, load4(state + c * N + column));
-  store4(s.parts + group * N + column, o);
+  store4(s.group_sums + group * N + column, o);
 }
 
 // A thread's channel, below N: the decay's base, silu of the gate, the group norm's gain and bias.
@@ -66,25 +70,25 @@ struct ChannelOfHead {
   float decay, gate, gain, bias;
 };
 
-// Computes y = GroupNorm(o) gate, and calls store(channel, y). k, v, r, u and the parts of the decay must have been
-// stored in `s`; the first barrier here makes them visible.
+// Computes y = GroupNorm(o) gate, and calls store(channel, y). k, v, r, u and, in s.group_sums, THREADS / N sums whose
+// sum is tanh(low) up must have been stored in `s`; the first barrier here makes them visible.
 template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
                                               const ChannelOfHead& channel, float eps, const Store& store) {
   const float inverse_N = 1.f / N;
-  sync();  // the parts of the decay are in shared memory
+  sync();  // the sums of tanh(low) up are in shared memory
   if (tid < N) {
     float z = channel.decay;
-    for (int n = 0; n < THREADS / N; ++n) z += s.parts[n * N + tid];
+    for (int n = 0; n < THREADS / N; ++n) z += s.group_sums[n * N + tid];
     s.decay[tid] = decay_of(-expf(z));
   }
-  sync();  // the decay is in shared memory, its parts are free
+  sync();  // the decay is in shared memory; s.group_sums has been read
   step_state(s, part, state, N);
-  sync();  // the parts of o are in shared memory
+  sync();  // the groups' sums of o are in shared memory
 
   float o = 0.f;
   if (tid < N)
-    for (int n = 0; n < part.groups; ++n) o += s.parts[n * N + tid];
+    for (int n = 0; n < part.groups; ++n) o += s.group_sums[n * N + tid];
   const float mean = sum_of_threads(o, s.sum, tid) * inverse_N;
   const float centred = tid < N ? o - mean : 0.f;
   const float variance = sum_of_threads(centred * centred, s.squares, tid) * inverse_N;

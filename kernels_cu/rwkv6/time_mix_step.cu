@@ -6,7 +6,7 @@
 // grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
 //           (1024 / N)-th channel each
 // smem      TimeMixScratch
-// barriers  six: inputs, parts of the decay, decay, parts of o, and the two sums of the group norm
+// barriers  six: inputs, groups' sums of the decay, decay, groups' sums of o, and the two sums of the group norm
 // numerics  float32; the state of type S is rounded when it is stored
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N a multiple of 4, up to 256; W up to 512
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
     float sum = 0.f;
 #pragma unroll 8
     for (int j = split; j < W; j += splits) sum = fmaf(s.low[j], to_float(args.up[j * D + head + tid % N]), sum);
-    s.parts[split * N + tid % N] = sum;
+    s.group_sums[split * N + tid % N] = sum;
   }
   time_mix_head(s, part, state, N, tid, channel, float(args.eps),
                 [&](int n, float y) { store_terms<TERMS>(args.y + index + n, args.B * D, y); });

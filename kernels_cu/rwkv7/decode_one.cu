@@ -2,7 +2,8 @@
 //           token. Every weight is read once.
 // math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
 //           low = tanh(down mix_w) | down mix_a | sigmoid(down mix_g) | down mix_v, v k r = W mix(xx) |
-//           y = (group norm of the time mix + bonus) gate, with what opens by the second matrices of low rank |
+//           y = (group norm of the time mix + bonus) gate; the time mix's openings, which are its decay, its learning
+//           rate, the gate and the share of first_v in v, are functions of low times second matrices of low rank |
 //           x += output y | activated = relu(key mix(xx))^2 | x += value activated;
 //           after the last layer: logits = head LN(x)
 // shapes    x [D], logits [V]; weights [L, n, rows, K], rows of a product padded to 16; states [L, P, ...], slots [1]
@@ -24,7 +25,7 @@
 
 struct HeadScratch {
   Scratch of_token;
-  float parts[OPENINGS][4 * THREADS];  // [., N], of the openings
+  float group_sums[OPENINGS][4 * THREADS];  // of the openings' products: [groups of threads, N] each
   // behind it: `low`
 };
 
@@ -80,9 +81,10 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
         rows.held[opening][n] = row_of(layer, opening, part.group + n * part.groups, at + part.column);
   }
 
-  // The parts of what opens, from `low` in shared memory.
-  __device__ __forceinline__ void open(HeadScratch& s, const float* low, const Rows& rows, const StatePart& part,
-                                       i64 layer, int at, int N) const {
+  // Stores the sums of this thread's terms of the openings' products low up, from `low` in shared memory, for its four
+  // columns from `at` + part.column on.
+  __device__ __forceinline__ void sum_openings(HeadScratch& s, const float* low, const Rows& rows,
+                                               const StatePart& part, i64 layer, int at, int N) const {
 #pragma unroll
     for (int opening = 0; opening < OPENINGS; ++opening, low += padded_rank()) {
       const int rank = part.group < part.groups ? args.rank(opening) : 0;
@@ -96,21 +98,21 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 #pragma unroll 4
       for (; r < rank; r += part.groups)
         sum = add_scaled(sum, low[r], float4(row_of(layer, opening, r, at + part.column)));
-      if (part.group < part.groups) store4(s.parts[opening] + part.group * N + part.column, sum);
+      if (part.group < part.groups) store4(s.group_sums[opening] + part.group * N + part.column, sum);
     }
   }
 
   // Computes y. A unit of work is a head; a thread has four columns of its state and every (4 THREADS / N)-th row, and
-  // a channel of its vectors. What opens is computed before v, k and r are there, which come last.
+  // a channel of its vectors. The openings' products are computed before v, k and r are there, which come last.
   __device__ __forceinline__ void compute(i64 layer, int) {
     constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
-    constexpr float DECAY_SCALE = 0.6065306597126334f;
+    constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
     HeadScratch& s = *reinterpret_cast<HeadScratch*>(staging);
     float* const low = reinterpret_cast<float*>(&s + 1);
     const int N = int(args.N), H = int(args.H), R = padded_rank();
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
-      const int at = h * N, channel = min(tid, N - 1);
+      const int at = h * N, channel = min(tid, N - 1);  // at: the head's first channel
       const int own_at = int(layer) * D + at + channel;
       S* state = args.wkv + (state_row(args, layer) * H + h) * N * N;
       const StatePart place(state, N, tid, false);  // its state is loaded when `rows` has no registers any more
@@ -121,7 +123,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       const float* const base = args.bases + (2 * int(layer) * D + own_at);
       const float of_decay = base[0], of_rate = base[D], of_share = base[2 * D];
       float* const first_v = args.first_v + at + channel;
-      const float first = layer > 0 ? *first_v : 0.f;
+      const float first_value = layer > 0 ? *first_v : 0.f;
       if (h != blockIdx.x) sync();  // the previous head's numbers have been read
 #pragma unroll 1
       for (int n = NEIGHBOURS * tid; n < OPENINGS * R; n += NEIGHBOURS * THREADS) {
@@ -133,16 +135,17 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
         for (int i = 0; i < NEIGHBOURS; ++i) low[n + i] = number(found[0][i]);
       }
       sync();  // `low` is in shared memory
-      open(s, low, rows, place, layer, at, N);
+      sum_openings(s, low, rows, place, layer, at, N);
       const StatePart part(state, N, tid, true);
-      sync();  // the parts of what opens are in shared memory
+      sync();  // the groups' sums of the openings are in shared memory
       Token token = {};
       if (tid < N) {
         float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
 #pragma unroll 4
         for (int group = 0; group < part.groups; ++group)
 #pragma unroll
-          for (int opening = 0; opening < OPENINGS; ++opening) opened[opening] += s.parts[opening][group * N + channel];
+          for (int opening = 0; opening < OPENINGS; ++opening)
+            opened[opening] += s.group_sums[opening][group * N + channel];
         const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
         Word words[3];
         const Word* from[3];
@@ -150,7 +153,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
         for (int n = 0; n < 3; ++n) from[n] = args.vkr_out + n * D + at + channel;
         take_words(words, from, epoch);
         float v = number(words[0]);
-        if (layer > 0) v = fmaf(first - v, share, v);
+        if (layer > 0) v = fmaf(first_value - v, share, v);
         else *first_v = v;
         token = {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
       }

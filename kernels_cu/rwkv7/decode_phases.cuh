@@ -9,7 +9,10 @@ enum Phase : int { INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD
 enum Opening : int { DECAY, RATE, GATE, SHARE, OPENINGS };  // by products of low rank; the value has the share's mix
 constexpr int MIXES = 6;
 
-// S is the type of the recurrent state.
+// S is the type of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N channels; W, A, G,
+// Q: ranks of the openings DECAY, RATE, GATE and SHARE; F: channels inside the channel mix; V: tokens of the
+// vocabulary. Weights have [L, n, rows, K] numbers, their scales [L, n, rows]; down and up are first and second
+// matrices of low rank; vkr: of value, key and receptance. Words (Handed) are results that blocks hand to each other.
 template <typename T, typename S> struct Args {
   typedef typename MultipliedAs<T>::Type Up;
   const T *down, *vkr, *output, *ffn_key, *ffn_value, *head;

@@ -1,17 +1,21 @@
 // what      A head's time mix of one token of RWKV-7 by 256 threads: keys, state, group norm, bonus, gate.
-// barriers  named barrier 1 of the threads, four: the token and its sums are in shared memory | parts of e and o | the
-//           first sum of the group norm, and e | its second sum
+// math      kappa = k removal / |k removal|,  key = k (1 + (rate - 1) replacement),  e = S^T kappa
+//           S <- diag(decay) S - (kappa rate) e^T + key v^T,  o = S^T r of the new S
+//           y = (GroupNorm(o) + (r . key bonus) v) gate;  S [N, N] has rows for channels of k, columns for those of v
+// barriers  named barrier 1 of the threads, four: the token and its sums are in shared memory | groups' sums of e and o
+//           | the first sum of the group norm, and e | its second sum
 // numerics  float32; the state of type S is rounded when it is stored
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 #include "rwkv6/time_mix.cuh"
 #include "rwkv7/time_mix_sums.cuh"
 
 struct Scratch {
-  float v[MAX_N], key[MAX_N], removed[MAX_N], written[MAX_N], decay[MAX_N], read[MAX_N];  // of the token
-  float erased[MAX_N];
+  // Of the token: removed is k removal, kappa before it is normed; written is removed times rate; read is r decay.
+  float v[MAX_N], key[MAX_N], removed[MAX_N], written[MAX_N], decay[MAX_N], read[MAX_N];
+  float erased[MAX_N];  // e, divided by |k removal| once more
   float4 dots[WARPS];
   float sum[WARPS], squares[WARPS];
-  float parts[2][4 * THREADS];  // [parts, N]: of e and of o
+  float group_sums[2][4 * THREADS];  // [groups of threads, N]: of e and of o
 };
 
 // What a thread has of its channel of a head, below N: parameters, and the token.
@@ -28,7 +32,7 @@ __device__ __forceinline__ void time_mix_head(Scratch& s, const StatePart& part,
                                               const KeyParameters& own, const Token& token, float eps,
                                               const Store& store) {
   const bool busy = tid < N;
-  float4 dots = {};  // |kappa|^2 and r (kappa rate) before the norm, r key, r key bonus
+  float4 dots = {};  // |removed|^2, r . written, r . key, r . key bonus
   if (busy) {
     const auto [k, v, r, decay, rate, gate] = token;
     const float removed = k * own.removal, key = k * fmaf(rate - 1.f, own.replacement, 1.f);
@@ -58,15 +62,15 @@ __device__ __forceinline__ void time_mix_head(Scratch& s, const StatePart& part,
     found = add_scaled(found, s.removed[c], old), o_of_columns = add_scaled(o_of_columns, s.read[c], old);
   });
   if (group < groups) {
-    store4(s.parts[0] + group * N + column, found);
-    store4(s.parts[1] + group * N + column, o_of_columns);
+    store4(s.group_sums[0] + group * N + column, found);
+    store4(s.group_sums[1] + group * N + column, o_of_columns);
   }
-  sync();  // the parts of e and of o are in shared memory
+  sync();  // the groups' sums of e and of o are in shared memory
 
   float o = 0.f;
   if (busy) {
     float e = 0.f;
-    for (int n = 0; n < groups; ++n) e += s.parts[0][n * N + tid], o += s.parts[1][n * N + tid];
+    for (int n = 0; n < groups; ++n) e += s.group_sums[0][n * N + tid], o += s.group_sums[1][n * N + tid];
     e *= inverse * inverse;  // one factor is that of the kappa which is written
     s.erased[tid] = e;
     o = fmaf(dots.z, token.v, fmaf(-dots.y, e, o));

@@ -1,8 +1,10 @@
 // what      Softmax attention's gradients of k and v on every card's tensor cores.
 // math      dv_j = sum_i p_ij do_i,   dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i,   p_ij = e^(s_ij - lse_i),
-//           over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij / cap)^2
-// shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V], statistics, as
-//           backward_queries.cu writes them: softmax_work.cuh
+//           over the queries of all heads that share the keys;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
+//           cap): with a cap each term of dk times 1 - (s_ij / cap)^2
+// shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V]; from backward_queries.cu
+//           statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2,
+//           then delta
 // grid      a block for every tile of keys (struct Work) of `works`, the longest first; a warp has 16 keys
 // smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
 //           while the next one is copied

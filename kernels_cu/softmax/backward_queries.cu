@@ -1,9 +1,11 @@
 // what      Softmax attention's gradient of q on every card's tensor cores, and the statistics that the gradients of k
 //           and v read.
 // math      dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j,   p_ij = e^(s_ij - lse_i),   delta_i = do_i . o_i -
-//           dlse_i; with a cap each term times 1 - (s_ij / cap)^2
+//           dlse_i;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap): with a cap each term times 1 - (s_ij /
+//           cap)^2;  lse_i = log sum_j e^s_ij, do and dlse are gradients of o and lse
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V], lse dlse [B, H, Tq],
-//           dlse or null; statistics: softmax_work.cuh
+//           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
+//           L = lse / ln 2, then delta
 // grid      a block for every tile of queries (struct Work) of `works`, the longest first; a warp has 32 queries
 // smem      Shared: a tile of q, later of dq; a tile of do; a tile of o, later two tiles of k and v: one is multiplied
 //           while the next one is copied

@@ -79,12 +79,12 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
     }
 }
 
-// Multiplies x by decays of tokens; the product is x + rest, two bfloat16 numbers.
-__device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const float (&decays)[8]) {
+// Multiplies x by decays of tokens; the product is x + remainder, two bfloat16 numbers.
+__device__ __forceinline__ void decay_tokens(Operand& x, Operand& remainder, const float (&decays)[8]) {
   each_two([&](int index, int s, int m) {
     const float first = low(x[s][m]) * decays[index / 4 * 2], second = high(x[s][m]) * decays[index / 4 * 2 + 1];
     x[s][m] = pack<bf16>(first, second);
-    rest[s][m] = remainder_of(x[s][m], first, second);
+    remainder[s][m] = remainder_of(x[s][m], first, second);
   });
 }
 
@@ -96,16 +96,16 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
   float S[BV / 2] = {}, total_decay = 1.f;
   load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P, backwards,
                          channel, tiles);
-  const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int iteration) {
+  const auto load = [&](u32(&x)[2][4], u32(&remainder)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     float decays[8];
     load_channels(x, in.keys[0]);
     load_token_factors(decays, in.decays);
-    decay_tokens(x, rest, decays);
+    decay_tokens(x, remainder, decays);
   };
-  u32 x[2][4], rest[2][4], next_x[2][4], next_rest[2][4];  // decayed keys, of this chunk and of the next one
-  if (work.tokens > 0) load(x, rest, 0);
+  u32 x[2][4], remainder[2][4], next_x[2][4], next_remainder[2][4];  // decayed keys, of this chunk and of the next one
+  if (work.tokens > 0) load(x, remainder, 0);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
@@ -115,15 +115,17 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     for (int i = 0; i < BV / 2; ++i) S[i] *= decay;
     wgmma_fence();
     write_state<BV>(S, x, in.values);
-    write_state<BV>(S, rest, in.values);
+    write_state<BV>(S, remainder, in.values);
     wgmma_commit();
-    if ((iteration + 1) * CHUNK < work.tokens) load(next_x, next_rest, iteration + 1);  // while tensor cores multiply
+    if ((iteration + 1) * CHUNK < work.tokens)
+      load(next_x, next_remainder, iteration + 1);  // while tensor cores multiply
     wgmma_wait<0>();
     wgmma_keep(S);
-    wgmma_keep(x), wgmma_keep(rest);
+    wgmma_keep(x), wgmma_keep(remainder);
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = next_x[i / 4][i % 4], rest[i / 4][i % 4] = next_rest[i / 4][i % 4];
+    for (int i = 0; i < 8; ++i)
+      x[i / 4][i % 4] = next_x[i / 4][i % 4], remainder[i / 4][i % 4] = next_remainder[i / 4][i % 4];
   }
   const i64 slot = slot_of(work, backwards, tiles), K = args.shape.K,
             next = slot + (backwards ? -args.shape.H : args.shape.H);

@@ -1,8 +1,9 @@
 // what      Softmax attention's gradient of q on Hopper, from the gradients of scores that backward_keys.cu stores: one
 //           thread copies, two warpgroups multiply.
-// math      dq_i = scale sum_j ds_ij k_j, ds as backward_keys.cu stores it. A query sees the keys from `left` tokens
-//           before its own position to `right` tokens after it
-// shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry
+// math      dq_i = scale sum_j ds_ij k_j, ds_ij = p_ij (do_i . v_j - delta_i), with a cap times 1 - (s_ij / cap)^2, as
+//           backward_keys.cu stores it. A query sees the keys from `left` tokens before its own position to `right`
+//           tokens after it
+// shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry (softmax_sm90.cuh)
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has two blocks of 64 queries
 // smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
