@@ -1,5 +1,6 @@
 // what      Stage 3 in float64: the state before every chunk, carried from chunk to chunk.
-// math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
+// math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c; kg are the keys decayed to their chunk's end, b the sums of log
+//           gates from the chunk's start, b_C that of its last token
 // shapes    kg b [B, H, T, K], v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V]
 // grid      a block for every (sequence, head, 128 numbers of the state), sequence slowest; a number a thread
 // smem      none

@@ -1,7 +1,7 @@
 // what      Stage 4 in float64: the scores of a chunk, A_ij the weight of token j in the output of token i.
-// math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k
-//           k_ik)
-// shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C], zero above the diagonal
+// math      A_ij = sum_c q_ic k_jc exp(g_{j+1,c} + ... + g_ic) over channels c, j <= i   (RWKV-6: to g_{i-1,c};
+//           A_ii = sum_c q_ic u_c k_ic)
+// shapes    q k g [B, H, T, K], g log gates, u [H, K], C tokens a chunk, A [B, H, T, C], zero above the diagonal
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads over the pairs
 // smem      none
 // barriers  none

@@ -44,7 +44,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
 
 // The factor of scores within a sub-chunk that one kernel stores for another, if channels and columns have gates: e^-20
 // of both, times e^-70 about the middle, would leave float32's range.
-constexpr float NEAR_SCALE = 4194304.f;
+constexpr float NEAR_SCALE = 4194304.f;  // 2^22
 
 // The width of rows that one kernel stores for another: a multiple of 8, with zeros after `width`.
 __device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 * 8; }

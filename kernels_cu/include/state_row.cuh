@@ -1,5 +1,6 @@
 // what      A row of a recurrence's state in float64, in the registers of a warp; a lane has every 32nd column.
-// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t, for one row's numbers x and a and vectors y and b over the columns
+// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t, for one row's numbers x and a and vectors y and b over the columns;
+//           kernels multiply X_t by vectors z over the columns
 // shapes    x a of the rows and y z b of the columns, [B, H, T, R] and [B, H, T, C]: the state is [K, V] with k as x, v
 //           as y, and do as z; or transposed, [V, K], with v as x, k as y, and q as z
 #include "read_order.cuh"

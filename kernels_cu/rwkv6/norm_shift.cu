@@ -1,7 +1,7 @@
 // what      What a step computes between two products: the channel mix's gate, layer norm, token shift, static mixes.
-// math      sum = x + sigmoid(gate) sum of value's parts;  xx = LN(sum);  d = shift - xx;  shift = xx;
+// math      sum = x + sigmoid(gate) times the sum of value's P parts;  xx = LN(sum);  d = shift - xx;  shift = xx;
 //           mixed_c = xx + d maa_c
-// shapes    x sum gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
+// shapes    x sum gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [pool, D], slots [B] or null,
 //           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
 //           1, without a shift d = 0. A value of `squares` is in units of UNIT_OF_SQUARES<X, TERMS>
 // grid      `shares` blocks a sequence; 512 threads, EACH times 4 channels each. All of them compute the norm, and each

@@ -3,7 +3,7 @@
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate [B, H, N], each the sum of P parts, 4 B H N numbers apart; low [P, B, W], y [TERMS, B, H, N],
-//           up [W, H, N], decay u weight bias [H, N], state [P, H, N, N], slots [B] or null; N = 64
+//           up [W, H, N], decay u weight bias [H, N], state [pool, H, N, N], slots [B] or null; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(low) of each warp, then `up` of a head

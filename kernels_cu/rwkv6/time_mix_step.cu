@@ -1,7 +1,7 @@
 // what      The time mix of one token: decay, state, group norm, gate; each state is read and written once.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
+// shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [pool, H, N, N],
 //           slots [B] or null
 // grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
 //           (1024 / N)-th channel each

@@ -1,5 +1,5 @@
 // what      Inputs of the recurrence for the tokens of prompts: keys that remove, keys that write, and mixed values.
-// math      v += (first - v) share;  kappa = k removal / |k removal| over each head
+// math      v += (first - v) share, first being the first layer's v;  kappa = k removal / |k removal| over each head
 //           a = -kappa;  b = kappa rate;  k = k (1 + (rate - 1) replacement)
 // shapes    k v rate share first a b [T, H, N], k and v in place; removal replacement [H, N]. A share of -1 means
 //           the first layer, which writes `first`

@@ -1,11 +1,11 @@
 // what      The time mix of one token for heads of 64 channels: keys, state, group norm, bonus, gate; each state is
 //           read and written once, and is loaded before the previous kernel has ended.
 // math      v += (first - v) share;  kappa = k removal / |k removal|;  key = k (1 + (rate - 1) replacement)
-//           e = S^T kappa;  S = diag(exp w) S - (kappa rate) e^T + key v^T;  o = S^T r, from the S before
+//           e = S^T kappa;  S <- diag(exp w) S - (kappa rate) e^T + key v^T;  o = S^T r of the new S
 //           y = (GroupNorm_H(o) + (sum r key bonus) v) gate
-// shapes    v k r w [B, H, N], openings [3, B, H, N]: rate, gate, share, which is -1 in the first layer; first
-//           [B, H, N], that layer's values, which it writes; removal replacement bonus weight bias [H, N];
-//           state [P, H, N, N], slots [B] or null; y [TERMS, B, H, N]; N = 64
+// shapes    v k r and log decays w [B, H, N], openings [3, B, H, N]: rate, gate, share, which is -1 in the first layer;
+//           first [B, H, N], that layer's values, which it writes; removal replacement bonus weight bias [H, N];
+//           state [pool, H, N, N], slots [B] or null; y [TERMS, B, H, N]; N = 64
 // grid      a block for every (sequence, head), sequence slowest; a warp: a lane has four columns of the state and
 //           every second channel
 // smem      Shared

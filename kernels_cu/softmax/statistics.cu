@@ -1,7 +1,8 @@
 // what      The statistics of softmax attention's queries, which the gradients of k and v read.
-// math      delta_i = do_i . o_i - dlse_i
-// shapes    o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32, dlse or null; statistics [B, H, chunks, 2, 64]:
-//           softmax_work.cuh
+// math      L_i = lse_i / ln 2, lse_i the log of the sum of e^score;  delta_i = do_i . o_i - dlse_i, do and dlse being
+//           gradients of o and lse
+// shapes    o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32, dlse or null; statistics [B, H, chunks, 2, 64]
+//           float32: of every 64 queries of a sequence (a chunk) first L, then delta
 // grid      a block for every 64 queries (struct Work); four threads compute those of a query
 // smem      none
 // barriers  none

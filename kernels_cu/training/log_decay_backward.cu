@@ -1,5 +1,5 @@
 // what      The gradient of the decay's exponent, and of its base.
-// math      dlow = dw w; parts = sum_t dlow of the block's tokens: ddecay
+// math      w = -exp(decay + low): dlow = dw w; parts = sum_t dlow of the block's tokens: ddecay
 // shapes    dw w [tokens, D] float32, dlow [tokens, D], parts [blocks, D]
 // grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
 // smem      none
