@@ -1,7 +1,8 @@
 // what      The delta rule backward, a block for each chunk of 32 tokens: dq, dk, dbeta and dg, from what
 //           backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, dS the gradient of the state after it. e_t is the residual: v_t
-//           minus what k_t reads from the state. w_t is the gradient of beta_t e_t, the value that token t writes.
+// math      S is the state [K, V] before the chunk, dS the gradient of the state after it; i and j are the chunk's
+//           tokens. e_t is the residual: v_t minus what k_t reads from the state. w_t is the gradient of beta_t e_t,
+//           the value that token t writes.
 //           Decays: D_ij from after token j through token i, D_i from the chunk's start through i, E_i from after i to
 //           the chunk's end.
 //           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; dbeta_i = w_i . e_i
@@ -9,8 +10,10 @@
 //           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j
 //           dk_i = E_i beta_i dS e_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
 //           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the
-//           keys j < t, A dA + M dM of pairs j < t <= i, and <S, dS> times the chunk's decay. Nothing is subtracted
-// shapes    as in backward_states.cu; dq dk [B, H, T, K]; dbeta dg [B, HV, T] float32. If heads of values share a head
+//           keys j < t, A dA + M dM of pairs j < t <= i, and <S, dS>, the sum of all S dS, times the chunk's decay.
+//           No dg is a difference of two sums over tokens, which would round more than the result
+// shapes    q k dq dk [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g beta
+//           dbeta dg [B, HV, T], the last two float32; S and dS: backward_storage.cuh. If heads of values share a head
 //           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of q and k after
 //           the division by their lengths, for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
@@ -69,7 +72,8 @@ template <typename T, int BK> struct alignas(16) Shared {
   float parallel[2 * BT];       // k . dk / |k|^2, then q . dq / |q|^2
 };
 
-// Starts loading the 64 columns that fetch_columns copies into L2; a thread loads lines of 64 numbers.
+// Starts loading into L2 the 64 columns from `column` on that fetch_columns will copy. A thread loads 64 numbers of a
+// state, and 64 of a row of do (kind 0), e (1), the rounding errors of e (2) or w (3).
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, i64 h, const Span& span, i64 chunk,
                                                  int column) {
@@ -114,8 +118,8 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
   cp_async_commit();
 }
 
-// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. A load of a state
-// gives two matrices of columns by two of channels.
+// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. One load of a state
+// gives 16 columns by 16 channels, as four matrices of 8 x 8.
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
@@ -159,7 +163,7 @@ __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, cons
   }
 }
 
-// Stores x as the sum of two numbers of T.
+// Stores x at M[i, j] as the sum of two numbers of T.
 template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, int i, int j, float x) {
   const T rounded = from_float<T>(x);
   *M.at(i, j) = rounded;
@@ -194,7 +198,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
   copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
   cp_async_commit();
-  fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, 0);  // `opaque`: addresses take no registers later
+  // `opaque` hides where b and h come from: the compiler then computes addresses anew in the loop below, instead of
+  // keeping them in registers.
+  fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, 0);
   for (int column = COLUMNS; column < shape.V; column += COLUMNS)
     prefetch_columns<BK>(args, opaque(b), opaque(h), span, chunk, column);
   const TokenNumbers numbers(args.g, args.beta, b, h, span.start, rows);
@@ -204,8 +210,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   __syncthreads();  // q and k have arrived; decays are in shared memory
   set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);
 
+  // g = lane / 4 and t = lane % 4 say which elements of a product a lane has: see Accumulators in chunk.cuh.
   Accumulators dq = {}, dk = {}, dS_e = {};  // dq and dk begin as S do and S w
-  float products[TASKS][2][4] = {};          // of the warp's tasks: do . e and w . e; or <S, dS>
+  float products[TASKS][2][4] = {};          // of the warp's tasks: [0] do . e and [1] w . e; or [0] <S, dS>
 #pragma unroll 1
   for (int column = 0;; column += COLUMNS) {
     cp_async_wait<0>();

@@ -3,7 +3,8 @@
 //           (RWKV-7: what its vector a reads). Backwards: the gradient dS of the state after every chunk, the gradients
 //           of the residuals, and dv. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G,
 //           and to a state's gradient, from dS to F^T dS + G
-// math      E, W, Z, Zb, B, H, D, R, L, beta: prepared.cuh
+// math      Of a chunk: D is the decay of each channel; E, W, Z and Zb have a row [K] for each token, B, H, R and L are
+//           matrices [32, 32] of pairs of tokens. The kernels *prepare.cu make them; prepared.cuh says what they are.
 //           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
 //           TWO_WRITES (RWKV-7): residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
 //           Backwards: P = Z dS;  dresidual = P + scale B^T do;  dv = beta dresidual;
@@ -52,8 +53,9 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared
 };
 
 // Goes over the chunks of a segment in one direction; if BACKWARDS, the code's S is dS, and `values` are do. `block` is
-// the number of the (segment, head, BV columns): of a head's `tiles`, the first `value_tiles` have columns of V, the
-// others columns of F.
+// the number of the (segment, head, BV columns): of a head's `tiles` of BV columns, the first `value_tiles` have
+// columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not from the states in
+// args.starts.
 template <bool BACKWARDS, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, typename T>
 __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAGES], const Args<T>& args, u32 block,
                                      u32 value_tiles, u32 tiles) {
@@ -87,7 +89,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
       static_cast<const PreparedChunk*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
   const Rows<const T>& values = BACKWARDS ? args.do_ : args.v;
   const Rows<T>& residuals = BACKWARDS ? args.dresidual : args.residual;
-  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
+  // `opaque` hides where the number comes from: else the compiler converts it again for every chunk.
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
 
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };

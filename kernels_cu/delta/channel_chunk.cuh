@@ -1,8 +1,9 @@
 // what      A chunk of 32 tokens of the delta rules with a gate for each channel (prepare.cu, without such gates, has
 //           only its products): decayed rows and columns of scores, scores of pairs of tokens, products of matrices of
 //           tokens.
-// math      D_ij is the decay of each channel from after token j through token i; a score is sum_c D_ij x_i y_j of a
-//           *row* x (a query, or what reads the state) and a *column* y (a key, or what is written by)
+// math      D_ij is the decay of each channel from after token j through token i; a score is the sum over channels of
+//           D_ij x_i y_j, of a *row* x (a query, or another vector that reads the state) and a *column* y (a key, or
+//           another vector along which is written to the state)
 // shapes    a thread decays 4 channels of a block of 4 tokens: BK / 4 threads have a block. A pair of two blocks is
 //           scored by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in
 //           the later half and decayed from the border, the column is in the earlier half and decayed to it
@@ -49,6 +50,7 @@ __device__ __forceinline__ void put_four(single* to, float4 x) { *reinterpret_ca
 template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {pack<T>(x.x, x.y), pack<T>(x.z, x.w)};
 }
+// Stores x as the sum of two numbers of T (Matrix, chunk_storage.cuh).
 template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
   *to = from_float<T>(x);
   if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
@@ -75,6 +77,7 @@ __device__ __forceinline__ float power_below(float squares) {
   return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
 }
 
+// The largest x of the warp's lanes; each gets it.
 __device__ __forceinline__ float max_of_lanes(float x) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
@@ -94,7 +97,7 @@ struct Lengths {
   }
 };
 
-// Sums 2 HALF numbers over 2 HALF lanes. Lane l returns the sum of x[l].
+// Sums each of 2 HALF numbers over 2 HALF lanes. Lane l of these returns the sum of x[l].
 template <int HALF> __device__ __forceinline__ float sum_each(const float* x) {
   const bool upper = threadIdx.x & HALF;
   float half[HALF];
@@ -185,7 +188,8 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 }
 
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for the scores of token i with tokens j
-// and j + 1 that are computed by way of borders. task: 0 to 7, a warp's share.
+// and j + 1 that are computed by way of borders. task: 0 to 7, products [16 rows, 8 columns]: of levels 0 and 1 two
+// each, of level 2 four.
 template <int BK, typename X, class F>
 __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], const X (&columns)[LEVELS][BT / 2 * BK],
                                               int task, F f) {
@@ -223,7 +227,7 @@ __device__ __forceinline__ void solve_column(float (&x)[BT], const float (&M)[BT
   }
 }
 
-// Stores a column, times `factor`, as a row of a matrix whose numbers are sums of two.
+// Stores a lane's column, times `factor`, as row `lane` of a matrix whose numbers are sums of two.
 template <typename T>
 __device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], float factor = 1.f) {
   T* row = to.at(threadIdx.x & 31, 0);

@@ -1,10 +1,12 @@
 // what      The delta rule with a gate for each channel (Kimi Delta Attention): prepares each chunk of 32 tokens, that
 //           is, computes what the chunk does to a state, for the kernels that walk over states. GRADIENT: for those
 //           that walk in both directions.
-// math      kd, qd: k and q decayed from the chunk's start; ke: k decayed to its end; M_ij = k_i . D_ij k_j, j < i,
-//           A_ij = q_i . D_ij k_j, j <= i, D_ij the decay between both tokens (channel_chunk.cuh).
+// math      i and j are tokens of the chunk. kd, qd: k and q decayed from the chunk's start through their token; ke: k
+//           decayed from after it to the chunk's end; M_ij = k_i . D_ij k_j, j < i, A_ij = q_i . D_ij k_j, j <= i, D_ij
+//           each channel's decay from after token j through token i.
 //           N = (I + diag(beta) M)^-1, B = A N diag(beta);   E = -kd, W = w_scale (qd - B kd), Z = diag(beta) N^T ke
-//           GRADIENT: B and Z without diag(beta), and the matrix of residuals I - M N diag(beta)
+//           GRADIENT: B and Z without diag(beta), and the matrix of residuals I - M N diag(beta). What these matrices
+//           do to a state: prepared.cuh
 //           Keys are stored as k' = k / p, queries as q' = q / r, p and r powers of 2. Primed matrices are those of
 //           primed tokens: with N' = (I + diag(beta p^2) M')^-1,   B = diag(r) A' N' diag(p beta), Z = diag(beta p)
 //           N'^T ke', M N = diag(p) M' N' diag(p)

@@ -2,8 +2,9 @@
 //           a token, products of rows, and products of matrices of tokens with tokens.
 // numerics  products of T are summed in float32; matrices of tokens are, for 16-bit data, the sum of two
 //           numbers of T
-// source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N (prepare.cu)
-//           multiplies what is read from and written to a state, which N does not enlarge, and not the residuals
+// source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N, the inverse
+//           in prepare.cu, multiplies the rows that read and write a state, which N does not enlarge, and not the
+//           residuals
 #include "delta/chunk_storage.cuh"
 #include "delta/lengths.cuh"
 #include "gated/forward_copies.cuh"
@@ -11,8 +12,9 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// A warp's sums [all tokens of a chunk, 16 columns] as tensor cores leave them: [16 tokens][8 columns][4]. Lane l has
-// row l / 4 and columns 2 (l % 4), 2 (l % 4) + 1 at 0 and 1; at 2 and 3 the same columns of row l / 4 + 8.
+// A warp's sums [all tokens of a chunk, 16 columns] as tensor cores leave them, in blocks of 16 tokens (first index) by
+// 8 columns (second). With g = lane / 4 and t = lane % 4 a lane has four numbers of a block: at 0 and 1 row g, columns
+// 2t and 2t + 1; at 2 and 3 row g + 8, the same columns.
 using Accumulators = float[BT / 16][2][4];
 
 // Stores x and y, side by side, each as the sum of two numbers of T: rounded, and its rounding error REST numbers
@@ -61,7 +63,8 @@ __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride,
   }
 }
 
-// Starts to copy a chunk's rows, which are multiples of `bytes` bytes.
+// Starts to copy a chunk's rows, which start on multiples of `bytes` bytes and are multiples long; if `bytes` is less
+// than 16, copies them number by number.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 16) copy_rows<16, 8, BT, COLS, THREADS>(tile, from, stride, rows, width);
@@ -87,7 +90,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// d += the products [16, 16] of 16 rows of x and 16 of y over their COLS numbers; d[0]: the first 8 rows of y.
+// d += the products [16, 16] of 16 rows of x from `row` on and 16 rows of y from `column` on, over their COLS numbers;
+// d[0]: of the first 8 rows of y.
 template <int COLS, typename T>
 __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, const T* y, int row, int column) {
   const LeftReader<COLS, T> reader;
@@ -125,7 +129,8 @@ template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(De
   if (warp == WARPS - 1) s.decay_to_end[lane] = since;
 }
 
-// Fills s.inverse_length; all channels from K on are zeros. A barrier must follow.
+// Fills s.inverse_length with 1 / sqrt(|x|^2 + LEAST_SQUARE) of the rows x of k and of q, or with ones if not
+// normalized. All channels from K on are zeros. A barrier must follow.
 template <int BK, int WARPS, typename T>
 __device__ __forceinline__ void set_inverse_lengths(TokenFactors& s, const T* q, const T* k, bool normalized) {
   const int lane = threadIdx.x & 31;

@@ -11,8 +11,9 @@
 //           db_j is dk_j with u in place of v, and qb and ab in place of qk and ak
 //           dg_t adds up all terms that gate t multiplies: of S with the rows (q and a) from token t on, of dS with the
 //           columns (k and b) before token t, of pairs with t in between, and the chunk's decay times the sum over V of
-//           S dS. Nothing is subtracted
-// shapes    as in backward_states.cu; dq dk da db dg [B, H, T, K]
+//           S dS. No dg is a difference of two sums over tokens, which would round more than the result
+// shapes    q a k b g dq da dk db dg [B, H, T, K], do v [B, H, T, V], du u: the same, columns padded with zeros to a
+//           multiple of 64; S and dS: backward_storage.cuh
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, dS, do, du, v and u at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and the tokens have arrived. Then:
@@ -98,7 +99,8 @@ template <typename T> __device__ __forceinline__ void multiply_values(float (&d)
 // Stores the products d times `factor`: warp 0 has qk, 1 qb, 2 ak, 3 ab. d: see multiply_values.
 template <typename T, typename G>
 __device__ __forceinline__ void store_pairs(Shared<T, G>& s, const float (&d)[6][4], float factor) {
-  const int kind = opaque(threadIdx.x >> 5);  // `opaque`: addresses are computed here, and take no registers before
+  // `opaque` hides where the number comes from: addresses are computed here, and take no registers before.
+  const int kind = opaque(threadIdx.x >> 5);
 #pragma unroll
   for (int n = 0; n < 6; ++n)
 #pragma unroll

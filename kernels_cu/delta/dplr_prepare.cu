@@ -6,13 +6,15 @@
 //           decay between both tokens, x = q or a, y = k or b; of q with its own gate, j <= i; of a without it, j < i.
 //           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = kd, W = w_scale (qd + H kd), Zb = N^T be,
 //           Zk = ke + L^T be
+//           What these do to a state: prepared.cuh, where Zk is Z.
 //           Each token x is stored as x' = x / p_x, p_x a power of 2. Primed matrices are those of primed tokens:
 //           with P = diag(p_a p_b), N' = (I - P Aab')^-1 and L' = N' P Aak':   H = diag(p_q) Aqb' N' diag(p_b),
 //           B = diag(p_q) (Aqk' + Aqb' L') diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'),
 //           N = diag(1 / p_b) N' diag(p_b), L = diag(1 / p_b) L' diag(p_k)
 // shapes    q k a b g [B, H, T, K], prepared [B, H, NC]
 // grid      a block for every (batch, head, chunk), chunks fastest
-// smem      Shared. In the code q and a are "rows", k and b "columns", after their place in Axy
+// smem      Shared: a chunk's inputs, its matrices. In the code q and a are "rows", k and b "columns", after their
+//           place in Axy
 // barriers  eight: inputs have arrived | decays of blocks | decayed rows and k | scores with k | decayed b | scores
 //           with b | N', L' and qd | H and B. Each: these are in shared memory, and their operands have been read and
 //           may be overwritten

@@ -8,8 +8,11 @@
 //           dq_i = scale P_i S do_i + sum_j D_ij a_ij k_j;   dbeta_i = w_i . e_i
 //           dk_i = E_i beta_i dS e_i - beta_i P_i S w_i + sum_j D_ij m_ij k_j + sum_j D_ji (a_ji q_j + m_ji k_j)
 //           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the
-//           keys j < t, of pairs j < t <= i, and the chunk's decay times the sum over V of S dS. Nothing is subtracted
-// shapes    as in backward_states.cu; dq dk dg [B, HV, T, K]; dbeta [B, HV, T] float32. If heads of values share keys
+//           keys j < t, of pairs j < t <= i, and the chunk's decay times the sum over V of S dS. No dg is a
+//           difference of two sums over tokens, which would round more than the result
+// shapes    q k [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g dg
+//           [B, HV, T, K], beta [B, HV, T], dbeta [B, HV, T] float32, dq dk [B, HV, T, K]; S and dS:
+//           backward_storage.cuh. If heads of values share keys
 //           or lengths divide them, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of the
 //           divided queries and keys, for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk, 64 channels), channels fastest; a warp for 16 channels

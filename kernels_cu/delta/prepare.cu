@@ -1,10 +1,13 @@
 // what      The delta rule with one gate for all channels of a token: what each chunk of 32 tokens does to a state, for
 //           the kernels that walk over states; GRADIENT: for those that walk in both directions.
-// math      D_ij decays from token j to token i, D_i from the chunk's start, D_end to its end. M = D_ij k_i . k_j below
-//           the diagonal, A = D_ij q_i . k_j up to it, N = (I + diag(beta) M)^-1, B = A N diag(beta);
-//           E = -D_i k, W = w_scale (D_i q + B E), Z = diag(beta) N^T D_end k
-//           GRADIENT: B and Z without beta, and R = 1 - M N diag(beta)
-// shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC]; a warp makes E, W and Z of 16 channels
+// math      i and j are tokens of the chunk. Decays: D_ij from after token j through token i, P_i from the chunk's
+//           start through i, L_i from after i to the chunk's end. M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j,
+//           j <= i; N = (I + diag(beta) M)^-1, B = A N diag(beta); and of rows for each token
+//           E_i = -P_i k_i, W_i = w_scale (P_i q_i + sum_j B_ij E_j), Z_j = beta_j sum_i N_ij L_i k_i
+//           GRADIENT: B and Z without beta, and R = I - M N diag(beta), which makes residuals. What these matrices do
+//           to a state: prepared.cuh
+// shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC], NC the chunks of a batch row; a warp makes E, W
+//           and Z of 16 channels
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  five: inputs and decays | lengths | M and A | N | B and of_Z. Each: these are in shared memory
@@ -49,10 +52,11 @@ template <typename T, int BK> struct alignas(16) Shared {
   float inverse_length[2][BT];  // of keys and of queries, or 1
   float beta[BT], decay_from_start[BT], decay_to_end[BT];
   float weight[BT];                       // -beta
-  float of_E[BT], of_keys[BT], of_q[BT];  // what keys are multiplied by for E and for Z, queries for W
+  float of_E[BT], of_keys[BT], of_q[BT];  // factors: of keys for E, of keys for Z, of queries for W
 };
 
-// The products of 16 rows of keys, or of queries, with 16 of keys; `squares`: of queries with themselves.
+// Number n of the products of 16 rows, of keys or queries (`kind`) from `row` on, with 16 keys from `column` on; if
+// `squares`, with the same queries, whose lengths are on the diagonal. Those of keys are on that of keys with keys.
 struct Square {
   static constexpr int COUNT = 8;
   Kind kind;
@@ -63,7 +67,7 @@ struct Square {
         squares(n >= 6),
         row(n < 2 || n == 6 ? 0 : 16),
         column(n == 4 || n == 5 || n == 7 ? 16 : 0) {}
-  // Whether squares of rows are on the diagonal.
+  // Whether the product's diagonal has the squares of its rows' lengths.
   __device__ __forceinline__ bool has_lengths() const { return row == column && squares == (kind == OF_Q); }
 };
 
@@ -136,7 +140,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
       }
   }
   __syncthreads();  // M and A are in shared memory; decays of pairs have been read, and N may overwrite them
-  if (warp == blockIdx.x % WARPS) {  // not the same one in all blocks: a warp has a fourth of a multiprocessor
+  // One warp inverts. Which one depends on the block, since each quarter of a multiprocessor runs every fourth warp.
+  if (warp == blockIdx.x % WARPS) {
     float x[BT];
 #pragma unroll
     for (int i = 0; i < BT; ++i) x[i] = i == lane;

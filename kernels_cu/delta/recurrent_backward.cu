@@ -1,6 +1,6 @@
 // what      The gradients of the delta rules token by token, from states that the forward kernel has kept. Without
-//           OUTPUTS, G of what a segment of a sequence does to the gradient of a state: from C to F^T C + G.
-// math      dS, the gradient of the state behind a token: dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
+//           OUTPUTS, what a segment of a sequence does to the gradient of a state, from C to F^T C + G: G alone.
+// math      dS, the gradient of the state after a token: dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
 //           GatedDelta, Kda: u = dS^T k, e = v - D^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
 //           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
 //           Dplr: p = S_{t-1}^T a, dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
@@ -11,10 +11,12 @@
 //           of beta and of GatedDelta's g; starts: join_segments.cu
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
 //           all channels, EACH of them a lane
-// smem      Shared: a chunk of tokens, the states before them, and what warps add to sums over columns
-// barriers  one: whether states from which segments start are finite; three a chunk: it has arrived | decays and sums
-//           over channels stand | parts of sums over columns stand, and nobody reads the chunk
-// numerics  float32, of float64 data float64. A chunk's states are computed once more, forwards, from the kept one
+// smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
+// barriers  one: whether states from which segments start are finite; three a chunk: it has arrived, and the previous
+//           chunk's parts have been added up | decays and the tokens' scalars are in shared memory | parts of sums over
+//           columns are, and the chunk has been read
+// numerics  float32, of float64 data float64. A chunk's states are computed again, forwards, from the state before it,
+//           which the forward kernel has kept
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
 #include "delta/segments.cuh"
@@ -126,9 +128,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     cp_async_wait<0>();
     next.store(s.scalars, rows);
-    __syncthreads();  // the chunk has arrived; the last one's parts are added up
+    __syncthreads();  // the chunk has arrived; the previous one's parts have been added up
     prepare_tokens<false>(s.scalars, s.decays, s.in, rows, args.normalized);
-    __syncthreads();  // all that is to know of its tokens stands
+    __syncthreads();  // decays and scalars of its tokens are in shared memory
 
     R q[EACH], k[EACH], a[EACH], b[EACH], decay[EACH];
     const auto load = [&](int r) {
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       }
     };
 #pragma unroll 1
-    for (int r = 0; OUTPUTS && r < rows; ++r) {  // the states of the chunk, and what keys find in them
+    for (int r = 0; OUTPUTS && r < rows; ++r) {  // the states of the chunk, and e, or p
       R found[COLUMNS] = {}, written[COLUMNS];
       load(r);
 #pragma unroll
@@ -179,8 +181,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], found[c], S[i][c]);
         }
     }
-    __syncwarp();   // what keys find stands
-    R of_gate = 0;  // of the token computed last: its dg is summed over lanes beside the next one's sums
+    __syncwarp();   // s.found has e, or p, of all tokens
+    R of_gate = 0;  // this lane's part of dg of the token computed last, which is summed over lanes with the next token
     const auto store_dg = [&](int r) {
       if (!OUTPUTS || Rule::channel_gates) return;
       const R sum = sum_over_lanes<32>(of_gate);
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       if (lane == 0) s.of_tokens[r][warp][0] = dbeta;
     }
     store_dg(0);
-    __syncthreads();  // the parts of sums over columns stand, and nobody reads the chunk
+    __syncthreads();  // the parts of sums over columns are in shared memory, and the chunk has been read
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
     const i64 tiles = (shape.V + BV - 1) / BV, tile = at.tile / BV, heads = shape.B * shape.H;

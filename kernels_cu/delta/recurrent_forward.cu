@@ -9,10 +9,12 @@
 //           with the given ones and multiplies sums by the inverse lengths
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
 //           state [N, HV, K, V], kept [B, HV, chunks, V, K and zeros to a multiple of 4]. HV, the number of value
-//           heads, is shape.H; every args.group value heads share a head of q, k, a and b; starts, F: join_segments.cu.
-//           With F, the state behind a walk from zeros, or from the initial state, is G, and one of values of 0 from
-//           the identity is F. Nobody needs G of a last segment, and F of a first or last one
-// grid      a block for every (segment, value head, BV columns of V), segment slowest, columns of F behind those of V.
+//           heads, is shape.H; every args.group value heads share a head of q, k, a and b. `starts`: the states from
+//           which segments start, where G is stored; F: a segment's matrix [K, K and zeros to a multiple of 4]; both
+//           for join_segments.cu. G is the state after a walk from zeros, of the first segment from the initial state;
+//           F is the state after a walk with values of 0 from the identity. No G of a last segment is needed, and no F
+//           of a first or last one
+// grid      a block for every (segment, value head, BV columns of V), segment slowest, columns of F after those of V.
 //           BK / 16 neighbouring lanes share COLUMNS columns: each of them holds 16 channels of these columns' state in
 //           registers
 // smem      Shared: two stages of tokens as they are in memory, zeros beyond K, V and the sequence; and decays and
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
       to += args.o.t;
     }
   }
-  // `opaque`: nothing of it takes registers between tokens.
+  // `opaque` hides that these are the numbers of before: what is computed from them takes no registers between tokens.
   const u32 n = u32(opaque(int(work.n)));
   const auto end = part_of(n, u32(opaque(int(work.tile))));
   R* state = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;

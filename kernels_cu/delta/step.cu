@@ -1,8 +1,9 @@
 // what      One token of a delta rule for B sequences; each state is read and written once, in place.
-// math      GatedDelta, Kda: S' = D S, e = beta (v - S'^T k), S = S' + k e^T, o = scale (S'^T q + (q . k) e)
-//           Dplr: p = S^T a, S = D S + b p^T + k v^T, o = scale ((D S)^T q + (q . b) p + (q . k) v)
-// shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] or [B, HV, K], beta [B, HV], state [P, HV, K, V], slots [B] or
-//           null
+// math      S is the state before the token, S+ after it, D = diag(exp g), S' = D S
+//           GatedDelta, Kda: e = beta (v - S'^T k), S+ = S' + k e^T, o = scale (S'^T q + (q . k) e)
+//           Dplr (RWKV-7): p = S^T a, S+ = S' + b p^T + k v^T, o = scale (S'^T q + (q . b) p + (q . k) v)
+// shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] (GatedDelta) or [B, HV, K], beta [B, HV], state [states, HV,
+//           K, V]; slots [B]: which state a sequence has, or null
 // grid      a block for every (sequence, head of values, 64 columns of V), sequence slowest; a lane has 16 bytes of
 //           columns, of LANE_CHANNELS channels
 // smem      Shared: the token, and the warps' parts of S'^T k (Dplr: S^T a) and S'^T q

@@ -51,7 +51,8 @@ struct BlockWork {
   }
 };
 
-// A float64 argument as R. Without `opaque` the compiler converts it again for every token.
+// A float64 argument as R. `opaque` hides where the number comes from: else the compiler converts it again for every
+// token.
 template <typename R> __device__ __forceinline__ R converted_once(double x) {
   if constexpr (sizeof(R) == 4) return __uint_as_float(opaque(__float_as_uint(float(x))));
   else return x;
@@ -74,6 +75,7 @@ __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, in
     else to[row * COLS + column] = inside ? *piece : from_real<T>(0.f);
   }
 }
+// copy_pieces of 8 or 4 bytes, or of single numbers; not inlined, which keeps the code for 16 bytes short.
 template <int ROWS, int COLS, typename T>
 __device__ __noinline__ void copy_slowly(T* to, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 8) copy_pieces<8, ROWS, COLS>(to, from, stride, rows, width);
@@ -82,6 +84,7 @@ __device__ __noinline__ void copy_slowly(T* to, const T* from, i64 stride, int r
     else copy_pieces<sizeof(T), ROWS, COLS>(to, from, stride, rows, width);
   }
 }
+// Starts to copy a tile [ROWS, COLS] in pieces of `bytes` bytes.
 template <int ROWS, int COLS, typename T>
 __device__ __forceinline__ void copy_tile(T* to, const T* from, i64 stride, int rows, int width, i64 bytes) {
   if (bytes == 16) copy_pieces<16, ROWS, COLS>(to, from, stride, rows, width);

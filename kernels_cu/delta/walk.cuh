@@ -1,13 +1,15 @@
 // what      Steps of a walk over the states of a delta rule, from one prepared chunk (prepared.cuh) to the next:
 //           products of a warp's 16 columns. What tokens read is computed transposed [columns, tokens], since such
 //           accumulators are operands of the next product without any move.
-// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels]
+// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels], of
+//           which a lane has row lane / 4 at 0 and 1, row lane / 4 + 8 at 2 and 3. A word has two neighbouring numbers
 #include "delta/chunk.cuh"
 #include "delta/segments.cuh"
 
 // Starts to copy bytes FROM ... STOP - 1 of a prepared chunk.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {
-  const int first = FROM + 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
+  // `opaque` hides where the number comes from: the compiler computes addresses anew for each chunk, and keeps none.
+  const int first = FROM + 16 * opaque(threadIdx.x);
 #pragma unroll
   for (int offset = 0; offset < STOP - FROM; offset += THREADS * 16)
     if (offset + THREADS * 16 <= STOP - FROM || first + offset < STOP)
@@ -22,7 +24,8 @@ template <typename T, int BK> __device__ __forceinline__ void pack_state(Word<T>
   s[2] = word_of<T>(high[0], high[1]), s[3] = word_of<T>(high[2], high[3]);
 }
 
-// y (transposed) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows S.
+// y (transposed) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows S. Rows: a
+// tile [BT, BK] in shared memory, a row for each token.
 template <int BK, bool OUTPUTS = false, typename T>
 __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const State<BK>& S, const T* read_rows,
                                                 Accumulators* o = nullptr, const T* output_rows = nullptr) {

@@ -1,16 +1,22 @@
 // what      The delta rule's gradients on Hopper, with a gate for each token and head, or none; the first of two
 //           kernels, backwards in time: dv, the gradient of the state after every chunk of 32 tokens, and dh0.
-// math      dS is the gradient of the state after a chunk. Decays and matrices as in scalar_forward.cu, but
-//           B = A N and Z_j = sum_i N_ij L_i k_i, without beta; W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j
-//           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j
-// shapes    q k [B, H, T, K], do dv [B, HV, T, V], g beta [B, HV, T] of any strides; states [N, HV, K, V] float32;
-//           state_gradients: a state [BV of all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk`)
+// math      dS is the gradient of the state after a chunk; i and j are the chunk's tokens, 1 to 32. Decays are products
+//           of e^g: D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_i from i + 1 to its end. Matrices:
+//           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1;  B = A N
+//           Z_j = sum_i N_ij L_i k_i;  W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j
+//           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j, P_j row j of P
+// shapes    q k [B, H, T, K], do dv [B, HV, T, V], g beta [B, HV, T] of any strides; dht, the gradient of the final
+//           states, and dh0, that of the initial ones, [sequences, HV, K, V] float32; state_gradients: a state [BV of
+//           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk`)
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
-// roles     as in scalar_forward.cu; consumers hold dS transposed in registers, and store it
+// roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes P, dv and dS,
+//           and stores dS. The others as in scalar_forward.cu
 // smem      scalar_chunks.cuh
-// barriers  as in scalar_forward_storage.cuh, with do in place of v and dv in place of o
+// barriers  by stage: full: queries and keys have arrived; values_full: do has; operands_ready: B, W and Z are in
+//           shared memory; outputs_ready: dv is, and all of the stage has been read; others: scalar_forward_storage.cuh
 // numerics  products of T are summed in float32. q, k and do are used undecayed; dS, W, Z, beta_j E_j P_j and dv are
-//           rounded to T; A, B and N are the sums of two T each. Decays and N as in scalar_forward.cu
+//           rounded to T; A, B and N are the sums of two T each. N by substitution in float32 within 16
+//           tokens; a decay is a product of the decays of the tokens in between, never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_chunks.cuh"
@@ -44,7 +50,8 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// A warpgroup with 64 columns of V: P, dv and dS, transposed in registers, of each chunk.
+// A warpgroup with 64 columns of V: P, dv and dS of each chunk. dS is transposed in registers (see each_transposed in
+// warpgroup.cuh). first: the block's first column of V; all_columns: of all blocks of a head.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
                                         int all_columns) {

@@ -1,18 +1,21 @@
 // what      The delta rule's gradients on Hopper, with a gate for each token and head, or none; the second of two
 //           kernels, forwards in time: dq, dk, dbeta and dg, from what scalar_backward_states.cu has stored.
-// math      S is the state before a chunk of 32 tokens, dS the gradient of the state after it, decays D, E and L and
-//           matrices as in scalar_forward.cu. R = (I + M diag(beta))^-1;  X_j = v_j - E_j S^T k_j;  S <- E_32 S + Z^T X
+// math      S is the state before a chunk of 32 tokens, dS the gradient of the state after it; i and j are its tokens.
+//           Decays are products of e^g: D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_i from i + 1 to
+//           its end. M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  R = (I + M diag(beta))^-1
+//           Z_j = sum_i R_ij beta_i L_i k_i;  X_j = v_j - E_j S^T k_j;  S <- E_32 S + Z^T X
 //           e = R X: v_j minus what token j reads of its key.  With F_ij = do_i . e_j and G_ij = -dv_i . e_j:
 //           H_ij = scale D_ij beta_j F_ij, j <= i;  P_ij = D_ij beta_j G_ij, j < i
 //           dq_i = scale E_i S do_i + sum_j H_ij k_j
 //           dk_i = -E_i S dv_i + beta_i L_i dS e_i + sum_j (P_ij + P_ji) k_j + sum_j H_ji q_j
 //           dbeta_j = L_j k_j . dS e_j + sum_i A_ij F_ij + M_ij G_ij
 //           dg_t adds up all terms that gate t multiplies: of S with queries and keys i >= t, of dS with the keys
-//           j < t, beta_j (A_ij F_ij + M_ij G_ij) of pairs j < t <= i, and <S, dS> times the chunk's decay. Nothing is
-//           subtracted, nothing divided by a decay or by beta
+//           j < t, beta_j (A_ij F_ij + M_ij G_ij) of pairs j < t <= i, and <S, dS>, the sum of all S dS, times the
+//           chunk's decay. No sum is a difference of two larger ones, nothing is divided by a decay or by beta
 // shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; state_gradients:
-//           scalar_backward_states.cu. If heads of values share a head of queries, `parts` [2, B, HV, T, K] float32
-//           takes the place of dq and dk: gradients of q and k after the division by their lengths, for sum_parts.cu
+//           dS [BV, BK], transposed, for every chunk (`WorkTile::chunk`) and head. If heads of values share a head of
+//           queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: gradients of q and k after the
+//           division by their lengths, for sum_parts.cu
 // grid      a block for every (sequence, head of v), sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
 //           Gradients: a warpgroup makes M of chunk n + 2, Z of chunk n + 1, and gradients of chunk n; warps 0 and 1
@@ -26,7 +29,8 @@
 //           states_ready: S is in shared memory; states_read: it has been read. Named 1, of the gradients' warpgroup:
 //           terms, H and P are in shared memory | all products that read queries and keys have ended
 // numerics  products of T are summed in float32. S, dS, X, Z, and do and dv as they came, are of T, and so is e beside
-//           dS; beside do and dv, e is the sum of two T, as R, H and P are. Decays and R as in scalar_forward.cu
+//           dS; beside do and dv, e is the sum of two T, as R, H and P are. R by substitution in float32
+//           within 16 tokens; a decay is a product of the decays of the tokens in between, never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, V a multiple of 8; BK, BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_chunks.cuh"

@@ -1,14 +1,19 @@
 // what      A chunk of 32 tokens in Hopper's kernels of the delta rule with one gate per token and head, or none: a
 //           warp that copies chunks, one that computes decays, two that invert, a warpgroup that makes operands; of the
 //           warpgroups with 64 columns of V each, what kernels share; and `run_roles`, by which all of these run.
-// math      The matrices A, M, N, B, W and Z of a chunk, and its decays D, E and L, are defined in the head of
-//           scalar_forward.cu. By S::PASS:
-//           FORWARD: N diag(beta), B, W, and Z with beta
-//           BACKWARD_STATES: N, and B and Z without beta; W. Chunks are taken from the last to the first
-//           BACKWARD_TOKENS: R = (I + M diag(beta))^-1 in place of N, for residuals: N diag(beta) = diag(beta) R. Z
-//           with beta
-// shapes    S is the including kernel's struct of shared memory, which has S::PASS, S::STAGES and S::BK, stages, gates,
-//           upcoming, and the barriers of a stage; stages have queries_keys, minus_beta_M, N, N_to_end, D
+// math      i and j are tokens of the chunk, S is the state before it. Decays: D_ij from after token j through token i,
+//           E_i from the chunk's start through i, L_i from after i to the chunk's end. Matrices [32, 32]:
+//           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
+//           Which others there are depends on S::PASS:
+//           FORWARD: B = A N diag(beta);  W_i = scale E_i q_i - sum_j B_ij E_j k_j;  Z_j = beta_j sum_i N_ij L_i k_i;
+//           X_j = v_j - E_j S^T k_j
+//           BACKWARD_STATES: the same B and Z without beta; W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j. Chunks are
+//           taken from the last to the first
+//           BACKWARD_TOKENS: R = (I + M diag(beta))^-1, in the places of N, for residuals: N diag(beta) = diag(beta) R.
+//           Z and X as in FORWARD
+// shapes    S, the type: the including kernel's struct of shared memory, which has S::PASS, S::STAGES, S::BK and S::BV,
+//           stages, gates, upcoming, and the barriers of stages; stages have queries_keys, minus_beta_M, N, N_to_end,
+//           D. An offset, in bytes, is that of a 16-byte piece in a panel (see Panel)
 // limits    sm_90a; bfloat16 or float16
 constexpr int CHUNK = 32;  // tokens
 #include "warpgroup.cuh"
@@ -17,8 +22,9 @@ constexpr int CHUNK = 32;  // tokens
 
 enum Pass { FORWARD, BACKWARD_STATES, BACKWARD_TOKENS };
 
-// 32 rows of 128 bytes, in the tensor cores' swizzle. A split matrix [32, 32], whose elements are sums of two numbers
-// of T, has the rounded elements in columns 0 to 31, and their rounding errors in columns 32 to 63.
+// 32 rows of 128 bytes, in the tensor cores' swizzle (swizzled.cuh): row r has its 16-byte piece p in the place of
+// piece p ^ r % 8. A split matrix [32, 32], whose elements are sums of two numbers of T, has the rounded elements in
+// columns 0 to 31, and their rounding errors in columns 32 to 63.
 template <typename T> using Panel = T[CHUNK][64];
 
 // A chunk of tokens and its matrices. In a union the member below overwrites the one above, which has been read by
@@ -46,14 +52,14 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BV> values;  // v, overwritten by o; BACKWARD_STATES: do, overwritten by dv
 };
 
-// Factors of a chunk's tokens, one for each token. If args.normalized, they include the inverse lengths of queries and
-// keys, since shared memory holds these undivided.
+// Factors of a chunk's tokens, one for each token. If args.normalized, queries q and keys k count as divided by their
+// lengths |q| and |k|: the factors include the inverse lengths, since shared memory holds q and k undivided.
 struct alignas(16) Gates {
   float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; if not args.normalized, scale and 1
   float query_start_factors[CHUNK], key_start_factors[CHUNK];  // times the decay from the chunk's start to the token
-  float key_end_factors[CHUNK];  // the decay from the token to the chunk's end, times the key's factor
+  float key_end_factors[CHUNK];  // L_i, the decay from after the token to the chunk's end, times the key's factor
   float beta[CHUNK];
-  alignas(16) float chunk_decay;
+  alignas(16) float chunk_decay;  // E_32, over the whole chunk
 };
 
 // Decays and betas of CHUNKS_AHEAD chunks, loaded early to hide the latency of memory.
@@ -107,7 +113,8 @@ template <class S> __device__ __forceinline__ int first_token(const WorkTile& wo
   return S::PASS == BACKWARD_STATES ? (work.tokens - 1 & -CHUNK) - token : token;
 }
 
-// Fills each stage with q and k, then `in`, of a chunk; before `in`, stores `out` of the stage's previous chunk.
+// Fills each stage with q and k, then `in` (v, or do), of a chunk; before `in`, stores `out` (o, or dv) of the stage's
+// previous chunk. column: the first of the block's columns of V.
 template <class S, class A, typename T>
 __device__ __forceinline__ void move_chunks(S& s, const A& args, const TensorMap& in, const Rows<const T>& in_rows,
                                             const TensorMap& out, const Rows<T>& out_rows, const WorkTile& work,
@@ -121,7 +128,7 @@ __device__ __forceinline__ void move_chunks(S& s, const A& args, const TensorMap
     const int stored_token = token - S::STAGES * CHUNK;
     if (stored_token >= 0) {
       barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
-      fence_async();  // orders consumers' o, known by the barrier, before the copy engine; consumers have less time
+      fence_async();  // orders consumers' stores of outputs before the copy engine's reads; consumers have less time
     }
     if (token < work.tokens)
       fetch_chunk(s.full[ring.stage], keys, first_token<S>(work, token), [&](auto f) {
@@ -188,7 +195,7 @@ template <bool BACKWARDS> struct TokenScalars {
 template <typename T, int PANELS>
 __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
                                                int lane) {
-  lane = opaque(lane);  // the compiler computes offsets from it again, which saves registers
+  lane = opaque(lane);  // hides it from the compiler, which computes offsets from it again: that saves registers
   const int g = lane / 4, left = left_operand_offset(lane);
 #pragma unroll 1
   for (int row = 0; row < CHUNK; row += 16) {
@@ -245,9 +252,8 @@ template <class S, class A> __device__ __forceinline__ void compute_decays(S& s,
     auto& D = s.stages[ring.stage].D;
     const float* const decays = s.upcoming.decay[chunk % CHUNKS_AHEAD];
     const int D_row = swizzled_offset(lane, 0);  // row of D of this lane's query
-    // From the last key to the first: the product of the decays of the tokens after the key through the query, which
-    // stays 0 for keys after the query, becomes 1 at the query's own token, and is then multiplied by the next token's
-    // decay.
+    // From the last key to the first: the decay from after the key through the query, this lane's. It stays 0 for keys
+    // after the query, is 1 for the query's own token, and is multiplied by one more token's decay for each key before.
     float product = 0.f, next_decay = 1.f;
 #pragma unroll 2
     for (int piece = 7; piece >= 0; --piece) {
@@ -329,8 +335,9 @@ __device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[
 __device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_beta_M)[CHUNK][32], int lane) {
   const int second_block = lane >> 4;
   const char* const block = reinterpret_cast<const char*>(minus_beta_M[16 * second_block]);
-  // Where the block's first 16-byte pieces of a row are, by bit 2 of the row i: the swizzle, with i known when
-  // compiled.
+  // Piece l / 4 of row i of the block is piece 4 second_block + l / 4 of its row, in the place of piece
+  // (4 second_block + l / 4) ^ i % 8 (see Panel): bit 2 of that chooses between two addresses, by bit 2 of i; the other
+  // bits, l / 4 ^ i % 4, are known when compiled.
   const char* const pieces[2] = {block + 64 * second_block, block + 64 * (1 - second_block)};
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -347,9 +354,10 @@ __device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_b
   }
 }
 
-// Fills in.N = N diag(beta) and in.N_to_end (rows times L_i) of every other chunk from `first` on. N has the
-// blocks N11, N22 by substitution, N21 = -N22 diag(beta) M21 N11 by products, N12 = 0. Both matrices are stored
-// transposed: a row for each key j. Backwards without beta on the right: then N21 has that of the stored block.
+// Fills in.N = N diag(beta) and in.N_to_end, the same with rows times L_i, of every other chunk from `first` on. N has
+// four blocks [16, 16]: N11 and N22 by substitution, N21 = -N22 diag(beta) M21 N11 by products, N12 = 0. Both matrices
+// are stored transposed: a row for each key j. Other passes than FORWARD have no beta on the right of N; the beta of
+// N21's formula is then in the stored block -M21 (see store_scores).
 template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
@@ -402,7 +410,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     }
     multiply_split<T>(y, left, right);
     split<T>(left[0], left[1], y);
-    // BACKWARD_STATES: computed again, as registers do not suffice.
+    // BACKWARD_STATES: `opaque` has the offset computed again, as there is no register to keep it in.
     const int offset = S::PASS == BACKWARD_STATES ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
@@ -443,8 +451,9 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, offset + 16 * 128 * s));
 }
 
-// wgmma's descriptor of the stage's first byte; plus descriptor_offset(stage, tile) it is that of a tile in the stage.
-// `forget` keeps the compiler from holding each tile's descriptor in registers of its own.
+// wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte. Plus
+// descriptor_offset(stage, tile) it is that of a tile in the stage. `forget` hides where the descriptor comes from:
+// else the compiler holds each tile's in registers of its own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
   u64 descriptor = wgmma_tile(&stage, 16, 1024);
   forget(descriptor);
@@ -579,11 +588,13 @@ __device__ __forceinline__ void start_transposed_split_product(Values& y, const 
 }
 
 // In each iteration: A and M of chunk + 2; Z, the product of keys and N_to_end; B; W = scale E q + the product of keys
-// and minus_BE. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
+// and minus_BE, the matrix -B_ij E_j. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
 template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
-  constexpr bool SCORES_DURING_W = PANELS == 2;  // with BK = 64 registers do not suffice
+  // Scores of chunk + 2 are computed while the product for W runs, with BK = 128. With 64 they come after it: two
+  // blocks of 64 channels and columns share a multiprocessor's registers, which do not suffice.
+  constexpr bool SCORES_DURING_W = PANELS == 2;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
   const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
@@ -646,7 +657,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     if constexpr (PANELS == 2) store_transposed(in.Z[1], channel_offset, z[1]);  // overwrites A
     store_split<T, 1>(in.B, shifted_offset(left_offset, row, column), B);
     if (SCORES_DURING_W && has_scores) {          // while the product for W runs
-      const int lane = opaque(threadIdx.x) & 31;  // `opaque`: offsets are computed again, which saves registers
+      const int lane = opaque(threadIdx.x) & 31;  // `opaque` has offsets computed again, which saves registers
       store_scores(s, scores_ring, d, lane, warp, left_operand_offset(lane));
     }
     wgmma_wait<0>();

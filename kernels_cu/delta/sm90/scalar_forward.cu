@@ -1,16 +1,18 @@
 // what      The delta rule's forward pass on Hopper, with a gate for each token and head, or none; chunks of 32 tokens
-// math      S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t.  For a chunk, S is
-//           the state before it; decays: D_ij over the gates of tokens j + 1 to i, E_i from the chunk's start to i, L_j
-//           from j + 1 to the chunk's end; matrices [32, 32] (rows i, columns j):
-//           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
-//           B = A N diag(beta);  W_i = scale E_i q_i - sum_j B_ij E_j k_j;  Z_j = beta_j sum_i N_ij L_i k_i
-//           X_j = v_j - E_j S^T k_j;  o = W S + B V;  S <- E_32 S + Z^T X
-// shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [N, HV, K, V] float32
+// math      Token by token: S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t.
+//           By chunks, S is the state before the chunk; i and j are its tokens, 1 to 32. Decays are products of e^g:
+//           D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_j from j + 1 to the chunk's end.
+//           Matrices [32, 32] of rows i and columns j, 0 above the diagonal:
+//           M_ij = D_ij k_i . k_j, j < i: what token i reads of key j;  A_ij = scale D_ij q_i . k_j, j <= i: the same
+//           of its query;  N = (I + diag(beta) M)^-1: how tokens change what later ones write;  B = A N diag(beta).
+//           Matrices of a row for each token: W_i = scale E_i q_i - sum_j B_ij E_j k_j;  X_j = v_j - E_j S^T k_j;
+//           Z_j = beta_j sum_i N_ij L_i k_i.  With the chunk's values v:  o = W S + B v;  S <- E_32 S + Z^T X
+// shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [sequences, HV, K, V] float32
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
-//           Operands: a warpgroup makes A and M of chunk n + 2, then B, W and Z of chunk n (BK = 128: A and M while the
-//           product for W runs). In a last warpgroup warp 0 copies chunks, warp 1 computes decays, and warps 2 and 3
-//           invert I + diag(beta) M of even and odd chunks
+//           Operands: a warpgroup makes A and M of chunk n + 2, and B, W and Z of chunk n (BK = 128: A and M while the
+//           product for W runs; BK = 64: after it). In a last warpgroup warp 0 copies chunks, warp 1 computes decays,
+//           and warps 2 and 3 invert I + diag(beta) M of even and odd chunks
 // smem      scalar_forward_storage.cuh, which names the barriers, too
 // barriers  named 1, of the operands' warpgroup: minus_BE is written, and what W, B and Z overwrite has been read
 // numerics  products of T are summed in float32. q, k and v are used undecayed; S, W, X and Z are rounded to T; each
@@ -24,13 +26,14 @@
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A warpgroup with 64 columns of V: X, o and the state S, transposed in registers, of each chunk.
+// A warpgroup with 64 columns of V: X, o and the state S of each chunk. S is transposed in registers (see
+// each_transposed in warpgroup.cuh). first: the block's first column of V.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first) {
   using T = typename S::T;
   constexpr int BK = S::BK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
-  const int column = first + threadIdx.x / 32 * 16 + lane / 4;
+  const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
   const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
   const i64 states = work.pair * args.shape.K * args.shape.V;
   float state[BK / 2] = {};

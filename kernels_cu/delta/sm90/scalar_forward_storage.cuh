@@ -1,9 +1,9 @@
-// what      Shared memory, arguments, and registers by role of scalar_forward.cu: the delta rule's forward pass on
+// what      Shared memory and arguments of scalar_forward.cu: the delta rule's forward pass on
 //           Hopper, with one gate per token and head.
-// math      The matrices A, M, N, B, W and Z of a chunk of 32 tokens, its decays D, E and L, and the roles of
-//           warpgroups are defined in the head of scalar_forward.cu
-// smem      Stage: a chunk of tokens and its matrices. In a union the member below overwrites the one above, which
-//           has been read by then
+// math      A chunk has 32 tokens i and j; E_j: the decay from the chunk's start to token j. Matrices of pairs of
+//           tokens: M of keys with earlier keys, A of queries with keys, N = (I + diag(beta) M)^-1, B = A N diag(beta).
+//           Matrices of a row for each token: W reads the state, Z writes to it. scalar_forward.cu has their formulas
+// smem      Stage (scalar_chunks.cuh): a chunk of tokens and its matrices
 // barriers  by stage, in this order. full: queries and keys have arrived; values_full: values have arrived; then
 //           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N;
 //           operands_ready: B, W and Z; outputs_ready: o, and all of the stage has been read
