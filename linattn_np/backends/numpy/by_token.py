@@ -7,7 +7,11 @@ row is not finite, so that other rows only pay for that check. Token by token a 
 recurrence itself has one.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
+
+from . import gla, rwkv6
 
 
 def is_finite(*arrays):
@@ -31,48 +35,40 @@ def underflows(g, nats):
     return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + nats > ROOM)).any(-1)
 
 
-def step(S, decay, k, v):
-    """The state after a token."""
-    return decay[..., None] * S + k[..., :, None] * v[..., None, :]
+def recurrence(u, scale, exclusive):
+    """(the operator's file with the equation, its arguments `problem` and, in a tuple, u) for the bonus u [H, K] or
+    None; `exclusive`: whether o_t reads S_{t-1}."""
+    problem = SimpleNamespace(scale=scale, gradient=True)  # gradient: no step overwrites the state before it
+    return (rwkv6, problem, (0 if u is None else u,)) if exclusive else (gla, problem, ())
 
 
 def forward(q, k, v, g, u, scale, exclusive, S):
     """(o [B, H, C, V], the state after the chunk) of one chunk; u [H, K] or None."""
-    o, decay = np.empty(v.shape, v.dtype), np.exp(g)
+    o, (equation, problem, bonus) = np.empty(v.shape, v.dtype), recurrence(u, scale, exclusive)
     for t in range(q.shape[2]):
-        before, S = S, step(S, decay[:, :, t], k[:, :, t], v[:, :, t])
-        o[:, :, t] = (q[:, :, t, None] @ (before if exclusive else S))[..., 0, :]
-        if u is not None:
-            o[:, :, t] += np.vecdot(q[:, :, t], u * k[:, :, t])[..., None] * v[:, :, t]
-    return scale * o, S
+        (S,), o[:, :, t] = equation.step(problem, (S,), *(x[:, :, t] for x in (q, k, v, g)), *bonus)
+    return o, S
 
 
-def backward(q, k, v, g, do, u, exclusive, S, dS):
-    """(the gradient of the state before the chunk, du [B, H, K] or None, dq, dk, dv, dg) of one chunk; `do` is
-    multiplied by the scale already, and dS is the gradient of the state after the chunk."""
-    decay, before = np.exp(g), []
+def backward(q, k, v, g, do, u, scale, exclusive, S, dS):
+    """(the gradient of the state before the chunk, du [B, H, K] or None, dq, dk, dv, dg) of one chunk; dS is the
+    gradient of the state after the chunk."""
+    equation, problem, bonus = recurrence(u, scale, exclusive)
+    inputs = [x[None] for x in (q, k, v, g)]  # `step_vjp` sums du over the first axis
+    state, dstate, before = (S[None],), (dS[None],), []
     for t in range(q.shape[2]):
-        before.append(S)
-        S = step(S, decay[:, :, t], k[:, :, t], v[:, :, t])
-    dq, dk, dv, dg = (np.empty_like(x) for x in (q, k, v, g))
-    du = None if u is None else np.zeros_like(q[:, :, 0])
+        before.append(state)
+        state, _ = equation.step(problem, state, *(x[..., t, :] for x in inputs), *bonus)
+    gradients, du = [np.empty_like(x) for x in inputs], 0
     for t in reversed(range(q.shape[2])):
-        dS_of_output = q[:, :, t, :, None] * do[:, :, t, None, :]
-        dS = dS if exclusive else dS + dS_of_output
-        read = before[t] if exclusive else step(before[t], decay[:, :, t], k[:, :, t], v[:, :, t])
-        dq[:, :, t], dk[:, :, t] = ((x @ y[:, :, t, :, None])[..., 0] for x, y in ((read, do), (dS, v)))
-        dv[:, :, t] = (k[:, :, t, None] @ dS)[..., 0, :]
-        if u is not None:
-            own = np.vecdot(v[:, :, t], do[:, :, t])[..., None]
-            dq[:, :, t] += u * k[:, :, t] * own
-            dk[:, :, t] += u * q[:, :, t] * own
-            dv[:, :, t] += np.vecdot(q[:, :, t], u * k[:, :, t])[..., None] * do[:, :, t]
-            du += q[:, :, t] * k[:, :, t] * own
-        gate_terms = decay[:, :, t, :, None] * before[t] * dS
-        dg[:, :, t] = gate_terms.sum((-2, -1))[..., None] if g.shape[-1] == 1 else gate_terms.sum(-1)
-        dS = decay[:, :, t, :, None] * dS
-        dS = dS + dS_of_output if exclusive else dS
-    return dS, du, dq, dk, dv, dg
+        token = *(x[..., t, :] for x in inputs), *bonus
+        dstate, *dtoken, dg = equation.step_vjp(problem, before[t], *token, dstate, do[None, :, :, t])
+        if exclusive:
+            du, (*dtoken, dg) = du + dg, dtoken
+        dtoken.append(dg if g.shape[-1] > 1 else dg.sum(-1, keepdims=True))
+        for gradient, part in zip(gradients, dtoken, strict=True):
+            gradient[..., t, :] = part
+    return dstate[0][0], None if u is None else du, *(x[0] for x in gradients)
 
 
 def product_over(W, x, seen):

@@ -420,8 +420,8 @@ def backward_token_by_token(schedule, rows, do, states, final_gradient, initial_
         *inputs, do_chunk = (segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in arrays)
         if (s := chunking.ends.get(c)) is not None:
             carried = schedule.of_rows(final_gradient, rows)[:, s]
-        options = schedule.bonus(rows), member.exclusive, states[rows][:, :, c], carried
-        carried, du, *parts = by_token.backward(*inputs, member.scale * do_chunk, *options)
+        options = schedule.bonus(rows), member.scale, member.exclusive, states[rows][:, :, c], carried
+        carried, du, *parts = by_token.backward(*inputs, do_chunk, *options)
         gradients.put(rows, segment, c, None if du is None else du[:, :, None], [x[:, :, None] for x in parts])
         if (s := chunking.begins.get(c)) is not None:
             schedule.of_rows(initial_gradient, rows)[:, s] = carried
