@@ -104,16 +104,16 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const int channels = int(args.shape.K), bytes = int(args.bytes);
   using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
-  const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
+  const Lengths &k_lengths = s.lengths[OF_K], &q_lengths = s.lengths[OF_Q];
 
   const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, chunk.h); };
   if (bytes == 16)
-    inputs([&](auto* tile, const auto& from, u32 of) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, of), from.t, chunk.rows, channels);
+    inputs([&](auto* tile, const auto& from, u32 of_head) {
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, of_head), from.t, chunk.rows, channels);
     });
   else
-    inputs([&](auto* tile, const auto& from, u32 of) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, of), from.t, chunk.rows, channels);
+    inputs([&](auto* tile, const auto& from, u32 of_head) {
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, of_head), from.t, chunk.rows, channels);
     });
   cp_async_commit();
   if (threadIdx.x < BT) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     float4 since = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
-      keys[n] = times(of_k.factor[task.first + n], keys[n]);
+      keys[n] = times(k_lengths.factor[task.first + n], keys[n]);
       keys_to_end[n] = times(since, keys[n]), since = times(since, decays[n]);
     }
     since = {1.f, 1.f, 1.f, 1.f};
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     for (int n = 0; n < BLOCK; ++n) {
       since = times(since, decays[n]), keys[n] = times(since, keys[n]);
       const float4 query = unpack_four(task.at(s.q, n));
-      queries[n] = times(since, times(of_q.factor[task.first + n], query));
+      queries[n] = times(since, times(q_lengths.factor[task.first + n], query));
     }
     *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const int i = task.first + n;
-    const float4 key = times(-of_k.power[i], times(before, keys[n]));
+    const float4 key = times(-k_lengths.power[i], times(before, keys[n]));
     put_four(task.at(s.E, n), key), put_four(task.at(to.E, n), key);
     put_four(task.at(s.ke, n), times(after, keys_to_end[n]));
     queries[n] = times(before, queries[n]);
@@ -176,10 +176,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncwarp();  // zeros of the block's rows of A are in shared memory
   sums.each([&](int n, float sum) {
     if (n >= SQUARES) return;
-    const PairOfBlock of(n);
-    const int i = task.first + of.i, j = task.first + of.j;
-    const float score = s.lengths[of.strict ? OF_K : OF_Q].factor[i] * of_k.factor[j] * sum;
-    if (of.strict) s.M[i][j] = score;
+    const PairOfBlock pair(n);
+    const int i = task.first + pair.i, j = task.first + pair.j;
+    const float score = s.lengths[pair.strict ? OF_K : OF_Q].factor[i] * k_lengths.factor[j] * sum;
+    if (pair.strict) s.M[i][j] = score;
     else put_split(s.A.at(i, j), score);
   });
   __syncthreads();  // decayed queries and keys are in shared memory
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = queries[n];
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
-    s.weight[lane] = -s.beta[lane] * of_k.power[lane] * of_k.power[lane];
+    s.weight[lane] = -s.beta[lane] * k_lengths.power[lane] * k_lengths.power[lane];
     __syncwarp();  // weights are in shared memory
     float x[BT];
 #pragma unroll
@@ -206,12 +206,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncthreads();  // N' and qd are in shared memory
 
   const auto with_powers = [&](int j, float factor, float2 x) {
-    return float2{factor * of_k.power[j] * x.x, factor * of_k.power[j + 1] * x.y};
+    return float2{factor * k_lengths.power[j] * x.x, factor * k_lengths.power[j + 1] * x.y};
   };
   multiply_triangles<THREADS, Operand<T, f16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
-        const float2 x = with_powers(j, of_q.power[i], sum[0]);
+        const float2 x = with_powers(j, q_lengths.power[i], sum[0]);
         put_split_pair(s.B.at(i, j), s.beta[j] * x.x, s.beta[j + 1] * x.y);
         if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), x.x, x.y);
       },
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     multiply_triangles<THREADS, Operand<T, f16>>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
-          const float2 x = with_powers(j, of_k.power[i], sum[0]);
+          const float2 x = with_powers(j, k_lengths.power[i], sum[0]);
           put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * x.x,
                          float(i == j + 1) - s.beta[j + 1] * x.y);
         },
@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.N_transposed, s.ke, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of ke
   each_pair([&](int i, int c, int m, int across, int down) {
-    const float factor = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i], *two = sum[m][across] + 2 * down;
+    const float factor = GRADIENT ? k_lengths.power[i] : s.beta[i] * k_lengths.power[i],
+                *two = sum[m][across] + 2 * down;
     put_pair(place<BK>(s.Z, i, c), {factor * two[0], factor * two[1]});
     sum[m][across][2 * down] = sum[m][across][2 * down + 1] = 0.f;
   });
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-    const float factor = scale * of_q.power[i], *two = sum[m][across] + 2 * down;
+    const float factor = scale * q_lengths.power[i], *two = sum[m][across] + 2 * down;
     put_pair(place<BK>(s.W, i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.W);

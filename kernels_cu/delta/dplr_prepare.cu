@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   const int channels = int(args.shape.K), bytes = int(args.bytes);
   using PreparedChunk = typename PreparedFor<T, BK, true, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
-  const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *of_columns = s.lengths + WITH_K;
+  const Lengths &q_lengths = s.lengths[OF_Q], &a_lengths = s.lengths[OF_A], *column_lengths = s.lengths + WITH_K;
 
   const auto inputs = [&](auto copy) {
     copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     n -= SQUARES;
     if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, false);
   });
-  __syncwarp();                                 // lengths of the block's tokens are in shared memory
-  float4 of_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
+  __syncwarp();                                        // lengths of the block's tokens are in shared memory
+  float4 rows_from_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
   {
     const float4 one = {1.f, 1.f, 1.f, 1.f};
     float4 since = one;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind) {
         const float4 x = unpack_four(task.at(s.columns[kind], n));
-        to_end[kind][n] = times(since, times(of_columns[kind].factor[task.first + n], x));
+        to_end[kind][n] = times(since, times(column_lengths[kind].factor[task.first + n], x));
       }
       since = times(since, decays[n]);
     }
@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n) {
       const float4 a = unpack_four(task.at(s.a, n)), q = unpack_four(task.at(s.q, n));
-      of_start[OF_A][n] = times(since, times(of_a.factor[task.first + n], a));
+      rows_from_start[OF_A][n] = times(since, times(a_lengths.factor[task.first + n], a));
       since = times(since, decays[n]);
-      of_start[OF_Q][n] = times(since, times(of_q.factor[task.first + n], q));
+      rows_from_start[OF_Q][n] = times(since, times(q_lengths.factor[task.first + n], q));
     }
     *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
@@ -176,15 +176,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   each_border<BK>(
       s.block_decays, task, before, after,
       [&](int level, float4 decay) {
-        store_level<2>(s.rows[level], level, OF_Q, task, of_start[OF_Q], decay);
-        store_level<2>(s.rows[level], level, OF_A, task, of_start[OF_A], decay);
+        store_level<2>(s.rows[level], level, OF_Q, task, rows_from_start[OF_Q], decay);
+        store_level<2>(s.rows[level], level, OF_A, task, rows_from_start[OF_A], decay);
       },
       [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[0], decay); });
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
-    const float4 a = times(of_a.power[task.first + n], times(before, of_start[OF_A][n]));
+    const float4 a = times(a_lengths.power[task.first + n], times(before, rows_from_start[OF_A][n]));
     put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
-    of_start[OF_Q][n] = times(before, of_start[OF_Q][n]);
+    rows_from_start[OF_Q][n] = times(before, rows_from_start[OF_Q][n]);
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, to_end[kind][n]));
   }
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll 1
     for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32) score_borders<BK>(s.rows, s.decayed_columns, n, f);
   };
-  score([&](int i, int j, float2 of_q, float2 of_a) {
-    *reinterpret_cast<float2*>(&s.QK[i][j]) = of_q, *reinterpret_cast<float2*>(&s.AK[i][j]) = of_a;
+  score([&](int i, int j, float2 q_scores, float2 a_scores) {
+    *reinterpret_cast<float2*>(&s.QK[i][j]) = q_scores, *reinterpret_cast<float2*>(&s.AK[i][j]) = a_scores;
   });
   __syncthreads();  // scores with k are in shared memory; decayed b may overwrite decayed k
   each_border<BK>(
@@ -206,24 +206,25 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   sums.each([&](int n, float sum) {
     if (n >= SQUARES) return;
     const int kind = n / PAIRS_OF_BOTH;
-    const PairOfBlock of(n % PAIRS_OF_BOTH);
-    const int i = task.first + of.i, j = task.first + of.j;
-    sum *= s.lengths[of.strict ? OF_A : OF_Q].factor[i] * of_columns[kind].factor[j];
-    if (kind && !of.strict) put_split(s.QB.at(i, j), sum);
-    else (kind ? s.AB : of.strict ? s.AK : s.QK)[i][j] = sum;
+    const PairOfBlock pair(n % PAIRS_OF_BOTH);
+    const int i = task.first + pair.i, j = task.first + pair.j;
+    sum *= s.lengths[pair.strict ? OF_A : OF_Q].factor[i] * column_lengths[kind].factor[j];
+    if (kind && !pair.strict) put_split(s.QB.at(i, j), sum);
+    else (kind ? s.AB : pair.strict ? s.AK : s.QK)[i][j] = sum;
   });
-  score([&](int i, int j, float2 of_q, float2 of_a) {
-    put_split_pair(s.QB.at(i, j), of_q.x, of_q.y);
-    *reinterpret_cast<float2*>(&s.AB[i][j]) = of_a;
+  score([&](int i, int j, float2 q_scores, float2 a_scores) {
+    put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
+    *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;
   });
   __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
 
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = of_start[OF_Q][n];
+  for (int n = 0; n < BLOCK; ++n)
+    *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
   if (threadIdx.x < 64) {
     const int lane = own_lane(), kind = threadIdx.x / 32;
     float x[BT], largest = 0.f;
-    if (kind) s.weight[lane] = of_a.power[lane] * of_columns[1].power[lane];
+    if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
     barrier_sync(1, 64);  // weights are in shared memory
     if (kind)
 #pragma unroll
@@ -249,8 +250,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
           put_split_pair(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
         };
         const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
-        put(s.B, of_q.power[i], of_columns[0], fmaf(L_scale, sums[0].x, one), fmaf(L_scale, sums[0].y, next));
-        put(s.H, N_scale * of_q.power[i], of_columns[1], sums[1].x, sums[1].y);
+        put(s.B, q_lengths.power[i], column_lengths[0], fmaf(L_scale, sums[0].x, one), fmaf(L_scale, sums[0].y, next));
+        put(s.H, N_scale * q_lengths.power[i], column_lengths[1], sums[1].x, sums[1].y);
       },
       s.L_transposed, s.N_transposed);
   const int channel = int(threadIdx.x) / 32 * 16;
@@ -262,12 +263,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   }
   __syncwarp();  // all lanes have read these channels of be
   each_pair([&](int i, int c, int m, int across, int down) {
-    const float *of_k = z[0][m][across] + 2 * down, *of_b = z[1][m][across] + 2 * down;
+    const float *zk = z[0][m][across] + 2 * down, *zb = z[1][m][across] + 2 * down;
     const float2 key = unpack_pair(place<BK>(s.to_end[0], i, c));
-    const float k_factor = of_columns[0].power[i], b_factor = N_scale * of_columns[1].power[i];
-    put_pair(place<BK>(s.Z[0], i, c),
-             {k_factor * fmaf(L_scale, of_k[0], key.x), k_factor * fmaf(L_scale, of_k[1], key.y)});
-    put_pair(place<BK>(s.Z[1], i, c), {b_factor * of_b[0], b_factor * of_b[1]});
+    const float k_factor = column_lengths[0].power[i], b_factor = N_scale * column_lengths[1].power[i];
+    put_pair(place<BK>(s.Z[0], i, c), {k_factor * fmaf(L_scale, zk[0], key.x), k_factor * fmaf(L_scale, zk[1], key.y)});
+    put_pair(place<BK>(s.Z[1], i, c), {b_factor * zb[0], b_factor * zb[1]});
   });
   store_channels<BK>(to.Z[0], s.Z[0]);
   store_channels<BK>(to.Z[1], s.Z[1]);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-    const float factor = scale * of_q.power[i], *two = w[m][across] + 2 * down;
+    const float factor = scale * q_lengths.power[i], *two = w[m][across] + 2 * down;
     put_pair(place<BK>(s.Z[0], i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.Z[0]);
@@ -286,13 +286,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
     for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
       const int i = x / BT, j = x % BT;
-      const float factor = 1.f / of_columns[1].power[i];
-      const auto put = [&](Matrix<T>& M, const auto& transposed, float largest, const Lengths& of) {
-        const auto at = [&](int j) { return factor * largest * of.power[j] * transposed.number(j, i); };
+      const float factor = 1.f / column_lengths[1].power[i];
+      const auto put = [&](Matrix<T>& M, const auto& transposed, float largest, const Lengths& lengths) {
+        const auto at = [&](int j) { return factor * largest * lengths.power[j] * transposed.number(j, i); };
         put_split_pair(M.at(i, j), at(j), at(j + 1));
       };
-      put(to.residual_matrix[0], s.N_transposed, N_scale, of_columns[1]),
-          put(to.residual_matrix[1], s.L_transposed, L_scale, of_columns[0]);
+      put(to.residual_matrix[0], s.N_transposed, N_scale, column_lengths[1]),
+          put(to.residual_matrix[1], s.L_transposed, L_scale, column_lengths[0]);
     }
     clear_padding<THREADS>(to.residual_matrix[0]), clear_padding<THREADS>(to.residual_matrix[1]);
   } else {

@@ -10,7 +10,7 @@
 //           and Z of 16 channels
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  five: inputs and decays | lengths | M and A | N | B and of_Z. Each: these are in shared memory
+// barriers  five: inputs and decays | lengths | M and A | N | B and Z_from_keys. Each: these are in shared memory
 // numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
 //           growth that float32 holds. E, W and Z in T, matrices that make them of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
@@ -42,7 +42,7 @@ template <typename T, int BK> struct alignas(16) Shared {
     T q[BT * BK];
     T W[BT * BK];
   };
-  Matrix<T> B, of_Z;  // of_Z: what keys are multiplied by
+  Matrix<T> B, Z_from_keys;  // Z = Z_from_keys k
   Matrix<Operand<T, bf16>> A;
   float M[BT][LD];
   union {
@@ -51,8 +51,8 @@ template <typename T, int BK> struct alignas(16) Shared {
   };
   float inverse_length[2][BT];  // of keys and of queries, or 1
   float beta[BT], decay_from_start[BT], decay_to_end[BT];
-  float weight[BT];                       // -beta
-  float of_E[BT], of_keys[BT], of_q[BT];  // factors: of keys for E, of keys for Z, of queries for W
+  float minus_beta[BT];
+  float E_factors[BT], Z_factors[BT], W_factors[BT];  // factors: of keys for E, of keys for Z, of queries for W
 };
 
 // Number n of the products of 16 rows, of keys or queries (`kind`) from `row` on, with 16 keys from `column` on; if
@@ -108,34 +108,35 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   float sums[SQUARES][2][4] = {};
 #pragma unroll
   for (int n = 0; n < SQUARES; ++n) {
-    const Square of(warp + n * WARPS);
-    multiply_squares<BK>(sums[n], of.kind ? s.q : s.k, of.squares ? s.q : s.k, of.row, of.column);
-    if (of.has_lengths() && t == g / 2)
+    const Square square(warp + n * WARPS);
+    multiply_squares<BK>(sums[n], square.kind ? s.q : s.k, square.squares ? s.q : s.k, square.row, square.column);
+    if (square.has_lengths() && t == g / 2)
 #pragma unroll
       for (int x = 0; x < 2; ++x)
-        s.inverse_length[of.kind][of.row + 8 * x + g] =
+        s.inverse_length[square.kind][square.row + 8 * x + g] =
             inverse_length(g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x]);
   }
   __syncthreads();  // lengths are in shared memory
   if (warp == WARPS - 1) {
     const float start = s.decay_from_start[lane], key = s.inverse_length[OF_K][lane];
-    s.weight[lane] = -s.beta[lane], s.of_E[lane] = -start * key, s.of_keys[lane] = s.decay_to_end[lane] * key;
-    s.of_q[lane] = float(args.w_scale) * start * s.inverse_length[OF_Q][lane];
+    s.minus_beta[lane] = -s.beta[lane], s.E_factors[lane] = -start * key,
+    s.Z_factors[lane] = s.decay_to_end[lane] * key;
+    s.W_factors[lane] = float(args.w_scale) * start * s.inverse_length[OF_Q][lane];
   }
 #pragma unroll
   for (int n = 0; n < SQUARES; ++n) {
-    const Square of(warp + n * WARPS);
-    if (of.squares) continue;
+    const Square square(warp + n * WARPS);
+    if (square.squares) continue;
 #pragma unroll
     for (int down = 0; down < 2; ++down)
 #pragma unroll
       for (int across = 0; across < 2; ++across) {
-        const int i = of.row + 8 * down + g, j = of.column + 8 * across + 2 * t;
+        const int i = square.row + 8 * down + g, j = square.column + 8 * across + 2 * t;
         const float2 D = *reinterpret_cast<const float2*>(&s.decay_between[i][j]);
         const float2 keys = *reinterpret_cast<const float2*>(&s.inverse_length[OF_K][j]);
-        const float row = s.inverse_length[of.kind][i], *two = sums[n][across] + 2 * down;
+        const float row = s.inverse_length[square.kind][i], *two = sums[n][across] + 2 * down;
         const float x = D.x * (row * keys.x * two[0]), y = D.y * (row * keys.y * two[1]);
-        if (of.kind == OF_Q) put_split_pair(s.A.at(i, j), x, y);
+        if (square.kind == OF_Q) put_split_pair(s.A.at(i, j), x, y);
         else *reinterpret_cast<float2*>(&s.M[i][j]) = {x, y};
       }
   }
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
     float x[BT];
 #pragma unroll
     for (int i = 0; i < BT; ++i) x[i] = i == lane;
-    solve_column(x, s.M, s.weight);
+    solve_column(x, s.M, s.minus_beta);
     put_column(s.turned_N, x);
   }
   __syncthreads();  // N is in shared memory
@@ -157,8 +158,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
         if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), sum[0].x, sum[0].y);
         const float2 high = unpack_pair(s.turned_N.at(i, j)), low = s.turned_N.errors_at(i, j);
         const float row = GRADIENT ? 1.f : s.beta[i];
-        put_split_pair(s.of_Z.at(i, j), row * s.of_keys[j] * (high.x + low.x),
-                       row * s.of_keys[j + 1] * (high.y + low.y));
+        put_split_pair(s.Z_from_keys.at(i, j), row * s.Z_factors[j] * (high.x + low.x),
+                       row * s.Z_factors[j + 1] * (high.y + low.y));
       },
       s.turned_N);
   if constexpr (GRADIENT)
@@ -169,18 +170,18 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
                          float(i == j + 1) - s.beta[j + 1] * sum[0].y);
         },
         s.turned_N);
-  __syncthreads();  // B and of_Z are in shared memory
+  __syncthreads();  // B and Z_from_keys are in shared memory
 
   const int channel = 16 * warp;
   Accumulators z = {}, w = {};
 #pragma unroll
-  for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.k, 16 * m, channel);
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.Z_from_keys, s.k, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of k
 #pragma unroll
   for (int n = 0; n < BT; n += 16) {
     const int i = n + lane / 2, c = channel + lane % 2 * 8;
     T *key = place<BK>(s.k, i, c), *next = sizeof(T) == 4 ? place<BK>(s.k, i, c + 4) : key + 4;
-    put_four(key, times(s.of_E[i], unpack_four(key))), put_four(next, times(s.of_E[i], unpack_four(next)));
+    put_four(key, times(s.E_factors[i], unpack_four(key))), put_four(next, times(s.E_factors[i], unpack_four(next)));
   }
   store_channels<BK>(to.E, s.E);
 #pragma unroll
@@ -190,9 +191,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   each_pair([&](int i, int c, int m, int across, int down) {
     T* query = place<BK>(s.q, i, c);
     const float2 q = unpack_pair(query);
-    const float *of_w = w[m][across] + 2 * down, *of_z = z[m][across] + 2 * down;
-    put_pair(query, {fmaf(s.of_q[i], q.x, scale * of_w[0]), fmaf(s.of_q[i], q.y, scale * of_w[1])});
-    put_pair(place<BK>(s.Z, i, c), {of_z[0], of_z[1]});
+    const float *w_pair = w[m][across] + 2 * down, *z_pair = z[m][across] + 2 * down;
+    put_pair(query, {fmaf(s.W_factors[i], q.x, scale * w_pair[0]), fmaf(s.W_factors[i], q.y, scale * w_pair[1])});
+    put_pair(place<BK>(s.Z, i, c), {z_pair[0], z_pair[1]});
   });
   store_channels<BK>(to.Z[0], s.Z);
   store_channels<BK>(to.W, s.W);

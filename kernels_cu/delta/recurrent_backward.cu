@@ -43,9 +43,9 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   T do_[TOKENS * BV];
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
   TokenScalars<R> scalars[TOKENS];
-  R found[TOKENS * BV];               // e, or of Dplr p
-  R of_tokens[TOKENS + 1][WARPS][2];  // parts of dbeta and of a token's dg; nobody reads the last row
-  R slots[TOKENS][SLOT][WARPS][BK];   // the state before a token by columns, then its parts of sums over columns
+  R found[TOKENS * BV];                 // e, or of Dplr p
+  R token_parts[TOKENS + 1][WARPS][2];  // warps' parts of dbeta and of a token's dg; the last row is not read
+  R slots[TOKENS][SLOT][WARPS][BK];     // the state before a token by columns, then its parts of sums over columns
 };
 
 // Sums over all lanes of N numbers, each of them to every lane; returns the sum number lane / (32 / N).
@@ -75,13 +75,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   constexpr int SLOT = Storage::SLOT, NEAR = EACH < 4 ? EACH : 4;  // neighbouring channels of a lane
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  BlockWork at(shape, BV);
-  const bool whole = OUTPUTS && is_whole<true>(shape, u32(args.P), at.n, at.h, args.starts, int(at.tile), BV);
+  BlockWork work(shape, BV);
+  const bool whole = OUTPUTS && is_whole<true>(shape, u32(args.P), work.n, work.h, args.starts, int(work.tile), BV);
   const auto segment =
-      segment_of<true>(OUTPUTS, shape, u32(args.P), at.n, at.h, args.dht, args.starts, args.dh0, whole);
-  at.span = segment.tokens;
+      segment_of<true>(OUTPUTS, shape, u32(args.P), work.n, work.h, args.dht, args.starts, args.dh0, whole);
+  work.span = segment.tokens;
   if (!OUTPUTS && segment.last) return;
-  const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
+  const int K = int(shape.K), columns_left = int(shape.V) - work.tile, tokens = int(work.span.stop - work.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
   const int own_column = column + lane / (32 / COLUMNS);  // the one whose dv the lane stores
   const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
@@ -89,34 +89,37 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   const R scale = converted_once<R>(args.scale);
 
   R S[EACH][COLUMNS] = {}, dS[EACH][COLUMNS];
-  const auto each = [&](auto& patch, auto f) {
+  const auto each = [&](auto& state, auto f) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) f(patch[i][c], channel(i), column + c, channel(i) < K && column + c < left);
+      for (int c = 0; c < COLUMNS; ++c)
+        f(state[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
   };
-  each(dS, [&](R& x, int of, int at_column, bool inside) {
-    x = segment.from && inside ? segment.from[of * shape.V + at.tile + at_column] : R(0);
+  each(dS, [&](R& x, int state_row, int tile_column, bool inside) {
+    x = segment.from && inside ? segment.from[state_row * shape.V + work.tile + tile_column] : R(0);
   });
 
   TokenGates<Rule, R> next;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
-  const i64 first_chunk = (i64(at.b) * shape.H + at.h) * shape.NC + segment.chunks.start;
+  const i64 first_chunk = (i64(work.b) * shape.H + work.h) * shape.NC + segment.chunks.start;
   const auto fetch = [&](int chunk) {
-    const i64 first = at.span.start + chunk * TOKENS;
+    const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
-    s.in.fetch(args, at, first, rows);
-    copy_tile<TOKENS, BV>(s.do_, args.do_.row(at.b, at.h, first) + at.tile, args.do_.t, rows, left, args.bytes);
-    next.load(args, at, first, rows);
+    s.in.fetch(args, work, first, rows);
+    copy_tile<TOKENS, BV>(s.do_, args.do_.row(work.b, work.h, first) + work.tile, args.do_.t, rows, columns_left,
+                          args.bytes);
+    next.load(args, work, first, rows);
     cp_async_commit();
     if (!OUTPUTS) return;
-    const R* from = args.kept + ((first_chunk + chunk) * shape.V + at.tile + column) * kept_channels;
+    const R* from = args.kept + ((first_chunk + chunk) * shape.V + work.tile + column) * kept_channels;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
       for (int i = 0; i < EACH; i += NEAR) {
         R x[NEAR] = {};
-        if (column + c < left && channel(i) < K) load_neighbours<NEAR>(x, from + c * kept_channels + channel(i));
+        if (column + c < columns_left && channel(i) < K)
+          load_neighbours<NEAR>(x, from + c * kept_channels + channel(i));
 #pragma unroll
         for (int j = 0; j < NEAR; ++j) S[i + j][c] = x[j];
       }
@@ -124,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   if (chunks) fetch(chunks - 1);
 #pragma unroll 1
   for (int chunk = chunks - 1; chunk >= 0; --chunk) {
-    const i64 first = at.span.start + chunk * TOKENS;
+    const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     cp_async_wait<0>();
     next.store(s.scalars, rows);
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
 
     R q[EACH], k[EACH], a[EACH], b[EACH], decay[EACH];
     const auto load = [&](int r) {
-      const TokenScalars<R>& of = s.scalars[r];
+      const TokenScalars<R>& token_scalars = s.scalars[r];
 #pragma unroll
       for (int i = 0; i < EACH; i += NEAR) {
         const int place = r * BK + channel(i);
@@ -145,8 +148,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       }
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
-        q[i] *= of.inverse_q_length, k[i] *= of.inverse_k_length;
-        if constexpr (!Rule::channel_gates) decay[i] = of.decay;
+        q[i] *= token_scalars.inverse_q_length, k[i] *= token_scalars.inverse_k_length;
+        if constexpr (!Rule::channel_gates) decay[i] = token_scalars.decay;
       }
     };
 #pragma unroll 1
@@ -181,12 +184,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], found[c], S[i][c]);
         }
     }
-    __syncwarp();   // s.found has e, or p, of all tokens
-    R of_gate = 0;  // this lane's part of dg of the token computed last, which is summed over lanes with the next token
+    __syncwarp();  // s.found has e, or p, of all tokens
+    // This lane's part of dg of the token that was computed last; the sum over lanes is made with the next token.
+    R gate_part = 0;
     const auto store_dg = [&](int r) {
       if (!OUTPUTS || Rule::channel_gates) return;
-      const R sum = sum_over_lanes<32>(of_gate);
-      if (lane == 0) s.of_tokens[r][warp][1] = sum;
+      const R sum = sum_over_lanes<32>(gate_part);
+      if (lane == 0) s.token_parts[r][warp][1] = sum;
     };
 #pragma unroll 1
     for (int r = rows - 1; r >= 0; --r) {
@@ -219,7 +223,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           for (int j = 0; j < NEAR; ++j) S[i + j][c] = x[j];
         }
       R dbeta = 0;
-      of_gate = 0;
+      gate_part = 0;
       if constexpr (!Rule::own_erasure) {
         const R beta = s.scalars[r].beta;
 #pragma unroll
@@ -229,11 +233,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
         }
         own_dv *= beta;
       }
-      if (OUTPUTS && lane % (32 / COLUMNS) == 0 && own_column < left)
-        args.dv.row(at.b, at.h, first + r)[at.tile + own_column] = from_real<T>(own_dv);
+      if (OUTPUTS && lane % (32 / COLUMNS) == 0 && own_column < columns_left)
+        args.dv.row(work.b, work.h, first + r)[work.tile + own_column] = from_real<T>(own_dv);
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
-        R of_gates = 0;
+        R gate_term = 0;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           R& x = dS[i][c];
@@ -242,17 +246,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           if constexpr (Rule::own_erasure) {
             parts[2][i] = fma(S[i][c], dp[c], parts[2][i]);
             parts[3][i] = fma(x, found[c], parts[3][i]);
-            of_gates = fma(x, decayed, of_gates);
+            gate_term = fma(x, decayed, gate_term);
             x = fma(decay[i], x, a[i] * dp[c]);
           } else {
             parts[1][i] = fma(-decayed, dv[c], parts[1][i]);
             x = fma(-k[i], dv[c], x);
-            of_gates = fma(x, decayed, of_gates);
+            gate_term = fma(x, decayed, gate_term);
             x *= decay[i];
           }
         }
-        if constexpr (Rule::channel_gates) parts[KINDS - 1][i] = of_gates;
-        else of_gate += of_gates;
+        if constexpr (Rule::channel_gates) parts[KINDS - 1][i] = gate_term;
+        else gate_part += gate_term;
       }
       if (!OUTPUTS) continue;
 #pragma unroll
@@ -260,14 +264,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
 #pragma unroll
         for (int i = 0; i < EACH; i += NEAR)
           store_neighbours<NEAR>(&s.slots[r][kind][warp][channel(i)], [&](int j) { return parts[kind][i + j]; });
-      if (lane == 0) s.of_tokens[r][warp][0] = dbeta;
+      if (lane == 0) s.token_parts[r][warp][0] = dbeta;
     }
     store_dg(0);
     __syncthreads();  // the parts of sums over columns are in shared memory, and the chunk has been read
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
-    const i64 tiles = (shape.V + BV - 1) / BV, tile = at.tile / BV, heads = shape.B * shape.H;
-    const i64 head = i64(at.b) * shape.H + at.h;
+    const i64 tiles = (shape.V + BV - 1) / BV, tile = work.tile / BV, heads = shape.B * shape.H;
+    const i64 head = i64(work.b) * shape.H + work.h;
     constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
     for (int c = threadIdx.x % BK; c < K; c += THREADS) {
       const int r = BK < THREADS ? threadIdx.x / BK : 0;
@@ -277,19 +281,19 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       for (int kind = 0; kind < KINDS; ++kind, part += WARPS * BK, to += tiles * heads * shape.T * K)
 #pragma unroll 4
         for (int n = 0; r + n < rows; n += AT_ONCE) {
-          const R* of = part + n * SLOT * WARPS * BK;
-          to[n * K] = (of[0] + of[BK]) + (of[2 * BK] + of[3 * BK]);
+          const R* of_warps = part + n * SLOT * WARPS * BK;
+          to[n * K] = (of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]);
         }
     }
     if (int(threadIdx.x) < 2 * rows) {
       const int r = threadIdx.x / 2, which = threadIdx.x % 2;
-      const auto& of = s.of_tokens[r];
+      const auto& of_warps = s.token_parts[r];
       args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r] =
-          (of[0][which] + of[1][which]) + (of[2][which] + of[3][which]);
+          (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);
     }
   }
   if (segment.to)
-    each(dS, [&](R& x, int of, int at_column, bool inside) {
-      if (inside) segment.to[of * shape.V + at.tile + at_column] = x;
+    each(dS, [&](R& x, int state_row, int tile_column, bool inside) {
+      if (inside) segment.to[state_row * shape.V + work.tile + tile_column] = x;
     });
 }
