@@ -343,16 +343,17 @@ def errors(x, wanted, terms=None):
     """(whole tensor, worst row): rms of x - wanted over rms of wanted.
 
     A whole-tensor figure misses one row that is zeroed, so every last-axis row is judged too, against its own rms.
-    A row that cancels to far below the others carries their rounding: its rms counts as a tenth of the tensor's at
-    least. Where `terms` say what numbers are sums of (`size_of_terms`), it counts as half of that: of the first tokens
-    a whole row is one value times one sum over channels, and cancels with it. So may a whole tensor of a few numbers.
+    A row that cancels to far below the others carries their rounding, up to 4e-3 of the tensor's rms in bfloat16, a
+    fifth of what `limits` allow a row: its rms counts as a fifth of the tensor's at least. Where `terms` say what
+    numbers are sums of (`size_of_terms`), it counts as half of that: of the first tokens a whole row is one value times
+    one sum over channels, and cancels with it. So may a whole tensor of a few numbers.
     """
     x, wanted = double(x), double(wanted)
     assert x.shape == wanted.shape, f"shape {x.shape}, expected {wanted.shape}"
     size = max(rms(wanted), 0 if terms is None else rms(terms) / 2) or 1.0
     if not x.size:
         return 0.0, 0.0
-    least = size / 10 if terms is None else np.maximum(size / 10, rms(terms, axis=-1) / 2)
+    least = size / 5 if terms is None else np.maximum(size / 10, rms(terms, axis=-1) / 2)
     rows = rms(x - wanted, axis=-1) / np.maximum(rms(wanted, axis=-1), least)
     return float(rms(x - wanted) / size), float(rows.max())
 

@@ -4,13 +4,14 @@ import numpy as np
 import planned
 import pytest
 from conftest import Kernels
-from reference import assert_close, draw, draw_states, exact, exact_vjp, same_bits
+from reference import assert_close, assert_results, draw, draw_states, exact_vjp, same_bits
 
 from linattn_np import gla, rwkv6, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import aligned_copies, execute, segments
 from linattn_np.backends.cupy.plan import Draft, as_array, describe_array
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
+from linattn_np.layouts import swap_heads
 
 SIZES = {"B": 1, "H": 2, "T": 75, "K": 12, "V": 9, "N": 1}
 OPERATORS = {GLA: gla, RWKV6: rwkv6, SIMPLE_GLA: simple_gla}
@@ -51,18 +52,14 @@ def test_forward(kernels, rng, op, layout, given):
     sizes = {**SIZES, "N": 2}
     arrays, state = draw(op, rng, sizes, BFLOAT16), draw_states(op, rng, sizes, np.float32)[0]
     packed = {"cu_seqlens": [0, 33, 75]}
-    wanted, end = exact(OPERATORS[op], arrays, initial_state=state, **packed)
-    if layout == "bthd":
-        arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) if x.ndim > 2 else x for x in arrays]
-        wanted = wanted.swapaxes(1, 2)
+    turned = [np.ascontiguousarray(swap_heads(x, axes, layout)) for x, axes in zip(arrays, op.arrays.values())]
     options = {"layout": layout, "initial_state": kernels.asarray(state), "output_final_state": True}
     if given:
-        options["out"] = kernels.asarray(np.full(wanted.shape, np.nan, BFLOAT16))
-    there = list(map(kernels.asarray, arrays))
-    o, final = kernels.run(OPERATORS[op], *there, mode="chunk", **packed, **options)
+        options["out"] = kernels.asarray(np.full_like(turned[2], np.nan))
+    o, final = kernels.run(OPERATORS[op], *map(kernels.asarray, turned), mode="chunk", **packed, **options)
     assert not given or o is options["out"]
-    assert_close("o", kernels.tohost(o), wanted, BFLOAT16)
-    assert_close("final", kernels.tohost(final), end, BFLOAT16)
+    found = swap_heads(kernels.tohost(o), op.out, layout), kernels.tohost(final)
+    assert_results(OPERATORS[op], arrays, found, BFLOAT16, initial_state=state, **packed)
 
 
 @pytest.mark.pairwise
