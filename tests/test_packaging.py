@@ -173,7 +173,6 @@ ROOMS = {
     "array_kinds": (["cupy_folder"], ["numpy", "ml_dtypes", "cupy"]),
     "typing": ([], ["numpy"]),
     "value_heads": ([], []),
-    "padding": ([], ["numpy"]),
     "gates": (["argument_checks", "array_kinds", "errors", "messages", "typing"], ["numpy"]),
     "warnings_of_misuse": ([], ["numpy"]),
     "accepted_arrays": (["array_kinds", "messages"], ["numpy"]),
@@ -195,7 +194,7 @@ ROOMS = {
     "problem": (["argument_checks", "varlen"], ["numpy"]),
     "graph_capture": (["errors"], ["cupy"]),
     "derived": (["graph_capture", "problem"], ["numpy"]),
-    "conversions": (["array_kinds", "graph_capture", "value_heads", "layouts", "padding", "problem"], ["numpy"]),
+    "conversions": (["array_kinds", "graph_capture", "value_heads", "layouts", "problem"], ["numpy"]),
     "checked_calls": (
         ["array_kinds", "bounded_cache", "accepted_arrays", "layouts", "precisions", "problem"],
         ["numpy"],
@@ -334,7 +333,10 @@ ROOMS = {
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors", "numba_cache"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
-    "models/rwkv/numba_loops": (["numba_cache", "models.matrix_loops"], ["numpy", "numba"]),
+    "models/rwkv/numba_loops": (
+        ["backends.numpy.numba_loops", "numba_cache", "models.matrix_loops"],
+        ["numpy", "numba"],
+    ),
     "models/rwkv6/numba_loops": (["numba_cache", "models.rwkv"], ["numpy", "numba"]),
     "models/training": (
         [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.training_steps"],

@@ -9,35 +9,13 @@ B sequences or tokens, D channels, n mixes.
 
 import numpy as np
 
+from ...backends.numpy.numba_loops import LOOP as LOOP_OPTIONS
+from ...backends.numpy.numba_loops import tanh
 from ...numba_cache import njit
 from ..matrix_loops import multiply_at
 
-LOOP_OPTIONS = {
-    "nogil": True,
-    "error_model": "numpy",  # checks of divisors for 0 would prevent vectorisation
-    "fastmath": {"contract", "nsz", "arcp", "reassoc"},
-}
-TANH_LIMIT = np.float32(7.90531110763549805)  # tanh of larger numbers rounds to 1
-
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
-@njit(forceinline=True, **LOOP_OPTIONS)
-def tanh(x):
-    """tanh by Eigen's rational function, within 6 units in the last place; it vectorises, which libm's does not."""
-    s = x * x
-    p = np.float32(2.00018790482477e-13) - np.float32(2.76076847742355e-16) * s
-    p = np.float32(-8.60467152213735e-11) + p * s
-    p = np.float32(5.12229709037114e-08) + p * s
-    p = np.float32(1.48572235717979e-05) + p * s
-    p = np.float32(6.37261928875436e-04) + p * s
-    p = np.float32(4.89352455891786e-03) + p * s
-    q = np.float32(1.18534705686654e-04) + np.float32(1.19825839466702e-06) * s
-    q = np.float32(2.26843463243900e-03) + q * s
-    q = np.float32(4.89352518554385e-03) + q * s
-    one = np.float32(1)
-    return one if x > TANH_LIMIT else -one if x < -TANH_LIMIT else x * p / q
-
-
 @njit(forceinline=True, **LOOP_OPTIONS)
 def sigmoid(x):
     """1 / (1 + exp(-x)), as (1 + tanh(x / 2)) / 2."""
