@@ -41,7 +41,7 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
   return work;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
-  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
+  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x < heads ? blockIdx.x : blockIdx.x - heads;
   const bool has_two = joined && blockIdx.x < heads;
   // The backward pass starts with the segments that the forward pass computed last: some of their tokens are in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
