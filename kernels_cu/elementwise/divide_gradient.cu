@@ -8,6 +8,7 @@
 // numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, eq. 12
 // limits    none
+#include "lanes.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
@@ -30,7 +31,6 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_divide_
     dy[c] = z == 0 ? 0 : to_real(args.do_.row(b, h, t)[c]) / z;
     if (dy[c] != 0) dz = fma(-dy[c], y[c] / z, dz);
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) dz += __shfl_xor_sync(0xffffffffu, dz, distance);
+  dz = warp_sum(dz);
   for (i64 c = args.V + threadIdx.x % 32; c < args.columns; c += 32) dy[c] = c == args.V ? dz : 0;
 }

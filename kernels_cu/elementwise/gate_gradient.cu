@@ -7,6 +7,7 @@
 // numerics  float32, for float64 data float64; always in the same order
 // source    Yang et al., 2024, section 4.4
 // limits    none
+#include "lanes.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
@@ -24,7 +25,6 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_gate_gr
   const Real<T>* channels = args.dg_channels.row(b, h, t);
   Real<T> sum = 0;
   for (i64 c = threadIdx.x % 32; c < args.C; c += 32) sum += channels[c];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) *args.dg.row(b, h, t) = from_real<T>(sum);
 }

@@ -78,10 +78,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
           self_term = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, self_term);
         }
       });
-      dx = over_the_warp(dx);
-      da = over_the_warp(da);
+      dx = warp_sum(dx);
+      da = warp_sum(da);
       if (ReadOrder::reads_before_write) {
-        self_term = read * over_the_warp(self_term);
+        self_term = read * warp_sum(self_term);
         dx = fma(args.u_rows ? args.u_rows[h * args.R + r] : 1., self_term, dx);
         du = fma(args.x.row(b, h, t)[r], self_term, du);
       }

@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
       if (ReadOrder::reads_before_write)
         self_term = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, self_term);
     });
-    read = over_the_warp(read);
+    read = warp_sum(read);
     if (ReadOrder::reads_before_write) {
-      self_term = over_the_warp(self_term);
+      self_term = warp_sum(self_term);
       read = fma(args.u_rows ? args.u_rows[h * args.R + r] * x : x, self_term, read);
     }
     if (threadIdx.x % 32 == 0) put(args.result.row(b, h, t)[r], args.scale * read, args.adds);

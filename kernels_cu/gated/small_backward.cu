@@ -18,7 +18,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
-#include "lane_sums.cuh"
+#include "lanes.cuh"
 
 constexpr int WARPS = 2;
 constexpr int NUMBERS = 16;  // of a state in a lane's registers

@@ -1,6 +1,7 @@
 // what      Shared by the kernels of RWKV models: sums over a block, activations, a step of the time mix, loads and
 //           stores of neighbours, floats as sums of half-precision terms.
 #include "half_products.cuh"
+#include "lanes.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 

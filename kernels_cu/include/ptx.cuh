@@ -137,7 +137,7 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// ---- warp: matrix products and reductions; all 32 lanes take part -----------------------------------------
+// ---- warp: matrix products; all 32 lanes take part --------------------------------------------------------
 // With g = lane / 4 and t = lane % 4, here and below, the accumulator of each of these products holds
 //   d[0], d[1] = D[g][2t], D[g][2t+1]      d[2], d[3] = D[g+8][2t], D[g+8][2t+1]
 
@@ -242,12 +242,6 @@ __device__ __forceinline__ u32 transpose_pairs(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-
-// The sum over the warp, the same bits in every lane.
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
 }
 
 // ---- shared memory ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 //           kernels multiply X_t by vectors z over the columns
 // shapes    x a of the rows and y z b of the columns, [B, H, T, R] and [B, H, T, C]: the state is [K, V] with k as x, v
 //           as y, and do as z; or transposed, [V, K], with v as x, k as y, and q as z
+#include "lanes.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -35,13 +36,6 @@ template <int COLUMNS> struct Row {
     }
   }
 };
-
-// The sum over all lanes of the warp; all lanes get it.
-__device__ __forceinline__ double over_the_warp(double sum) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  return sum;
-}
 
 // Stores x, or, if it `adds`, adds x to the stored value.
 __device__ __forceinline__ void put(double& sum, double x, i64 adds) { sum = adds ? sum + x : x; }

@@ -2,6 +2,7 @@
 //           columns of it and every second channel.
 // math      w = exp(-exp(decay + tanh(low) up));  y = GroupNorm_H(o) silu(gate)
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
+#include "lanes.cuh"
 #include "rwkv6/time_mix_arguments.cuh"
 
 constexpr int N = 64;

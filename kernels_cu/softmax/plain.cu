@@ -81,11 +81,6 @@ __device__ __forceinline__ void store_row(T* row, const R (&sums)[LANE_COLUMNS],
     if (column + 32 * n < width) row[column + 32 * n] = from_real<T>(sums[n]);
 }
 
-template <typename R> __device__ __forceinline__ R warp_sum(R x) {
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
-
 // The score s of a product q . k, and its derivative ds / d(q . k).
 template <typename R> struct Score {
   R value, slope;

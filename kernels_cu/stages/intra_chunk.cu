@@ -23,7 +23,7 @@
 #include "decays.cuh"
 #include "gated/forward_tiles.cuh"
 #include "growth.cuh"
-#include "lane_sums.cuh"
+#include "lanes.cuh"
 #include "ptx.cuh"
 #include "stages/copies.cuh"
 #include "tensor.cuh"

@@ -9,6 +9,7 @@
 // numerics  float32, the gradient rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    none
+#include "lanes.cuh"
 #include "training.cuh"
 
 constexpr int THREADS = 256;

@@ -231,11 +231,6 @@ inline u32 transpose_pairs(u32 x, emulator::Where where = emulator::here()) {
   return pair;
 }
 
-inline float warp_sum(float x, emulator::Where where = emulator::here()) {
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance, where);
-  return x;
-}
-
 // ---- shared memory ----------------------------------------------------------------------------------------
 
 inline unsigned char* dynamic_smem() { return emulator::shared_memory; }

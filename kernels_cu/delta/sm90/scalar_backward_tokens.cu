@@ -99,7 +99,7 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
 
-// Calls f(half, panel number) for each panel of `pairs`, of two tiles of tokens: rows 0 to 31 and rows 32 to 63.
+// Calls f(rows 0 to 31, rows 32 to 63, first column) for each panel of `pairs`, whose rows are two tiles of 32 tokens.
 template <typename T, int PANELS, class F>
 __device__ __forceinline__ void each_half(T (&pairs)[PANELS][2 * CHUNK][64], F f) {
   for (int panel = 0; panel < PANELS; ++panel) {
@@ -203,7 +203,7 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
   }
 }
 
-// Z of a chunk.
+// Makes Z of a chunk. channel_offset: channel_operand_offset of this lane.
 template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::STAGES>& ring, int channel_offset) {
   using T = typename S::T;
   auto& in = s.stages[ring.stage];
@@ -224,8 +224,8 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
   warp_arrive(s.operands_ready[ring.stage]);
 }
 
-// Stores H or P of a warp's rows, and their terms of dg and dbeta, from F or -G, `products`, and q . k or k . k,
-// `scores`.
+// Stores H (warps 0 and 1, rows of queries) or P (warps 2 and 3, of keys) of a warp's 16 rows, and these rows' terms of
+// dg and dbeta for each key. products: F or -G; scores: q . k or k . k, which still lack decays.
 template <class S>
 __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& products, const Values& scores, int lane,
                                             int warp, int left_offset) {
@@ -240,13 +240,13 @@ __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& produ
   for (int h = 0; h < 2; ++h) {
     const int i = first_row + g + 8 * h;
     const float factor = row_factors[i];
-    float earlier = 0.f;  // the sum of terms of the row's keys before the 8 keys
+    float earlier = 0.f;  // the sum of terms of the row's keys before the n-th 8 keys
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int j = 8 * n + 2 * t;
       const float2 decays = *reinterpret_cast<const float2*>(swizzled(in.D[0], i, j / 4) + j % 4),
                    betas = load_float2(gates.beta + j);
-      float own[2];
+      float own[2];  // the terms of dg of pairs of the row with this lane's two keys, j and j + 1
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const float decay = (x ? decays.y : decays.x) * factor, beta = x ? betas.y : betas.x;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& produ
   s.beta_terms[warp][column] = sum_of_rows(beta_terms, lane);
 }
 
-// Stores dbeta and dg of a chunk, by two warps of the four.
+// Stores dbeta (warp 0) and dg (warp 1) of a chunk.
 template <class S>
 __device__ __forceinline__ void store_token_gradients(const S& s, const Args<typename S::T>& args, const WorkTile& work,
                                                       int token, const TokenGates& gates, int lane, int warp) {
@@ -293,7 +293,9 @@ __device__ __forceinline__ void store_token_gradients(const S& s, const Args<typ
   if (inside) *args.dg.row(work.batch, work.head, work.start + token + lane) = fmaf(gates.chunk_decay, dot, sum);
 }
 
-// Stores a warp's rows of d, dq or dk, to shared memory, or to `parts`.
+// Stores d, a warp's 16 rows of dq (warps 0 and 1) or dk, to shared memory, or to `parts`. If queries and keys x are
+// normalized, d is the gradient of x / |x| divided by |x|: the gradient of x lacks its part along x. `parts` get the
+// gradient of x / |x|, since sum_parts.cu does both after it has summed.
 template <class S>
 __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work, int token,
                                                 int stage, float (&d)[S::BK / 64][32], int lane, int warp,
@@ -355,6 +357,8 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
     }
 }
 
+// Goes over the chunks, by a warpgroup: M of chunk n + 2, Z of chunk n + 1, and dq, dk, dbeta and dg of chunk n. Warps
+// 0 and 1 have 16 queries each, warps 2 and 3 16 keys.
 template <class S>
 __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
@@ -377,7 +381,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     auto& in = s.stages[ring.stage];
     auto& values = s.values[values_ring.stage];
     const TokenGates& gates = s.gates[ring.stage];
-    float d[PANELS][32];  // first S do and S dv
+    float d[PANELS][32];  // the warp's rows of dq or dk; first S do or S dv
     barrier_wait(s.tokens_full, parity);
     barrier_wait(s.states_ready, parity);
     wgmma_fence();

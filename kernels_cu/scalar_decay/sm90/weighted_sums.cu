@@ -35,7 +35,7 @@
 //           Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
 //           bytes. So for gradients the layer's K and V are both at most BK
-#include "lane_sums.cuh"
+#include "lanes.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
 // ---- a warp that sums gates ---------------------------------------------------------------------------------------
