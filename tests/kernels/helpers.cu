@@ -1,7 +1,8 @@
-// what      One warp that applies one function of ptx.cuh: the template argument says which.
+// what      One warp that applies one function of ptx.cuh, or warp_sum: the template argument says which.
 // shapes    in, out: whatever the case reads and writes; n: how many
 // grid      one block of one warp
 // smem      1024 bytes
+#include "lanes.cuh"
 #include "ptx.cuh"
 
 struct HelpersArgs {

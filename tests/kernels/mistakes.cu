@@ -2,6 +2,7 @@
 // shapes    in, out [blocks, 64] float
 // grid      blocks of two warps
 // smem      256 bytes: a float a thread
+#include "lanes.cuh"
 #include "wgmma.cuh"
 
 struct MistakesArgs {
