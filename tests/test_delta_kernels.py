@@ -190,6 +190,7 @@ HARD = {  # gates, the cosine of keys, strengths
     "nothing-written": ("weak", 0.5, 0.0),
     "no-gates": ("zero", 0.5, 0.5),
     "growth": ("weak", 0.0, 0.5),
+    "strengthened": ("weak", 0.0, -0.5),  # a key adds to what it has read
 }
 # 2.3 roundings: of bfloat16 2^-9, of float16 2^-12. Of float32 what a product over 128 channels loses: tensor cores add
 # 8 channels at a time, three times, and cut each of these 48 sums toward zero, by up to 2^-23 of it.

@@ -78,7 +78,7 @@ def drawn(rng, B, H, HV, T, K, V, dtype, gates, keys, beta, length=1.0):
         "some -1e30": np.where(some, -1e30, trained),
         "logsigmoid": -np.log1p(np.exp(rng.standard_normal((B, HV, T)))),
     }[gates]
-    strength = {"sigmoid": 1 / (1 + np.exp(-rng.standard_normal((B, HV, T)))), "0": 0.0, "1": 1.0, "1.99": 1.99}[beta]
+    strength = 1 / (1 + np.exp(-rng.standard_normal((B, HV, T)))) if beta == "sigmoid" else float(beta)
     own = dtype if gates == "logsigmoid" else SINGLE
     return (
         *(x.astype(dtype) for x in (q, k, v)),
@@ -111,6 +111,7 @@ CASES = (  # B, H, heads of v, T, K, V; gates; keys; beta; the ends of packed se
     ((1, 1, 1, 64, 128, 128), "some -1e30", "random", "1.99", None),
     ((2, 1, 1, 33, 104, 128), "logsigmoid", "alike", "sigmoid", None),
     ((1, 1, 1, 40, 128, 128), "trained", "random", "0", None),
+    ((1, 1, 1, 70, 128, 128), "trained", "random", "-0.5", None),
 )
 WIDTHS = [(64, 64), (64, 128), (128, 64), (128, 128)]
 

@@ -253,7 +253,7 @@ __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& produ
         const float product = has_keys ? -products[4 * n + 2 * h + x] : products[4 * n + 2 * h + x];
         const bool strictly = j + x < i, counts = has_keys ? strictly : j + x <= i;
         const float of_score = counts ? decay * product : 0.f, term = of_score * scores[4 * n + 2 * h + x];
-        matrix[n][2 * h + x] = beta * of_score;
+        matrix[n][2 * h + x] = counts ? beta * of_score : 0.f;  // +0 where none counts, for negative beta, too
         beta_terms[2 * n + x] += term;
         own[x] = strictly ? beta * term : 0.f;
       }
@@ -490,7 +490,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
                             at_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * part)));
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            for_keys[c][part][m] |= has_keys ? turned[m] : 0;  // one of both is 0
+            for_keys[c][part][m] |= has_keys ? turned[m] : 0;  // one of both is +0
             for_queries[c][part][m] = has_keys ? for_queries[c][part][m] : 0;
           }
         }
