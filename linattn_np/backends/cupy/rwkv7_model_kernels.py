@@ -66,4 +66,4 @@ class Keys(rwkv6.HeadKernel):
     first layer's value."""
 
     file = "rwkv7/keys"
-    arguments = members("pointers k v rate share first a b removal replacement, integers rows H N")
+    arguments = members("pointers k v rate share first a b removal replacement, integers token_heads H N")

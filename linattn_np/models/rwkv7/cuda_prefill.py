@@ -44,7 +44,7 @@ class MixOperations(cuda_prompts.MixOperations):
         keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # memory of mixes that are not read any more
         arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.arrays.first, "a": a, "b": b}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
-        self.draft.launch(keys, keys.blocks(T * H), **arrays, rows=T * H)
+        self.draft.launch(keys, keys.blocks(T * H), **arrays, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": self.w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
         arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": self.y}
