@@ -1,41 +1,47 @@
-// what      Every recurrence with gates in float64, backwards in time: the gradients of what a state's rows are written
-//           with, of their gates, and of the initial state.
-// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t is a row of the state (forwards.cu), D_t its gradient: dht after the
-//           last token, else D_t = a_{t+1} (b_{t+1} * D_{t+1}) + scale p_t z_t (RWKV-6: p_{t+1} z_{t+1});
-//           dx_t = y_t . D_t;  the gradient of log a:  da_t = a_t (b_t * X_{t-1}) . D_t
-//           RWKV-6: dx_t += scale p_t u_r sum_c u_c y_t z_t, and du_r = scale sum_t p_t x_t y_t . z_t
-// shapes    see state_row.cuh; p of the rows: what reads them, q, or do if the state is transposed; dx da [B, H, T, R],
-//           kept [B, H, NC, R, C], of which `before` [N, H, R, chunk, a launch's columns] keeps all states of a chunk;
-//           du [N, H, R]
+// what      Every recurrence with gates in float64, backwards in time: the gradients of what writes a state's rows, of
+//           the rows' gates, and of the initial state.
+// math      X is a row of the state, or of its transpose (forwards.cu). x, a, p and u_r are the row's numbers; X, its
+//           gradients D and G, y, b, z and u_c are vectors over the columns. X_t = a_t (b_t * X_{t-1}) + x_t y_t
+//           G_T = dht;  for t = T ... 1:  D_t = G_t + scale p_t z_t,  G_{t-1} = a_t (b_t * D_t);  dh0 = G_0
+//           (RWKV-6: D_t = G_t,  G_{t-1} = a_t (b_t * D_t) + scale p_t z_t)
+//           dx_t = y_t . D_t;  the gradient of log a_t:  da_t = a_t (b_t * X_{t-1}) . D_t
+//           RWKV-6: dx_t += scale p_t u_r (u_c * y_t) . z_t;  du_r = scale sum_t p_t x_t (u_c * y_t) . z_t.  The bonus
+//           belongs to the rows, then u_c is 1; or to the columns, then u_r is 1 and du is not wanted
+// shapes    The state [K, V]:     x y p z = k v q do, dx is dk, a the decays of channels, b those of columns of V
+//           its transpose [V, K]: x y p z = v k do q, dx is dv, a and b the other way round
+//           x p dx a da [B, H, T, R] and y z b [B, H, T, C]; chunk_starts [B, H, NC, R, C]: X before every chunk's first
+//           token, from forwards.cu; chunk_states [N, H, R, chunk, columns]: X_{t-1} of all tokens t of the chunk that
+//           is being computed; u [H, R] or [H, C]; du [N, H, R]. N = B shape.count sequences
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
 // barriers  none: a lane reads what it has written itself
-// numerics  float64 throughout, sums over the columns in a fixed order; no difference of sums, so that strong gates
-//           keep their gradient's digits
+// numerics  float64 throughout, sums over the columns in a fixed order. da is no difference of sums, which would
+//           lose its digits if gates are strong
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    COLUMNS columns a launch; later launches add to the dx, da and du of earlier ones
+// limits    COLUMNS columns a launch. Later launches add to the dx, da and du of earlier ones; their pointers to arrays
+//           with columns are those of the launch's first column
 #include "cards.cuh"
 #include "state_row.cuh"
 
 struct Args {
   Rows<const double> x, a, y, b, z, p;
   Rows<double> dx, da;               // da: null: not wanted
-  const double *u_rows, *u_columns;  // null: not this side, or no bonus
+  const double *u_rows, *u_columns;  // null: the bonus is not of this side, or there is none
   double* du;                        // null: not wanted
   const double* dht;                 // [N, H, K, V] or null
   double* dh0;                       // [N, H, K, V] or null
-  const double* kept;
-  double* before;
+  const double* chunk_starts;
+  double* chunk_states;
   Shape shape;
   i64 R, C;
-  i64 columns, adds;   // columns of this launch; whether its results are added to those of earlier launches
-  i64 row, column;     // strides of a state
-  i64 a_step, b_step;  // 0 if one decay is for all channels, else 1
+  i64 columns, adds;              // columns of this launch; whether its results are added to those of earlier launches
+  i64 row_stride, column_stride;  // of X in dht and dh0
+  i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
   double scale;
 };
 
-// Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
-// fewer registers and spill.
+// The least number of blocks on a multiprocessor, which bounds a thread's registers; 0: none is asked for. It is given
+// where the assembler would otherwise choose so few registers that it spills.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE_SM100 ? 5 : 0;
 
@@ -43,53 +49,57 @@ template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_backwards(const Args args) {
   const StateRow at(args.shape, args.R);
   if (at.r >= args.R) return;
-  const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h, every = args.shape.chunk;
+  const i64 batch = at.b, h = at.h, r = at.r, sequence_head = at.n * args.shape.H + h, chunk_length = args.shape.chunk;
   const Span chunks = chunks_of(args.shape, at.n % args.shape.count);
-  double* before = args.before + (state * args.R + r) * every * args.columns;
+  double* states = args.chunk_states + (sequence_head * args.R + r) * chunk_length * args.columns;
   double du = 0.;
-  const auto at_column = [&](int c) { return state * args.R * args.C + r * args.row + c * args.column; };
-  Row<COLUMNS> X, D;
-  D.each(int(args.columns), [&](double& D, int c) { D = args.dht ? args.dht[at_column(c)] : 0.; });
+  // The index of X's column c in dht and dh0.
+  const auto at_column = [&](int c) {
+    return sequence_head * args.R * args.C + r * args.row_stride + c * args.column_stride;
+  };
+  Row<COLUMNS> X, D;  // at token t: X_{t-1}, then X_t; and G_t, D_t, then G_{t-1}
+  D.each(int(args.columns), [&](double& gradient, int c) { gradient = args.dht ? args.dht[at_column(c)] : 0.; });
   for (i64 chunk = chunks.stop - 1; chunk >= chunks.start; --chunk) {
     const Span span = chunk_tokens(args.shape, chunk);
-    const double* kept = args.kept + (((b * args.shape.H + h) * args.shape.NC + chunk) * args.R + r) * args.C;
-    X.each(int(args.columns), [&](double& X, int c) { X = kept[c]; });
+    const double* start =
+        args.chunk_starts + (((batch * args.shape.H + h) * args.shape.NC + chunk) * args.R + r) * args.C;
+    X.each(int(args.columns), [&](double& state, int c) { state = start[c]; });
 #pragma unroll 1
     for (i64 t = span.start; t < span.stop; ++t) {
-      const double x = args.x.row(b, h, t)[r], a = args.a.row(b, h, t)[r * args.a_step];
-      X.each(int(args.columns), [&](double& X, int c) {
-        before[(t - span.start) * args.columns + c] = X;
-        X = fma(x, args.y.row(b, h, t)[c], a * (args.b.row(b, h, t)[c * int(args.b_step)] * X));
+      const double x = args.x.row(batch, h, t)[r], a = args.a.row(batch, h, t)[r * args.a_step];
+      X.each(int(args.columns), [&](double& state, int c) {
+        states[(t - span.start) * args.columns + c] = state;
+        state = fma(x, args.y.row(batch, h, t)[c], a * (args.b.row(batch, h, t)[c * int(args.b_step)] * state));
       });
     }
 #pragma unroll 1
     for (i64 t = span.stop - 1; t >= span.start; --t) {
-      const double a = args.a.row(b, h, t)[r * args.a_step], read = args.scale * args.p.row(b, h, t)[r];
+      const double a = args.a.row(batch, h, t)[r * args.a_step], scaled_p = args.scale * args.p.row(batch, h, t)[r];
       double dx = 0., da = 0., self_term = 0.;
-      D.each(int(args.columns), [&](double& D, int c) {
-        const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c],
-                     ab = a * args.b.row(b, h, t)[c * int(args.b_step)];
-        if (!ReadOrder::reads_before_write) D = fma(read, z, D);
-        dx = fma(y, D, dx);
-        da = fma(ab * before[(t - span.start) * args.columns + c], D, da);
-        D *= ab;
+      D.each(int(args.columns), [&](double& gradient, int c) {
+        const double y = args.y.row(batch, h, t)[c], z = args.z.row(batch, h, t)[c],
+                     ab = a * args.b.row(batch, h, t)[c * int(args.b_step)];
+        if (!ReadOrder::reads_before_write) gradient = fma(scaled_p, z, gradient);
+        dx = fma(y, gradient, dx);
+        da = fma(ab * states[(t - span.start) * args.columns + c], gradient, da);
+        gradient *= ab;
         if (ReadOrder::reads_before_write) {
-          D = fma(read, z, D);
+          gradient = fma(scaled_p, z, gradient);
           self_term = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, self_term);
         }
       });
       dx = warp_sum(dx);
       da = warp_sum(da);
       if (ReadOrder::reads_before_write) {
-        self_term = read * warp_sum(self_term);
+        self_term = scaled_p * warp_sum(self_term);
         dx = fma(args.u_rows ? args.u_rows[h * args.R + r] : 1., self_term, dx);
-        du = fma(args.x.row(b, h, t)[r], self_term, du);
+        du = fma(args.x.row(batch, h, t)[r], self_term, du);
       }
       if (threadIdx.x % 32) continue;
-      put(args.dx.row(b, h, t)[r], dx, args.adds);
-      if (args.da.p) put(args.da.row(b, h, t)[r], da, args.adds);
+      store_or_add(args.dx.row(batch, h, t)[r], dx, args.adds);
+      if (args.da.p) store_or_add(args.da.row(batch, h, t)[r], da, args.adds);
     }
   }
-  if (args.dh0) D.each(int(args.columns), [&](double& D, int c) { args.dh0[at_column(c)] = D; });
-  if (args.du && threadIdx.x % 32 == 0) put(args.du[state * args.R + r], du, args.adds);
+  if (args.dh0) D.each(int(args.columns), [&](double& gradient, int c) { args.dh0[at_column(c)] = gradient; });
+  if (args.du && threadIdx.x % 32 == 0) store_or_add(args.du[sequence_head * args.R + r], du, args.adds);
 }

@@ -1,34 +1,38 @@
 // what      Every recurrence with gates in float64, forwards in time: outputs, or the gradient of the queries.
-// math      for every row X of the state S [K, V] (x = k, y = v, z = do), or of its transpose (x = v, y = k, z = q), a
-//           and b the decays of rows and columns:  X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t
-//           RWKV-6:  scale (z_t . X_{t-1} + u_r x_t sum_c u_c y_t z_t), u of the rows or of the columns, else 1
-// shapes    see state_row.cuh; result [B, H, T, R], u [H, R] or [H, C], kept [B, H, NC, R, C]
+// math      X is a row of the state [K, V], with x y z = k v do, or of its transpose [V, K], with x y z = v k q. x, a
+//           and u_r are the row's numbers, y, b, z and u_c vectors over the columns, a and b being decays:
+//           X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t, which is dq, or o of the transpose
+//           RWKV-6:  result_t = scale (z_t . X_{t-1} + u_r x_t (u_c * y_t) . z_t). The bonus belongs to the rows, then
+//           u_c is 1; or to the columns, then u_r is 1
+// shapes    x a result [B, H, T, R] and y b z [B, H, T, C]; u [H, R] or [H, C]; chunk_starts [B, H, NC, R, C]. N = B
+//           shape.count sequences
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
 // barriers  none
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
-// limits    COLUMNS columns a launch; later launches add to the `result` of earlier ones
+// limits    COLUMNS columns a launch. Later launches add to the `result` of earlier ones; their pointers to arrays with
+//           columns are those of the launch's first column
 #include "cards.cuh"
 #include "state_row.cuh"
 
 struct Args {
   Rows<const double> x, a, y, b, z;
   Rows<double> result;
-  const double *u_rows, *u_columns;  // null: not this side, or no bonus
+  const double *u_rows, *u_columns;  // null: the bonus is not of this side, or there is none
   const double* initial;             // [N, H, K, V] or null
   double* final;                     // [N, H, K, V] or null
-  double* kept;                      // the state at the start of every chunk, or null
+  double* chunk_starts;              // X before every chunk's first token; null: not wanted
   Shape shape;
   i64 R, C;
-  i64 columns, adds;   // columns of this launch; whether its results are added to those of earlier launches
-  i64 row, column;     // strides of a state
-  i64 a_step, b_step;  // 0 if one decay is for all channels, else 1
+  i64 columns, adds;              // columns of this launch; whether its results are added to those of earlier launches
+  i64 row_stride, column_stride;  // of X in `initial` and `final`
+  i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
   double scale;
 };
 
-// Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
-// fewer registers and spill.
+// The least number of blocks on a multiprocessor, which bounds a thread's registers; 0: none is asked for. It is given
+// where the assembler would otherwise choose so few registers that it spills.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_SM100 ? 9 : 0;
 
@@ -36,23 +40,27 @@ template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
   const StateRow at(args.shape, args.R);
   if (at.r >= args.R) return;
-  const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h;
+  const i64 batch = at.b, h = at.h, r = at.r, sequence_head = at.n * args.shape.H + h;
   i64 chunk = chunks_of(args.shape, at.n % args.shape.count).start;
-  const auto at_column = [&](int c) { return state * args.R * args.C + r * args.row + c * args.column; };
+  // The index of X's column c in `initial` and `final`.
+  const auto at_column = [&](int c) {
+    return sequence_head * args.R * args.C + r * args.row_stride + c * args.column_stride;
+  };
   Row<COLUMNS> X;
-  X.each(int(args.columns), [&](double& X, int c) { X = args.initial ? args.initial[at_column(c)] : 0.; });
+  X.each(int(args.columns), [&](double& state, int c) { state = args.initial ? args.initial[at_column(c)] : 0.; });
 #pragma unroll 1
   for (i64 t = at.span.start; t < at.span.stop; ++t) {
-    if (args.kept && (t - at.span.start) % args.shape.chunk == 0) {
-      double* kept = args.kept + (((b * args.shape.H + h) * args.shape.NC + chunk++) * args.R + r) * args.C;
-      X.each(int(args.columns), [&](double& X, int c) { kept[c] = X; });
+    if (args.chunk_starts && (t - at.span.start) % args.shape.chunk == 0) {
+      double* start =
+          args.chunk_starts + (((batch * args.shape.H + h) * args.shape.NC + chunk++) * args.R + r) * args.C;
+      X.each(int(args.columns), [&](double& state, int c) { start[c] = state; });
     }
-    const double x = args.x.row(b, h, t)[r], a = args.a.row(b, h, t)[r * args.a_step];
+    const double x = args.x.row(batch, h, t)[r], a = args.a.row(batch, h, t)[r * args.a_step];
     double read = 0., self_term = 0.;
-    X.each(int(args.columns), [&](double& X, int c) {
-      const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c], before = X;
-      X = fma(x, y, a * (args.b.row(b, h, t)[c * int(args.b_step)] * X));
-      read = fma(z, ReadOrder::reads_before_write ? before : X, read);
+    X.each(int(args.columns), [&](double& state, int c) {
+      const double y = args.y.row(batch, h, t)[c], z = args.z.row(batch, h, t)[c], before = state;
+      state = fma(x, y, a * (args.b.row(batch, h, t)[c * int(args.b_step)] * state));
+      read = fma(z, ReadOrder::reads_before_write ? before : state, read);
       if (ReadOrder::reads_before_write)
         self_term = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, self_term);
     });
@@ -61,7 +69,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
       self_term = warp_sum(self_term);
       read = fma(args.u_rows ? args.u_rows[h * args.R + r] * x : x, self_term, read);
     }
-    if (threadIdx.x % 32 == 0) put(args.result.row(b, h, t)[r], args.scale * read, args.adds);
+    if (threadIdx.x % 32 == 0) store_or_add(args.result.row(batch, h, t)[r], args.scale * read, args.adds);
   }
-  if (args.final) X.each(int(args.columns), [&](double& X, int c) { args.final[at_column(c)] = X; });
+  if (args.final) X.each(int(args.columns), [&](double& state, int c) { args.final[at_column(c)] = state; });
 }

@@ -37,5 +37,5 @@ template <int COLUMNS> struct Row {
   }
 };
 
-// Stores x, or, if it `adds`, adds x to the stored value.
-__device__ __forceinline__ void put(double& sum, double x, i64 adds) { sum = adds ? sum + x : x; }
+// Stores x, or, if `adds`, adds x to the stored value.
+__device__ __forceinline__ void store_or_add(double& sum, double x, i64 adds) { sum = adds ? sum + x : x; }

@@ -43,29 +43,29 @@ class Float64(Kernel):
 
 
 # R, C: the sizes of X. columns: how many of the C this launch computes. adds: whether it adds to the results of earlier
-# launches. row, column: the strides of X in the arrays of states. a_step, b_step: 0 if all rows, or columns, have one
+# launches. row_stride, column_stride: of X in the arrays of states. a_step, b_step: 0 if all rows, or columns, have one
 # decay, else 1
-STATE = members("integers R C columns adds row column a_step b_step")
+STATE = members("integers R C columns adds row_stride column_stride a_step b_step")
 
 
 class Forwards(Float64):
-    """`result`, the `final` state, and in `kept` the state at the start of every chunk of CHUNK tokens."""
+    """`result`, the `final` state, and in `chunk_starts` the state at the start of every chunk of CHUNK tokens."""
 
     file = "float64/forwards"
     arguments = (
-        *members("rows x a y b z result, pointers u_rows u_columns initial final kept, shape"),
+        *members("rows x a y b z result, pointers u_rows u_columns initial final chunk_starts, shape"),
         *STATE,
         *members("reals scale"),
     )
 
 
 class Backwards(Float64):
-    """dx, da, du and dh0. It reads what `Forwards` stored in `kept`; `before` is memory for all states of a chunk; p
-    reads the rows of X as z reads its columns: q if X is S, do if X is its transpose."""
+    """dx, da, du and dh0. It reads what `Forwards` stored in `chunk_starts`; `chunk_states` is memory for all states of
+    a chunk; p reads the rows of X as z reads its columns: q if X is S, do if X is its transpose."""
 
     file = "float64/backwards"
     arguments = (
-        *members("rows x a y b z p dx da, pointers u_rows u_columns du dht dh0 kept before, shape"),
+        *members("rows x a y b z p dx da, pointers u_rows u_columns du dht dh0 chunk_starts chunk_states, shape"),
         *STATE,
         *members("reals scale"),
     )
@@ -129,30 +129,33 @@ class StateLaunches:
         self.draft.launch(kernel, ceil_div(gate.size, kernel.threads), x=gate, y=decays, **sizes, step=1, vectors=0)
         return decays
 
-    def launch(self, kernel_class, transposed, *, z, kept, states, **args):
+    def launch(self, kernel_class, transposed, *, z, chunk_starts, states, **args):
         """Launches a kernel for all columns of X, with as many launches as that takes. `states`: the arguments that are
         [N, H, K, V]; `args`: those of the class that are not named here."""
         K, V = self.problem.shape("K V")
         # for the channels and the columns of S: (the array that writes them, their decays, their number, their stride)
         axes = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
-        (x, a, R, row), (y, b, C, column) = reversed(axes) if transposed else axes
+        (x, a, R, row_stride), (y, b, C, column_stride) = reversed(axes) if transposed else axes
         kernel, (N, H) = kernel_class.fitting(self.problem.op, C), self.problem.shape("N H")
         gated, blocks = b.shape[-1] > 1, N * H * ceil_div(R, kernel.ROWS)
-        sizes = {"R": R, "C": C, "row": row, "column": column, "a_step": int(a.shape[-1] > 1), "b_step": int(gated)}
+        sizes = {"R": R, "C": C, "row_stride": row_stride, "column_stride": column_stride}
+        sizes |= {"a_step": int(a.shape[-1] > 1), "b_step": int(gated)}
         args |= sizes | {"shape": self.draft.shape(self.problem, chunk=CHUNK), "scale": self.problem.scale}
         for first in range(0, C, kernel.columns) or (0,):
             columns = (..., slice(first, None))
             columns_of_states = (*columns, slice(None)) if transposed else columns
             arrays = {"x": x, "a": a, "y": y[columns], "b": b[columns] if gated else b, "z": z[columns]}
-            arrays |= {"kept": kept and kept[columns], "u_rows": None if transposed else self.u}
+            arrays |= {"chunk_starts": chunk_starts and chunk_starts[columns]}
+            arrays["u_rows"] = None if transposed else self.u
             arrays["u_columns"] = self.u[columns] if transposed and self.u else None
             arrays |= {name: state and state[columns_of_states] for name, state in states.items()}
             count = min(C - first, kernel.columns)
             self.draft.launch(kernel, blocks, **arrays, columns=count, adds=first > 0, **args)
 
-    def forwards(self, transposed, *, initial, final=None, kept=None, **args):
+    def forwards(self, transposed, *, initial, final=None, chunk_starts=None, **args):
         """Launches `Forwards`."""
-        self.launch(Forwards, transposed, kept=kept, states={"initial": initial, "final": final}, **args)
+        states = {"initial": initial, "final": final}
+        self.launch(Forwards, transposed, chunk_starts=chunk_starts, states=states, **args)
 
     def gradients(self, transposed, *, z, p, results, initial, dh0=None, du=None, dht):
         """Launches `Forwards` and then `Backwards`. `results`: the arrays for scale X z (dq if X is not transposed),
@@ -161,8 +164,8 @@ class StateLaunches:
         N, H, K, V = self.problem.shape("N H K V")
         R, C = (V, K) if transposed else (K, V)
         NC = self.draft.shape(self.problem, chunk=CHUNK).NC
-        kept = self.draft.empty((*self.problem.shape("B H"), NC, R, C), DOUBLE)
-        before = self.draft.empty((N, H, R, CHUNK, min(C, COLUMNS[-1])), DOUBLE)
-        self.forwards(transposed, z=z, result=result, initial=initial, kept=kept)
-        states = {"dht": dht, "dh0": dh0}
-        self.launch(Backwards, transposed, z=z, kept=kept, states=states, p=p, dx=dx, da=da, du=du, before=before)
+        chunk_starts = self.draft.empty((*self.problem.shape("B H"), NC, R, C), DOUBLE)
+        chunk_states = self.draft.empty((N, H, R, CHUNK, min(C, COLUMNS[-1])), DOUBLE)
+        self.forwards(transposed, z=z, result=result, initial=initial, chunk_starts=chunk_starts)
+        args = {"z": z, "p": p, "chunk_starts": chunk_starts, "chunk_states": chunk_states}
+        self.launch(Backwards, transposed, states={"dht": dht, "dh0": dh0}, dx=dx, da=da, du=du, **args)
