@@ -9,9 +9,9 @@
 //           belongs to the rows, then u_c is 1; or to the columns, then u_r is 1 and du is not wanted
 // shapes    The state [K, V]:     x y p z = k v q do, dx is dk, a the decays of channels, b those of columns of V
 //           its transpose [V, K]: x y p z = v k do q, dx is dv, a and b the other way round
-//           x p dx a da [B, H, T, R] and y z b [B, H, T, C]; chunk_starts [B, H, NC, R, C]: X before every chunk's first
-//           token, from forwards.cu; chunk_states [N, H, R, chunk, columns]: X_{t-1} of all tokens t of the chunk that
-//           is being computed; u [H, R] or [H, C]; du [N, H, R]. N = B shape.count sequences
+//           x p dx a da [B, H, T, R] and y z b [B, H, T, C]; chunk_starts [B, H, NC, R, C]: X before each chunk's
+//           first token, from forwards.cu; chunk_states [N, H, R, chunk, columns]: X_{t-1} of all tokens t of the chunk
+//           that is being computed; u [H, R] or [H, C]; du [N, H, R]. N = B shape.count sequences
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
 // barriers  none: a lane reads what it has written itself
