@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from . import array_kinds
+from . import array_kinds, precisions
 from .accepted_arrays import contents
 from .bounded_cache import Cache
 from .layouts import swap_heads
-from .precisions import current
 from .problem import Problem
 
-ARRAYS = ("initial_state", "state", "pending", "accepted", "out", "mask")  # arguments that are arrays
-INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # arguments that are integers on the host, by value
-DECAYS = ("gamma",)  # arguments that are numbers on the host, by value
+# Names of arguments, by what a key has of them.
+ARRAYS = ("initial_state", "state", "pending", "accepted", "out", "mask")  # arrays: their signatures
+INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # integers: on the host their values, else the signature
+DECAYS = ("gamma",)  # real numbers on the host: their values
 EXACT = frozenset({int, type})  # hashable types whose equal values are interchangeable
 SCALARS = frozenset(np.sctypeDict.values())  # NumPy's scalar types, without a caller's subclasses
-# {key of a call: the memo of all calls with this key: {"problem": the checked call without arrays, and what backends
-# add}}
+# By the key of a call: the memo of all calls with this key, a dictionary. "problem" is the checked call without arrays;
+# backends add entries of their own, such as plans.
 MEMOS = Cache(most=1 << 26, entries=256)
 
 
@@ -33,22 +33,22 @@ def call_key(op, inputs, arguments):
         if x is None:
             parts.append(())
             continue
-        kind = type(x)
-        if kind is str or kind is bool:  # differs from the key of a number, (int, 1)
+        argument_type = type(x)
+        if argument_type is str or argument_type is bool:  # True differs from the key of the number 1, (int, 1)
             parts.append(x)
             continue
         if name in ARRAYS:
             part = signature(x, addresses)
         elif name in INTEGERS:
             part = contents(x, "iu") or signature(x, addresses)
-        elif name in DECAYS and kind is not float:
+        elif name in DECAYS and argument_type is not float:
             part = contents(x, "iuf")
         else:
             part = exact_key(x)
         if part is None:
             return None, addresses
         parts.append(part)
-    return (op, current(), *arguments, *parts), addresses
+    return (op, precisions.current(), *arguments, *parts), addresses
 
 
 def exact_key(x):
@@ -56,29 +56,35 @@ def exact_key(x):
 
     It is made by the exact type, never by a repr or hash that a subclass could define; None for unknown types.
     """
-    kind = type(x)
-    if kind is float:
-        return kind, x.hex()
-    if kind in EXACT:
-        return kind, x
-    if kind in SCALARS:
-        return kind, x.tobytes()
+    exact_type = type(x)
+    if exact_type is float:
+        return exact_type, x.hex()
+    if exact_type in EXACT:
+        return exact_type, x
+    if exact_type in SCALARS:
+        return exact_type, x.tobytes()
     return (np.dtype, x) if isinstance(x, np.dtype) else None
 
 
 def memo_bytes(problem: Problem) -> int:
-    """About how many bytes the memo of calls like `problem` takes: the key, and tables on the host and on the
-    device."""
-    count = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
-    if "S" in problem.sizes:  # softmax attention's tables: 12 words of 4 bytes for every 64 to 192 tokens of a head
-        count += problem.sizes["B"] * problem.sizes["H"] * (problem.sizes["T"] + problem.sizes["S"])
-    if problem.varlen:  # tables of sequences and of chunks: 8 numbers for a sequence, 2 for a chunk of 64 tokens
-        count += 8 * problem.spans.bounds.nbytes + max(problem.shape("T S" if "S" in problem.sizes else "T")) // 4
-    return count
+    """About how many bytes the memo of calls with the key of `problem` takes, together with the key."""
+    nbytes = 4096  # the key, the problem and plans, without arrays
+    # An array among the options three times: its bytes in the key, the array, and a copy on the device.
+    nbytes += 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
+    # Softmax attention's tables: 48 bytes for every 64 to 192 tokens of a head, counted as one byte a token.
+    if "S" in problem.sizes:
+        nbytes += problem.sizes["B"] * problem.sizes["H"] * (problem.sizes["T"] + problem.sizes["S"])
+    if problem.varlen:  # tables of sequences and of chunks: 8 int64 for a sequence, 2 for a chunk of 64 tokens
+        nbytes += 8 * problem.spans.bounds.nbytes + max(problem.shape("T S" if "S" in problem.sizes else "T")) // 4
+    return nbytes
 
 
 def without_arrays(problem: Problem) -> Problem:
-    """The problem without the caller's arrays, so that a cache keeps none of their memory alive."""
+    """The problem without the caller's arrays, so that a cache keeps none of their memory alive.
+
+    The NumPy arrays that stay among the options, such as the logarithms of `gamma`, were made by the checks. All calls
+    with the key share them, so they become read-only.
+    """
     options = {
         name: None if name in ARRAYS or array_kinds.kind(x) == "cupy" else x for name, x in problem.options.items()
     }
@@ -89,17 +95,21 @@ def without_arrays(problem: Problem) -> Problem:
 
 
 def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
-    """The cached `problem` with the arrays of this call; `memo`: that of the call's key."""
+    """The cached `problem` with the arrays of this call; `memo`: that of the call's key.
+
+    Of the options only a step's are arrays of the caller: `state`, `pending`, `accepted`, and `slots` on a device.
+    """
     op, layout, initial_state, out = problem.op, problem.layout, arguments.get("initial_state"), arguments.get("out")
     arrays = dict(zip(op.arrays, inputs))
     if layout != "bhtd":
         arrays = {name: swap_heads(x, op.arrays[name], layout) for name, x in arrays.items()}
         out = None if out is None else swap_heads(out, op.out, layout)
-    if "state" in problem.options:  # a step's
+    if "state" in problem.options:  # the operator is a step: None where `without_arrays` left out an array
         options = {name: arguments.get(name) if x is None else x for name, x in problem.options.items()}
         return problem.replace(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
     return problem.replace(
         arrays=arrays,
+        # One part: a state of several parts is a tuple, and a call with a tuple has no key.
         initial_state=None if initial_state is None else (initial_state,),
         out=out,
         example=inputs[0],
