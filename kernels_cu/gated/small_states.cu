@@ -1,14 +1,15 @@
-// what      Summaries of the P segments of sequences, for heads of at most 16 channels and columns: the state S that a
-//           segment's tokens leave if it starts from zero, and their decay; for the backward pass also the gradient dS
-//           of the state before the segment that its tokens leave if the gradient after it is zero.
+// what      Summaries of the P segments of sequences, for heads of at most 16 channels and columns: the state S after a
+//           segment if the state before it is zero, and the segment's decay. For the backward pass also the gradient dS
+//           of the state before a segment if the gradient of the state after it is zero.
 // math      S <- diag(exp g_t) S + k_t v_t^T;   backwards in time dS <- diag(exp g_t) (dS + scale q_t do_t^T)  (RWKV-6:
-//           diag(exp g_t) dS + scale q_t do_t^T)
+//           diag(exp g_t) dS + scale q_t do_t^T);   decay: exp g_t, multiplied over the segment's tokens
 // shapes    q k g [B, H, T, K], v do [B, H, T, V], initial, dht [N, H, K, V] float32.
 //           Forward pass (`both` is 0): states [N P, H, K, V] and decays [N P, H, 2, K] float32, read by
-//           scan_segments.cu: the summary of each segment; the second row of decays is 1.
-//           Backward pass: states [2, N P, H, K, V] and decays [2, N P, H, K], read by scan_both_ways.cu. For each
-//           direction in time, a segment's summary is at the index of the segment after it in that direction, which
-//           starts from it; the first segment has `initial` or `dht`, and the last summary is not computed
+//           scan_segments.cu, which multiplies both rows of decays: the second row is 1 here.
+//           Backward pass: states [2, N P, H, K, V] and decays [2, N P, H, K], read by scan_both_ways.cu; index 0 is
+//           forwards in time, 1 backwards. In each direction a segment's decay has the segment's own index, but its
+//           state (or dS) has the index of the next segment in that direction, which starts from it. The first segment
+//           has `initial` (or dht) at its index and starts from it; of the last one nothing is computed
 // grid      a warp for every 64 / D heads of all computed segments, directions slowest; a lane has two columns of a
 //           head's state
 // smem      for each warp: two stages, each of a step of 8 tokens; the decays of one step
@@ -29,7 +30,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 both;                // whether both directions in time are computed, of all segments
-  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows are multiples
+  i64 bytes;               // of a copy: the largest of 16, 8, 4 and 2 that divides every row's address and length
 };
 
 template <typename T, typename G, int D> struct Shared {
@@ -42,6 +43,8 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
+// The launch bounds: as many blocks share a multiprocessor's registers as the host counts on (GatedSmall.resident),
+// fewer where a thread needs more registers, that is for heads of 16 and for float32 gates.
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
@@ -51,34 +54,37 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
   const LaneCoord<LANES> coord;
-  const u32 half = args.both ? gridDim.x / 2 : gridDim.x;
-  const bool backwards = blockIdx.x >= half;
-  Work work = work_of(shape, ((blockIdx.x - backwards * half) * WARPS + warp) * Inputs::HEADS + coord.head,
+  const u32 direction_blocks = args.both ? gridDim.x / 2 : gridDim.x;
+  const bool backwards = blockIdx.x >= direction_blocks;
+  Work work = work_of(shape, ((blockIdx.x - backwards * direction_blocks) * WARPS + warp) * Inputs::HEADS + coord.head,
                       u32(args.segments), u32(args.computed));
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane,
             P = int(args.segments);
   const int segment = backwards ? P - 1 - int(work.n % P) : int(work.n % P);  // of its sequence, in the direction
-  const i64 size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
+  // slot: the index of the segment's head in states and decays, of all B count = N P segments of the direction.
+  const i64 state_size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
 
-  float S[D][2] = {}, total_decay[2] = {1.f, 1.f};  // total_decay: of channels 2 lane and 2 lane + 1
+  // S: backwards in time, dS. total_decay: of channels 2 lane and 2 lane + 1.
+  float S[D][2] = {}, total_decay[2] = {1.f, 1.f};
   // Calls f(number, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
   const auto each_number = [&](auto f) {
 #pragma unroll
     for (int c = 0; c < D; ++c)
 #pragma unroll
-      for (int x = 0; x < 2; ++x)
-        if (work.n >= 0 && c < K && column + x < V) f(S[c][x], c * V + column + x);
+      for (int j = 0; j < 2; ++j)
+        if (work.n >= 0 && c < K && column + j < V) f(S[c][j], c * V + column + j);
   };
   if (args.both && segment == 0) {  // the first segment starts from `initial` or `dht`, which is stored as its start
     const float* given = backwards ? args.dht : args.initial;
-    each_number([&](float& x, int place) {
-      if (given) x = given[(work.n / P * shape.H + work.h) * size + place];
-      args.states[slot * size + place] = x;
+    each_number([&](float& number, int index) {
+      if (given) number = given[(work.n / P * shape.H + work.h) * state_size + index];
+      args.states[slot * state_size + index] = number;
     });
   }
-  if (args.both && segment == P - 1) work.n = -1, work.tokens = 0;  // the last segment's summary is not computed
+  // The last segment's summary is not needed: its head has no tokens, and stores nothing as its n is -1.
+  if (args.both && segment == P - 1) work.n = -1, work.tokens = 0;
 
-  const auto& tiles = s.stages[0];
+  const auto& tiles = s.stages[0];  // either stage: lane_rows takes the types of tiles alone
   const auto x_rows = lane_rows(tiles.x, backwards ? args.q : args.k, work, coord.lane);
   const auto y_rows = lane_rows(tiles.y, backwards ? args.do_ : args.v, work, coord.lane);
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
@@ -91,8 +97,9 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     fetch(to.g, g_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
     cp_async_commit();
   };
+  // Tokens past the end of a head's segment are zeros, their gates too: they add nothing, and their decay is 1.
   const float scale = backwards ? float(args.scale) : 1.f;
-  // Whether a token is added before its gate decays the sum.
+  // Whether a token's product is added before its gate decays the sum.
   const bool write_before_decay = backwards && !ReadOrder::reads_before_write;
   if (longest) fetch_step(0);
 #pragma unroll 1
@@ -122,8 +129,8 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     }
     __syncwarp();  // the step has been read: its stage may be filled again
   }
-  const i64 next = args.both ? slot + (backwards ? -shape.H : shape.H) : slot;
-  each_number([&](float& x, int place) { args.states[next * size + place] = x; });
+  const i64 state_slot = args.both ? slot + (backwards ? -shape.H : shape.H) : slot;  // both: the next segment's
+  each_number([&](float& number, int index) { args.states[state_slot * state_size + index] = number; });
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if (work.n < 0 || column + j >= K) continue;
