@@ -4,35 +4,50 @@
 //           Decays are products of e^g: D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_i from i + 1 to
 //           its end. M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  R = (I + M diag(beta))^-1
 //           Z_j = sum_i R_ij beta_i L_i k_i;  X_j = v_j - E_j S^T k_j;  S <- E_32 S + Z^T X
-//           e = R X: v_j minus what token j reads of its key.  With F_ij = do_i . e_j and G_ij = -dv_i . e_j:
+//           e = R X: e_j is v_j minus what key j reads from the state just before token j
+//           With F_ij = do_i . e_j and G_ij = -dv_i . e_j:
 //           H_ij = scale D_ij beta_j F_ij, j <= i;  P_ij = D_ij beta_j G_ij, j < i
 //           dq_i = scale E_i S do_i + sum_j H_ij k_j
 //           dk_i = -E_i S dv_i + beta_i L_i dS e_i + sum_j (P_ij + P_ji) k_j + sum_j H_ji q_j
-//           dbeta_j = L_j k_j . dS e_j + sum_i A_ij F_ij + M_ij G_ij
+//           dbeta_j = L_j k_j . dS e_j + sum_i (A_ij F_ij + M_ij G_ij)
 //           dg_t adds up all terms that gate t multiplies: of S with queries and keys i >= t, of dS with the keys
 //           j < t, beta_j (A_ij F_ij + M_ij G_ij) of pairs j < t <= i, and <S, dS>, the sum of all S dS, times the
 //           chunk's decay. No sum is a difference of two larger ones, nothing is divided by a decay or by beta
-// shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; state_gradients:
-//           dS [BV, BK], transposed, for every chunk (`WorkTile::chunk`) and head. If heads of values share a head of
-//           queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: gradients of q and k after the
-//           division by their lengths, for sum_parts.cu
+// shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; args.shape.H is
+//           HV. state_gradients: dS [BV, BK], transposed, for every chunk (`WorkTile::chunk`) and head of v. If heads
+//           of v share a head of q, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: each head's
+//           gradients with respect to q and k, or to the normalized q and k if args.normalized; sum_parts.cu adds them
 // grid      a block for every (sequence, head of v), sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
 //           Gradients: a warpgroup makes M of chunk n + 2, Z of chunk n + 1, and gradients of chunk n; warps 0 and 1
 //           have the rows of queries, warps 2 and 3 those of keys. In a last warpgroup warp 0 copies chunks, warp 1
 //           computes decays, and warps 2 and 3 invert I + M diag(beta) of even and odd chunks
-// smem      Stage: a chunk's queries and keys, and its matrices. Shared: values, gradients and states
-// barriers  by stage: full: queries and keys have arrived; then complete: decays_ready: D and gates; scores_ready: M;
-//           inverse_ready: R; operands_ready: Z; outputs_ready: dq and dk, and all of the stage and of values has been
-//           read. By chunk: values_full: v has arrived; residuals_ready: e, and Z has been read; of every chunk:
-//           tokens_full: do and dv have arrived; state_gradient_full: dS has; gradients_read: both have been read;
-//           states_ready: S is in shared memory; states_read: it has been read. Named 1, of the gradients' warpgroup:
-//           terms, H and P are in shared memory | all products that read queries and keys have ended
-// numerics  products of T are summed in float32. S, dS, X, Z, and do and dv as they came, are of T, and so is e beside
-//           dS; beside do and dv, e is the sum of two T, as R, H and P are. R by substitution in float32
-//           within 16 tokens; a decay is a product of the decays of the tokens in between, never a quotient
+// smem      GradientStage: a chunk's queries and keys, and its matrices. Shared: stages, v and e, do and dv, S and dS
+// barriers  What is complete: who arrives -> who waits. By stage:
+//             full: q and k have been copied: copies -> decays, gradients, consumers
+//             decays_ready: D and gates: decays -> gradients, consumers
+//             scores_ready: M: gradients -> inverses
+//             inverse_ready: R: inverses -> gradients
+//             operands_ready: Z (and R, from which it is made): gradients -> consumers
+//             outputs_ready: dq and dk; the stage, its gates and v's slot have been read: gradients -> copies, decays
+//           By slot of v, two slots:
+//             values_full: v has been copied: copies -> consumers
+//             residuals_ready: e; Z and R have been read: consumers -> gradients
+//           One place each, used by every chunk:
+//             tokens_full: do and dv have been copied: copies -> gradients
+//             state_gradient_full: dS has been copied: copies -> gradients
+//             gradients_read: do, dv and dS have been read: gradients -> copies
+//             states_ready: S: consumers -> gradients
+//             states_read: S has been read: gradients -> consumers
+//           Named barrier 1 joins the gradients' warpgroup, twice a chunk: terms, H and P are in shared memory | all
+//           products that read queries and keys have ended
+// numerics  products of T are summed in float32. S, dS, X, Z, do and dv are of T. R, H and P are split: sums of two T,
+//           a rounded value and its rounding error. e is split in products with do and dv, and rounded to T in the
+//           product dS e. R's diagonal blocks of 16 tokens come from substitution in float32, its other block from
+//           products of split matrices. A decay is a product of the decays of the tokens in between, never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
-// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, V a multiple of 8; BK, BV of 64, 128; rows start on 16 bytes
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV; BK, BV of 64, 128; K and V multiples of 8, since tensor maps
+//           describe rows of whole 16 bytes
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
@@ -43,21 +58,24 @@ template <typename T> struct Args {
   Rows<T> dq_rows, dk_rows;
   Rows<const void> g, beta;  // no gate: null
   Rows<float> dbeta, dg;     // dg: null without gates
-  const float* initial;      // [N, HV, K, V]; null: zeros
+  const float* initial;      // S before each of N sequences, [N, HV, K, V]; null: zeros
   float* parts;              // null if a head of queries has one head of values
-  Shape shape;               // H is the number of value heads
-  i64 group;                 // value heads that share a head of queries and keys
+  Shape shape;               // H is the number of heads of v, HV
+  i64 group;                 // heads of v that share a head of q and k
   i64 state_k, state_v;      // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
   i64 normalized;            // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
   double scale;
 };
 
+// A chunk of q and k, and its matrices; N and N_to_end, the names of scalar_chunks.cuh, stand for R here. A split panel
+// has rounded elements in columns 0 to 31 and their rounding errors in columns 32 to 63. Matrices in a union have the
+// same place, one after the other in time.
 template <typename T, int BK> struct alignas(1024) GradientStage {
   using Element = T;
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, overwritten by dq; rows 32 to 63: keys, by dk
   union {
-    float minus_beta_M[CHUNK][32];  // of -M diag(beta): see `store_scores`
+    float minus_beta_M[CHUNK][32];  // blocks of -M diag(beta), as `store_scores` of scalar_chunks.cuh places them
     Panel<T> Z[BK / 64];
   };
   union {
@@ -71,26 +89,29 @@ template <typename T, int BK> struct alignas(1024) GradientStage {
   float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
 };
 
-struct alignas(16) TokenGates : Gates {  // its key_end_factors include beta
-  float key_to_end[CHUNK];               // those factors without beta
-  float query_inverse[CHUNK];            // 1 / |q|; only if args.normalized
+// Factors of a chunk's tokens. Of Gates (scalar_chunks.cuh), with |q| and |k| replaced by 1 if not args.normalized:
+// query_factors = scale / |q|, key_factors = 1 / |k|; query_start_factors and key_start_factors: these times E_i;
+// key_end_factors = beta_i L_i / |k|, which has no beta in the other passes; beta; chunk_decay = E_32.
+struct alignas(16) TokenGates : Gates {
+  float key_to_end[CHUNK];     // L_i / |k|
+  float query_inverse[CHUNK];  // 1 / |q|; only if args.normalized
 };
 
 template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
-  static constexpr Pass PASS = BACKWARD_TOKENS;
+  static constexpr Pass PASS = BACKWARD_TOKENS;  // chooses among the matrices of scalar_chunks.cuh
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3;
   GradientStage<T, BK> stages[STAGES];
-  T values[2][BV / 64][2 * CHUNK][64];  // rows 32 to 63: v, overwritten by e; rows 0 to 31: e's rounding errors
+  T values[2][BV / 64][2 * CHUNK][64];  // two slots. Rows 32 to 63: v, overwritten by e; rows 0 to 31: errors of e
   T gradients[BV / 64][2 * CHUNK][64];  // rows 0 to 31: do; rows 32 to 63: dv
   T states[BK / 64][BV][64], state_gradient[BK / 64][BV][64];  // S and dS, transposed
   TokenGates gates[STAGES];
-  Upcoming upcoming;
-  float pair_terms[4][CHUNK];  // of dg, from pairs of a warp's rows
-  float beta_terms[4][CHUNK];  // of dbeta, likewise
-  float read_terms[2][CHUNK];  // q . dq and k . dk, of what S gives
-  float write_terms[CHUNK];    // k . dk / beta, of what dS gives
-  float state_dots[4];         // <S, dS> over a warp's columns
+  Upcoming upcoming;           // decays and betas of the next chunks, for the warp that computes decays
+  float pair_terms[4][CHUNK];  // by warp: terms of dg from the pairs of the warp's 16 rows
+  float beta_terms[4][CHUNK];  // by warp: terms of dbeta from the same pairs
+  float read_terms[2][CHUNK];  // q_i . (scale E_i S do_i), and k_i . (-E_i S dv_i)
+  float write_terms[CHUNK];    // L_i k_i . dS e_i
+  float state_dots[4];         // by warp: <S, dS> over the warp's columns
   Barrier full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES], operands_ready[STAGES],
       outputs_ready[STAGES];
   Barrier values_full[2], residuals_ready[2];
@@ -99,40 +120,41 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
 
-// Calls f(rows 0 to 31, rows 32 to 63, first column) for each panel of `pairs`, whose rows are two tiles of 32 tokens.
+// Calls f(upper, lower, column) for each panel of `tile`: rows 0 to 31, rows 32 to 63, and the panel's first column of
+// the array in memory. Each half has a chunk of its own array: of q and k, or of do and dv.
 template <typename T, int PANELS, class F>
-__device__ __forceinline__ void each_half(T (&pairs)[PANELS][2 * CHUNK][64], F f) {
+__device__ __forceinline__ void each_panel(T (&tile)[PANELS][2 * CHUNK][64], F f) {
   for (int panel = 0; panel < PANELS; ++panel) {
-    auto& halves = *reinterpret_cast<Panel<T>(*)[2][1]>(&pairs[panel]);
+    auto& halves = *reinterpret_cast<Panel<T>(*)[2][1]>(&tile[panel]);
     f(halves[0], halves[1], 64 * panel);
   }
 }
 
-// Fills stages with q and k, `values` with v, and `gradients` and `state_gradient`; stores dq and dk.
+// Copies q and k to stages, v to `values`, do and dv to `gradients`, dS to `state_gradient`; stores dq and dk.
 template <class S>
-__device__ __forceinline__ void move_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work) {
+__device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   WorkTile keys = work;
   keys.head /= int(args.group);
   const auto fetch_keys = [&](int token, int stage) {
     if (token < work.tokens)
       fetch_chunk(s.full[stage], keys, token, [&](auto f) {
-        each_half(s.stages[stage].queries_keys, [&](auto& query, auto& key, int channel) {
+        each_panel(s.stages[stage].queries_keys, [&](auto& query, auto& key, int channel) {
           f(query, args.q, args.q_rows, args.shape.K, channel), f(key, args.k, args.k_rows, args.shape.K, channel);
         });
       });
   };
   const auto fetch_values = [&](int token) {
-    const int half = token / CHUNK & 1;
+    const int slot = token / CHUNK & 1;
     if (token < work.tokens)
-      fetch_chunk(s.values_full[half], work, token, [&](auto f) {
-        each_half(s.values[half],
-                  [&](auto&, auto& value, int column) { f(value, args.v, args.v_rows, args.shape.V, column); });
+      fetch_chunk(s.values_full[slot], work, token, [&](auto f) {
+        each_panel(s.values[slot],
+                   [&](auto&, auto& value, int column) { f(value, args.v, args.v_rows, args.shape.V, column); });
       });
   };
   const auto fetch_gradients = [&](int token) {
     if (token >= work.tokens) return;
     fetch_chunk(s.tokens_full, work, token, [&](auto f) {
-      each_half(s.gradients, [&](auto& do_, auto& dv, int column) {
+      each_panel(s.gradients, [&](auto& do_, auto& dv, int column) {
         f(do_, args.do_, args.do_rows, args.shape.V, column), f(dv, args.dv, args.dv_rows, args.shape.V, column);
       });
     });
@@ -156,7 +178,7 @@ __device__ __forceinline__ void move_gradients(S& s, const Args<typename S::T>& 
     fence_async();  // orders what other warps have read and written before the copies that overwrite it
     if (!args.parts)
       store_chunk(work, token, [&](auto f) {
-        each_half(s.stages[ring.stage].queries_keys, [&](auto& dq, auto& dk, int channel) {
+        each_panel(s.stages[ring.stage].queries_keys, [&](auto& dq, auto& dk, int channel) {
           f(dq, args.dq, args.dq_rows, args.shape.K, channel), f(dk, args.dk, args.dk_rows, args.shape.K, channel);
         });
       });
@@ -180,7 +202,8 @@ __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
   return x[0];
 }
 
-// Starts d[64 tokens, 64 channels] = tokens [64, BV] states[BV, 64], of panels.
+// Starts the product d[64 rows, 64 channels] = tokens[64 rows, BV] states[BV, 64]. tokens: do above dv, or rounding
+// errors of e above e; states: 64 channels of S or dS, transposed. Both are panels of 64 columns.
 template <typename T, int PANELS>
 __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
                                                        T (&states)[64 * PANELS][64]) {
@@ -203,7 +226,7 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
   }
 }
 
-// Makes Z of a chunk. channel_offset: channel_operand_offset of this lane.
+// Makes Z of a chunk. channel_offset: this lane's channel_operand_offset (scalar_chunks.cuh).
 template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::STAGES>& ring, int channel_offset) {
   using T = typename S::T;
   auto& in = s.stages[ring.stage];
@@ -224,8 +247,9 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
   warp_arrive(s.operands_ready[ring.stage]);
 }
 
-// Stores H (warps 0 and 1, rows of queries) or P (warps 2 and 3, of keys) of a warp's 16 rows, and these rows' terms of
-// dg and dbeta for each key. products: F or -G; scores: q . k or k . k, which still lack decays.
+// Stores a warp's 16 rows of H (warps 0 and 1, rows are queries) or P (warps 2 and 3, rows are keys), and the terms of
+// dg and dbeta that these rows' pairs have for each token. products: F or -G; scores: q . k or k . k, without decays.
+// left_offset: this lane's left_operand_offset (scalar_chunks.cuh).
 template <class S>
 __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& products, const Values& scores, int lane,
                                             int warp, int left_offset) {
@@ -269,9 +293,9 @@ __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& produ
     }
   }
   store_split<T, 2>(has_keys ? in.P : in.H, shifted_offset(left_offset, first_row, 0), matrix);
-  const int column = g / 2 * 8 + 2 * t + g % 2;
-  s.pair_terms[warp][column] = sum_of_rows(pair_terms, lane);
-  s.beta_terms[warp][column] = sum_of_rows(beta_terms, lane);
+  const int token = g / 2 * 8 + 2 * t + g % 2;  // the one whose sums sum_of_rows returns to this lane
+  s.pair_terms[warp][token] = sum_of_rows(pair_terms, lane);
+  s.beta_terms[warp][token] = sum_of_rows(beta_terms, lane);
 }
 
 // Stores dbeta (warp 0) and dg (warp 1) of a chunk.
@@ -293,9 +317,10 @@ __device__ __forceinline__ void store_token_gradients(const S& s, const Args<typ
   if (inside) *args.dg.row(work.batch, work.head, work.start + token + lane) = fmaf(gates.chunk_decay, dot, sum);
 }
 
-// Stores d, a warp's 16 rows of dq (warps 0 and 1) or dk, to shared memory, or to `parts`. If queries and keys x are
-// normalized, d is the gradient of x / |x| divided by |x|: the gradient of x lacks its part along x. `parts` get the
-// gradient of x / |x|, since sum_parts.cu does both after it has summed.
+// Stores d, a warp's 16 rows of dq (warps 0 and 1) or of dk (warps 2 and 3): to shared memory, over q and k, or to
+// `parts`. If args.normalized, d is the gradient with respect to x / |x|, x a query or key, divided by |x|: the
+// gradient with respect to x is d without its component along x. `parts` get the gradient with respect to x / |x|,
+// since sum_parts.cu divides by |x| and removes that component after it has summed.
 template <class S>
 __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work, int token,
                                                 int stage, float (&d)[S::BK / 64][32], int lane, int warp,
@@ -313,7 +338,7 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
       for (int p = 0; p < PANELS; ++p)
 #pragma unroll
         for (int i = 0; i < 32; ++i) d[p][i] *= length[i / 2 % 2];
-    } else {  // removes the part of each row along x
+    } else {  // removes each row's component along x
       float dots[2] = {};
 #pragma unroll
       for (int p = 0; p < PANELS; ++p)
@@ -329,18 +354,19 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
     }
   }
   if (args.parts) {
-    const i64 head = ((warp / 2 * args.shape.B + work.batch) * args.shape.H + work.head) * args.shape.T;
+    // The row of `parts` that has this head's token 0, of gradients of q or of k.
+    const i64 head_row = ((warp / 2 * args.shape.B + work.batch) * args.shape.H + work.head) * args.shape.T;
     const int channel = 2 * (lane % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = token + first_row + 8 * h;
-      float* const to = args.parts + (head + work.start + row) * args.shape.K;
+      float* const to = args.parts + (head_row + work.start + row) * args.shape.K;
       if (row < work.tokens)
 #pragma unroll
         for (int p = 0; p < PANELS; ++p)
 #pragma unroll
           for (int n = 0; n < 8; ++n)
-            if (64 * p + 8 * n < args.shape.K)
+            if (64 * p + 8 * n < args.shape.K)  // K is a multiple of 8
               *reinterpret_cast<float2*>(to + 64 * p + 8 * n + channel) = {d[p][4 * n + 2 * h],
                                                                            d[p][4 * n + 2 * h + 1]};
     }
@@ -357,8 +383,8 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
     }
 }
 
-// Goes over the chunks, by a warpgroup: M of chunk n + 2, Z of chunk n + 1, and dq, dk, dbeta and dg of chunk n. Warps
-// 0 and 1 have 16 queries each, warps 2 and 3 16 keys.
+// The gradients' warpgroup. For each chunk n it makes M of chunk n + 2, Z of chunk n + 1, and dq, dk, dbeta and dg of
+// chunk n. Warps 0 and 1 have 16 queries each, warps 2 and 3 have 16 keys each.
 template <class S>
 __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
@@ -381,7 +407,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     auto& in = s.stages[ring.stage];
     auto& values = s.values[values_ring.stage];
     const TokenGates& gates = s.gates[ring.stage];
-    float d[PANELS][32];  // the warp's rows of dq or dk; first S do or S dv
+    float d[PANELS][32];  // the warp's rows of dq or dk; at first S do or S dv
     barrier_wait(s.tokens_full, parity);
     barrier_wait(s.states_ready, parity);
     wgmma_fence();
@@ -435,11 +461,12 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
       wgmma_fence();
       start_scores(scores, in);
 #pragma unroll
-      for (int part = 0; part < 2; ++part)  // rounding errors, then rounded residuals
+      for (int rounded = 0; rounded < 2; ++rounded)  // rounding errors of e (rows 0 to 31), then e rounded
 #pragma unroll
         for (int c = 0; c < 4 * V_PANELS; ++c) {
           const int offset = c / 4 * int(sizeof values[0] / 16) + c % 4 * 2;
-          wgmma<T, CHUNK, false>(products, rows + offset, residuals + offset + part * (CHUNK * 128 / 16), part || c);
+          wgmma<T, CHUNK, false>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
+                                 rounded || c);
         }
       wgmma_commit();
       wgmma_wait<0>();
@@ -475,23 +502,25 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     barrier_sync(1, OPERAND_THREADS);  // terms, H and P are in shared memory
     store_token_gradients(s, args, work, token, gates, lane, warp);
     {
-      // Left operands: of rows of queries H, for keys; of rows of keys P + P^T, for keys, and H^T, for queries.
-      // [tokens from 0 or 16 on][rounded elements or errors]
+      // Left operands. Warps of queries multiply keys by H. Warps of keys multiply keys by P + P^T, and queries by H^T;
+      // warps of queries multiply queries by 0. Indices: [tokens from 0 or from 16 on][rounded elements, or errors].
       u32 for_keys[2][2][4], for_queries[2][2][4];
 #pragma unroll
       for (int c = 0; c < 2; ++c)
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
+        for (int errors = 0; errors < 2; ++errors) {
           auto& left = has_keys ? in.P : in.H;
-          ldmatrix_x4(for_keys[c][part], at_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * part)));
-          u32 turned[4];
-          ldmatrix_x4_trans(turned, at_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * part)));
-          ldmatrix_x4_trans(for_queries[c][part],
-                            at_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * part)));
+          ldmatrix_x4(for_keys[c][errors],
+                      at_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * errors)));
+          u32 transposed_P[4];
+          ldmatrix_x4_trans(transposed_P,
+                            at_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
+          ldmatrix_x4_trans(for_queries[c][errors],
+                            at_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            for_keys[c][part][m] |= has_keys ? turned[m] : 0;  // one of both is +0
-            for_queries[c][part][m] = has_keys ? for_queries[c][part][m] : 0;
+            for_keys[c][errors][m] |= has_keys ? transposed_P[m] : 0;  // P_ij or P_ji is +0
+            for_queries[c][errors][m] = has_keys ? for_queries[c][errors][m] : 0;
           }
         }
       const u64 rows = wgmma_tile(in.queries_keys, 16, 1024);
@@ -499,12 +528,12 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 #pragma unroll
       for (int p = 0; p < PANELS; ++p)
 #pragma unroll
-        for (int part = 1; part >= 0; --part)
+        for (int errors = 1; errors >= 0; --errors)  // the small products first
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const u64 queries = rows + p * (sizeof in.queries_keys[0] / 16) + c * (16 * 128 / 16);
-            wgmma<T, 64, true>(d[p], for_keys[c][part], queries + CHUNK * 128 / 16, true);
-            wgmma<T, 64, true>(d[p], for_queries[c][part], queries, true);
+            wgmma<T, 64, true>(d[p], for_keys[c][errors], queries + CHUNK * 128 / 16, true);
+            wgmma<T, 64, true>(d[p], for_queries[c][errors], queries, true);
           }
       wgmma_commit();
       wgmma_wait<0>();
@@ -520,7 +549,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A warpgroup with 64 columns of V: X, e and the state S, transposed in registers, of each chunk.
+// A consumer warpgroup, which has 64 columns of V: computes X, e and S of each chunk, S transposed in registers.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
@@ -587,7 +616,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const WorkTile work = work_tile(args.shape, blockIdx.x);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {  // run_roles initialises the barriers of stages, and values_full
     for (Barrier& ready : s.residuals_ready) barrier_init(ready, CONSUMERS<BV>);
     barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
     barrier_init(s.states_ready, CONSUMERS<BV>), barrier_init(s.states_read, OPERAND_THREADS);
@@ -595,5 +624,5 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
   }
   run_roles(
       s, args, work, [&] { consume(s, args, work); }, [&] { compute_gradients(s, args, work); },
-      [&] { move_gradients(s, args, work); });
+      [&] { copy_chunks(s, args, work); });
 }
