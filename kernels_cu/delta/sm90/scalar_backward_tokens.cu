@@ -434,7 +434,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(d[p]);
-    barrier_arrive(s.states_read);
+    warp_arrive(s.states_read);
     {
       const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
       const float factor[2] = {has_keys ? -factors[row] : factors[row],
@@ -583,7 +583,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     for (int c = 0; c < BK / 16; ++c)
       stmatrix_x4(at_offset(s.states[c / 4], shifted_offset(own_offset, 0, c % 4 * 16)), rounded_state[c]);
     fence_async();
-    barrier_arrive(s.states_ready);
+    warp_arrive(s.states_ready);
     barrier_wait(s.values_full[values_ring.stage], values_ring.parity);
     load_transposed(v, values + CHUNK, channel_offset);
     barrier_wait(s.decays_ready[ring.stage], ring.parity);
@@ -619,8 +619,8 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
   if (threadIdx.x == 0) {  // run_roles initialises the barriers of stages, and values_full
     for (Barrier& ready : s.residuals_ready) barrier_init(ready, CONSUMERS<BV>);
     barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
-    barrier_init(s.states_ready, CONSUMERS<BV>), barrier_init(s.states_read, OPERAND_THREADS);
-    barrier_init(s.gradients_read, OPERAND_THREADS / 32);  // warps
+    barrier_init(s.states_ready, CONSUMERS<BV> / 32), barrier_init(s.states_read, OPERAND_THREADS / 32);  // warps
+    barrier_init(s.gradients_read, OPERAND_THREADS / 32);
   }
   run_roles(
       s, args, work, [&] { consume(s, args, work); }, [&] { compute_gradients(s, args, work); },

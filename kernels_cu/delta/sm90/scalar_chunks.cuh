@@ -95,9 +95,9 @@ template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded
   return pack<T>(x - values.x, y - values.y);
 }
 
-// One lane arrives for its warp: at barriers behind which only wgmma and copies of boxes use what the warp has read and
-// written. At all others each lane arrives, since racecheck orders a lane's own loads and stores by that lane's own
-// arrival alone.
+// One lane arrives for its warp: at barriers behind which wgmma, matrix instructions or copies of boxes use what the
+// warp has read and written. Where loads, stores or copies by threads do, each lane arrives, since racecheck orders
+// what a lane has done by that lane's own arrival alone.
 __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
