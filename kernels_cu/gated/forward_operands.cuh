@@ -1,11 +1,16 @@
 // what      Decayed queries and keys of a chunk, the operands of the gated forward kernels for every GPU architecture.
 // math      S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t; in RWKV-6 o_t reads S before the write of
-//           k_t. A chunk (32 or 16 tokens) has sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a
-//           query and an earlier key is a product of q times the decay since a border and k times the decay up to it:
-//           in one sub-chunk the border is the sub-chunk's middle (tile `middle_q`, `middle_k`; where the token is on
-//           the other side of the middle, its operand is divided by the decay); between sub-chunks of one half of the
-//           chunk it is the later sub-chunk's start, between the halves it is the chunk's middle (tile `border`). For
-//           the product with S, queries are decayed from the chunk's start, and keys to its end (state_q, state_k).
+//           k_t. A chunk of 32 tokens has two halves of 16, a chunk of 16 (if operands are floats) is one half. A
+//           half has two sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a query and an earlier
+//           key is a product of q times the decay since a border and k times the decay up to it: in one sub-chunk the
+//           border is the sub-chunk's middle (tiles `middle_q`, `middle_k`; where the token is on the other side of the
+//           middle, its operand is divided by the decay); between sub-chunks of one half it is the later sub-chunk's
+//           start, between the halves it is the chunk's middle (tile `border`). For the product with S, queries are
+//           decayed from the chunk's start, and keys to its end (state_q, state_k).
+// barriers  of the callers, as in gated/forward.cu. For each chunk: fetch_chunk_gates; every thread waits for its own
+//           copies; store_span_decays; a barrier: q, k and span_decays are in shared memory, and `grows` is the OR of
+//           what store_span_decays returned to the block's threads; make_operands for each of the warp's shares; a
+//           barrier: the operands and the chunk's decay are in shared memory
 // numerics  Decays are e^(sum of at most four adjacent gates) and products of these, never quotients or differences of
 //           longer sums, so a reset (a gate of -inf) gives an exact 0. Only operands about a sub-chunk's middle divide:
 //           by decays that are clamped to at least e^-20 a token, so a reset keeps e^-20 within its sub-chunk. A score
@@ -15,7 +20,8 @@
 //           in RWKV-6 of a query and the key before it in its span
 //
 // A warp has whole spans, a lane LANE_CHANNELS channels of all tokens of a span: so products over tokens need no
-// shuffles.
+// shuffles. BK: the channels of a tile. Shared, Schedule, CHUNK, MiddleOf: forward_storage.cuh; `stage` is the chunk's
+// index in s.q and s.k. Piece, Spot, PairedSpot, OperandOf: forward_tiles.cuh.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
@@ -29,7 +35,7 @@ template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int SPANS_AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / SPANS_AT_ONCE;
   static constexpr int CHANNEL_PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, LANE_CHANNELS = BK / LANES / CHANNEL_PARTS;
   static constexpr int SHARES_PER_WARP = (SPANS * CHANNEL_PARTS + SPANS_AT_ONCE * WARPS - 1) / (SPANS_AT_ONCE * WARPS);
-  static_assert(SPANS_AT_ONCE == 1 || WARPS % 2 == 0);
+  static_assert(SPANS_AT_ONCE == 1 || (WARPS % 2 == 0 && SHARES_PER_WARP == 1));
   int span, channel_part, channel;
   __device__ __forceinline__ WarpShare(int n) {
     const int thread = opaque(threadIdx.x), lane = thread & 31;  // opaque: computed again, not held in registers
@@ -41,12 +47,13 @@ template <typename T, int BK, int WARPS> struct WarpShare {
   __device__ __forceinline__ int row(int i) const { return span * SPAN + i; }
 };
 
-// Gates of SPAN tokens and LANE_CHANNELS channels; 0 after the sequence's end and beyond K.
+// A lane's gates of a span in registers; 0 after the sequence's end and beyond K.
 template <int LANE_CHANNELS, typename G> using Gates = Piece<LANE_CHANNELS, G>[SPAN];
 
-// Starts copying this lane's gates of a span to shared memory. No other lane reads these gates, so that each lane waits
-// for its own copies only. rows, channels: how many of the span's rows exist, and of the channels from the lane's
-// first.
+// Starts copying this lane's gates of a span from `from` in memory, of the span's first token and the lane's first
+// channel, to the tile `gates` in shared memory. No other lane reads these gates, so that each lane waits for its own
+// copies only. rows, channels: how many rows from the span's first on exist, and channels from the lane's first on; 0
+// or less: none. Of the lane's channels all exist or none, since rows are multiples of the copies' size.
 template <int BK, class WarpShare, typename G>
 __device__ __forceinline__ void fetch_gates(G* gates, const WarpShare& coord, const G* from, i64 stride, int rows,
                                             int channels) {
@@ -57,7 +64,8 @@ __device__ __forceinline__ void fetch_gates(G* gates, const WarpShare& coord, co
     from += stride;
   }
 }
-// fetch_gates for rows that are not aligned: copies one gate after the other. Rarely called, therefore not inline.
+// fetch_gates for rows that do not allow copies of LANE_CHANNELS gates: copies one gate after the other. `gates`: the
+// lane's place in the tile. Rarely called, therefore not inline.
 template <int BK, int LANE_CHANNELS, typename G>
 __device__ __noinline__ void fetch_unaligned_gates(G* gates, const G* from, i64 stride, int rows, int channels) {
 #pragma unroll 1
@@ -66,7 +74,7 @@ __device__ __noinline__ void fetch_unaligned_gates(G* gates, const G* from, i64 
     gates[i * BK + c] = i < rows && c < channels ? from[i * stride + c] : from_float<G>(0.f);
   }
 }
-// Loads the gates that this lane has copied.
+// Loads the gates that this lane has copied, from the tile `from`.
 template <int BK, class WarpShare, typename G>
 __device__ __forceinline__ void load_gates(Gates<WarpShare::LANE_CHANNELS, G>& gates, const G* from,
                                            const WarpShare& coord) {
@@ -87,8 +95,8 @@ __device__ __forceinline__ void compute_span_decay(float (&decay)[LANE_CHANNELS]
   }
 }
 
-// Whether a gate is above GROWTH, or NaN: operands about a middle would overflow, or would not pass a NaN on to tokens
-// on the other side of the middle.
+// Whether a gate is above GROWTH, or NaN. Operands about a middle would overflow; and they would lose the NaN, since
+// their decays are clamped by fmaxf. at_least keeps a NaN, and so !(NaN <= GROWTH) is true.
 template <int LANE_CHANNELS, typename G>
 __device__ __forceinline__ bool any_gate_too_large(const Gates<LANE_CHANNELS, G>& gates) {
   float largest = gates[0].get(0);
@@ -109,7 +117,7 @@ __device__ __forceinline__ bool any_gate_too_large(const Gates<LANE_CHANNELS, G>
 // The decay e^g of each of a lane's tokens and channels. kept_in_registers: store_span_decays computes them and
 // make_operands uses them; otherwise make_operands computes them itself.
 template <class WarpShare> struct TokenDecays {
-  static constexpr bool kept_in_registers = WarpShare::SPANS_AT_ONCE == 2;
+  static constexpr bool kept_in_registers = WarpShare::SPANS_AT_ONCE == 2;  // the warp then has one share
   float token[SPAN][WarpShare::LANE_CHANNELS];
 
   template <typename G> __device__ __forceinline__ void compute(const Gates<WarpShare::LANE_CHANNELS, G>& gates) {
@@ -129,9 +137,9 @@ __device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& c
   piece.store(&row[coord.channel]);
 }
 
-// The decay over the other half of the chunk, 16 of 32 tokens, in which the span does not lie. Computed once if a warp
-// has spans of both halves at once, since BorderDecays would diverge: its branches would be executed one after the
-// other. Not used if a gate is too large: then the order of multiplications decides whether a product overflows.
+// The decay over the half of the chunk in which the span does not lie. Computed once if a warp has spans of both halves
+// at once, since BorderDecays would diverge: its branches would be executed one after the other. Not used if a gate is
+// too large: then the order of multiplications decides whether a product overflows.
 template <class WarpShare> struct OtherHalfDecay {
   static constexpr bool IS_COMPUTED = WarpShare::SPANS == 8 && WarpShare::SPANS_AT_ONCE == 2;
   float decay[WarpShare::LANE_CHANNELS];
@@ -142,7 +150,7 @@ template <class WarpShare> struct OtherHalfDecay {
 #pragma unroll
       for (int n = 0; n < SPANS / 2; ++n) {
         Piece<WarpShare::LANE_CHANNELS, float> next;
-        next.load(&span_decays[(coord.span & 4 ^ 4) + n][coord.channel]);
+        next.load(&span_decays[((coord.span & 4) ^ 4) + n][coord.channel]);
 #pragma unroll
         for (int c = 0; c < WarpShare::LANE_CHANNELS; ++c) decay[c] = n ? decay[c] * next.get(c) : next.get(c);
       }
@@ -168,21 +176,22 @@ template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
         for (int c = 0; c < LANE_CHANNELS; ++c) x[c] *= decay.get(c);
       }
     };
-    // Spans are grouped by 2 (a sub-chunk), 4 (half of a chunk) and 8. Whether this span's group of 2 `count` spans
-    // begins (BEFORE), or ends, `count` spans beyond its group of `count`.
-    const auto is_farther = [&](int count) { return BEFORE == bool(span & count); };
+    // Spans are grouped by 2 (a sub-chunk), 4 (a half of the chunk) and 8 (a chunk). A group of 2 `count` spans has two
+    // parts of `count`. Whether the part without this span lies between the span and the group's start (BEFORE) or end.
+    const auto other_part_between = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) sub_chunk[c] = 1.f;
-    if (is_farther(1)) multiply_spans(sub_chunk, span ^ 1, 1);
+    if (other_part_between(1)) multiply_spans(sub_chunk, span ^ 1, 1);
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) half_chunk[c] = sub_chunk[c];
-    if (is_farther(2)) multiply_spans(half_chunk, (span ^ 2) & ~1, 2);
+    if (other_part_between(2)) multiply_spans(half_chunk, (span ^ 2) & ~1, 2);
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) chunk[c] = half_chunk[c];
     if (OtherHalfDecay<WarpShare>::IS_COMPUTED && !grows) {
 #pragma unroll
-      for (int c = 0; c < LANE_CHANNELS; ++c) chunk[c] = is_farther(4) ? half_chunk[c] * other.decay[c] : half_chunk[c];
-    } else if (SPANS == 8 && is_farther(4)) {
+      for (int c = 0; c < LANE_CHANNELS; ++c)
+        chunk[c] = other_part_between(4) ? half_chunk[c] * other.decay[c] : half_chunk[c];
+    } else if (SPANS == 8 && other_part_between(4)) {
       multiply_spans(chunk, (span ^ 4) & ~3, 4);
     }
   }
@@ -221,8 +230,8 @@ __device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
   for (int c = 0; c < LANE_CHANNELS; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
 }
 
-// Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each 8-row group of a tile; a
-// PairedSpot is that in the layout of state_q.
+// Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each 8-row group of a tile. A
+// PairedSpot is that in the layout of state_q: if it holds floats, each 8 of a row are in the order 0 2 4 6 1 3 5 7.
 template <int BK, class WarpShare, typename T>
 __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&rows)[SPAN], const T* tile,
                                           const WarpShare& coord) {
@@ -231,9 +240,11 @@ __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&r
   for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, coord.span / 2, i);
 }
 
-// Stores a span's rows x, times `factor`, in 8-row group `group` of the tile.
-template <typename T, int PRODUCTS, class Place, typename X, int LANE_CHANNELS>
-__device__ __forceinline__ void store_span(const Place& spot, X* tile, int group, const float (&x)[SPAN][LANE_CHANNELS],
+// Stores a span's rows x, times `factor`, in 8-row group `group` of a tile of Stored (bfloat16 or float). AnySpot: Spot
+// or PairedSpot.
+template <typename T, int PRODUCTS, class AnySpot, typename Stored, int LANE_CHANNELS>
+__device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, int group,
+                                           const float (&x)[SPAN][LANE_CHANNELS],
                                            const float (&factor)[LANE_CHANNELS]) {
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
@@ -245,7 +256,8 @@ __device__ __forceinline__ void store_span(const Place& spot, X* tile, int group
 }
 
 // Stores middle_q and middle_k: queries decayed from, and keys to, the middle of their sub-chunk. AFTER_MIDDLE: the
-// span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are.
+// span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are. The clamp loses a NaN:
+// see any_gate_too_large.
 template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
 __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& coord,
@@ -288,7 +300,8 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
 }
 
 // Stores s.direct, dot products that no gate multiplies: [0] of a token's own query and key (RWKV-6: times u); [1], in
-// RWKV-6, of a query and the key before it in the span. One row for each part of the channels: their sum is the score.
+// RWKV-6, of a query and the key before it in the span (0, and not used, for a span's first token). One row for each
+// part of the channels: their sum is the score.
 template <class ReadOrder, class Shared, typename T, class WarpShare>
 __device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& coord,
                                                     const Piece<WarpShare::LANE_CHANNELS, T> (&q)[SPAN],
@@ -334,7 +347,7 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   const PairedSpot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> paired(coord.row(0), coord.channel);
   Piece<LANE_CHANNELS, T> q[SPAN];
   load_span<BK>(q, s.q[stage], coord);
-  __syncwarp();  // the warp has read its rows: state_q below may be the same memory
+  __syncwarp();  // the warp has read its rows: state_q may be their memory, and a PairedSpot another lane's place
   const BorderDecays<LANE_CHANNELS, true> before(s.span_decays, coord, other, grows);
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
@@ -363,7 +376,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   const Spot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> spot(coord.row(0), coord.channel);
   Piece<LANE_CHANNELS, T> k[SPAN];
   load_span<BK>(k, s.k[stage], coord);
-  __syncwarp();  // the warp has read its rows: state_k below may be the same memory
+  __syncwarp();  // the warp has read its rows: state_k may be their memory
   const BorderDecays<LANE_CHANNELS, false> after(s.span_decays, coord, other, grows);
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
@@ -415,7 +428,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
   decay_keys<PRODUCTS>(s, stage, coord, token_decays, other, grows);
 }
 
-// Stores the decays of the spans whose gates this thread has copied, and computes the token decays if they are held.
+// Stores the decays of the spans whose gates this thread has copied, and computes the token decays if they are kept.
 // Returns whether any_gate_too_large is true of one of its gates.
 template <class WarpShare, int BK, class Shared>
 __device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpShare>& decays) {
@@ -443,14 +456,15 @@ __device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpSha
   return grows;
 }
 
-// Starts copying this thread's gates of a chunk with `rows` tokens. `bytes`: the alignment of the rows of g.
+// Starts copying this thread's gates of a chunk with `rows` tokens, from token `token` on, and of `channels` channels
+// from `first_channel` on. `bytes`: a power of 2 that divides the address and the length of every row of g.
 template <class WarpShare, int BK, typename G>
 __device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>& g, i64 b, i64 h, i64 token, int rows,
-                                                  i64 channel, int channels, int bytes) {
+                                                  i64 first_channel, int channels, int bytes) {
 #pragma unroll
   for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
     const WarpShare coord(n);
-    const G* from = g.row(b, h, token + coord.row(0)) + channel + coord.channel;
+    const G* from = g.row(b, h, token + coord.row(0)) + first_channel + coord.channel;
     const int rows_left = rows - coord.row(0);
     if (!coord.exists()) break;
     if (bytes >= WarpShare::LANE_CHANNELS * int(sizeof(G)))
