@@ -20,8 +20,11 @@
 //           decays (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of
 //           all keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so
 //           that these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
-//           If a log gate g of a warp's channels exceeds GROWTH (1 nat), inverse decays could overflow: then the pairs
-//           within the sub-chunks of its 16 tokens are summed one by one (growth.cuh).
+//           The factors about a middle are bounded where decays are strong: each takes a log gate of less than -20
+//           nats as -20, or RWKV-6's less than -16 as -16, so that inverse decays are finite (decays.cuh). Nothing
+//           bounds them where a state grows. If a log gate g of a warp's 16 channels in a block of 16 tokens exceeds
+//           GROWTH (1 nat), they could leave float32's range: then the pairs within the block's two sub-chunks are
+//           summed one by one (growth.cuh).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels. A lane has the
@@ -34,10 +37,14 @@
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
 //           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
-//           Columns of V may have gates, too (template argument Columns). Then v comes decayed to the chunk's end, do
-//           decayed from its start, and dA is computed by value_gate/backward_scores.cu. GatedTurned computes the
-//           gradients on the values' side with K and V swapped: the host gives do as q, v as k and gv as g, and dk and
-//           dg are then dv and dgv
+//           Columns of V may have gates, too (Columns is Gated; GLA only). Then v comes decayed to the chunk's end, do
+//           decayed from its start, and dA is computed by value_gate/backward_scores.cu.
+//           GatedTurned: the same with keys and values exchanged, for dv and dgv. `Args` then has
+//             q = do, k = v, g = gv; given_do = q, given_v = k, gv = g; shape.K = V, shape.V = K
+//             v = k decayed to the chunk's end, do_ = q decayed from its start, each in columns of K
+//             scores, diagonal = scale q_i . k_j with decays, in the place of dA; decays = those of K's channels
+//             row_growth = of the columns of V, column_growth = of the channels of K
+//             dk = dv, dg = dgv; dq = null: the gradient of do is not wanted. chunk_states is the same memory
 // source    Yang et al., 2024, "Gated Linear Attention Transformers", section 4.4; Peng et al., 2024, "Eagle and
 //           Finch", eq. 18-19
 // limits    none
@@ -84,7 +91,10 @@ template <typename T, typename G, typename E> struct Args {
   double scale;
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes, which the host checks
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
-  // dA [B, heads, NC, 64, 64], without its diagonal, pairs within a sub-chunk times NEAR_SCALE (2^22, backward.cuh)
+
+  // dA [B, heads, NC, 64, 64], without its diagonal, times TF32_CORRECTION_OF_BOTH for the products that read it. Pairs
+  // within a sub-chunk are also times NEAR_SCALE, 2^22: the columns' decays may make such a number e^-20, and factors
+  // of channels about the sub-chunk's middle are as small as e^-70, which would leave float32's range (backward.cuh).
   const void* scores;
   const float* diagonal;       // dA's diagonal [B, heads, NC, 64]
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
@@ -158,9 +168,10 @@ template <class M, bool TURNED> struct States {
   }
 };
 
+// The type of the numbers that a pointer points to.
 template <typename Pointer> struct Element;
-template <typename E> struct Element<E*> {
-  using type = E;
+template <typename X> struct Element<X*> {
+  using type = X;
 };
 
 // What a block computes: 64 channels of a chunk.
@@ -195,12 +206,14 @@ __device__ __noinline__ void sum_pairs_one_by_one(GradientsWithin (&sums)[BLOCKS
   for (int index = 0; index < 8 * BLOCKS; ++index) {
     const int m = index / 8, p = index / 2 % 4, token = index % 2;
     if (!(blocks >> m & 1)) continue;
-    const int channel = lane_channel + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);  // first: of the sub-chunk's tokens
+    const int channel = lane_channel + 8 * (p & 1), first_token = 16 * m + 8 * (p >> 1);  // of the sub-chunk
     const PairGradients x = gradients_of_pairs<ReadOrder>(
-        2 * lane_pair + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
-        [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
-        [&](int i) { return decay_of(to_float(gates[(first + i) * LD<G, TILE> + channel])); },
-        [&](int i, int j) { return 1 / TF32_CORRECTION_OF_BOTH<M> * to_float(dA[(first + i) * LDA + first + j]); });
+        2 * lane_pair + token, [&](int i) { return to_float(q[(first_token + i) * LD<T, TILE> + channel]); },
+        [&](int j) { return to_float(k[(first_token + j) * LD<T, TILE> + channel]); },
+        [&](int i) { return decay_of(to_float(gates[(first_token + i) * LD<G, TILE> + channel])); },
+        [&](int i, int j) {
+          return 1 / TF32_CORRECTION_OF_BOTH<M> * to_float(dA[(first_token + i) * LDA + first_token + j]);
+        });
     const auto set_token = [&](float2& pair, float value) { (token ? pair.y : pair.x) = value; };
     set_token(sums[m].dq[p], x.dq), set_token(sums[m].dk[p], x.dk), set_token(sums[m].dg[p], x.dg);
   }
@@ -208,9 +221,10 @@ __device__ __noinline__ void sum_pairs_one_by_one(GradientsWithin (&sums)[BLOCKS
 
 // Returns dg's terms of the pairs within a sub-chunk, for this lane's two tokens and one channel, summed pair by pair.
 // q, k and gates are the lane's two tokens; the other six are in the three lanes with the same lane / 4. dA: 8 x 8.
+// For split operands only, whose TF32_CORRECTION is 1: dA needs no division by it.
 template <class ReadOrder, typename Stored>
 __device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 gates, const Stored* dA) {
-  const int lane = threadIdx.x & 31, first = 2 * (lane & 3), base = lane & ~3;
+  const int lane = threadIdx.x & 31, first_token = 2 * (lane & 3), base = lane & ~3;
   const auto of_token = [&](float2 x, int token) {
     return __shfl_sync(0xffffffffu, token % 2 ? x.y : x.x, base + token / 2);
   };
@@ -224,30 +238,31 @@ __device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 
 #pragma unroll 1
     for (int j = i - 1; j >= 0; --j) {
       const float pair = to_float(dA[i * LDA + j]) * (decay * query * of_token(k, j));
-      if (j < first && first <= last) sum.x += pair;
-      if (j <= first && first < last) sum.y += pair;
+      if (j < first_token && first_token <= last) sum.x += pair;
+      if (j <= first_token && first_token < last) sum.y += pair;
       decay *= of_token(a, j);
     }
   }
   return sum;
 }
 
-// The products of the decays of columns `column` and `column` + 1 over the chunk; 1 for columns without gates.
+// The products of the decays of columns `column` and `column` + 1 over the chunk, from `chunk_decays` [width]: 1 if
+// columns have no gates, 0 for columns from `width` on.
 template <class Columns>
-__device__ __forceinline__ float2 decays_of_columns(const float* decays, int column, int width) {
+__device__ __forceinline__ float2 decays_of_columns(const float* chunk_decays, int column, int width) {
   if (!Columns::gated) return {1.f, 1.f};
-  return column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{0.f, 0.f};
+  return column < width ? *reinterpret_cast<const float2*>(chunk_decays + column) : float2{0.f, 0.f};
 }
 
 // Returns this lane's share of dg's term of S and dS: the sum over V of decay S dS, for channels lane / 4 + 8 n, n = 0,
 // 1. S is multiplied by the decay before it is multiplied by dS, since S dS alone may overflow. S, dS: the tiles of the
-// first columns in memory. `decay`: of the two channels over the chunk; `decays`: of the columns; `row`: the warp's
-// first channel, in 8 x 8 matrices; `column_stages`: stages of COLUMNS columns in V; `width`: of `decays`; `next_tile`:
-// the distance of tiles of columns in memory.
+// first columns in memory. `decay`: of the two channels over the chunk; `column_decays` [width]: of the columns; `row`:
+// the warp's first channel, in 8 x 8 matrices; `column_stages`: stages of COLUMNS columns in V; `next_tile`: the
+// distance of tiles of columns in memory.
 template <class M, class Columns>
 __device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, const typename M::Stored* dS, int row,
-                                                   int column_stages, float2 decay, const float* decays, int width,
-                                                   int next_tile) {
+                                                   int column_stages, float2 decay, const float* column_decays,
+                                                   int width, int next_tile) {
   float2 sum = {0.f, 0.f};
 #pragma unroll 1
   for (int n = 0; n < column_stages * STEPS; ++n) {
@@ -259,7 +274,7 @@ __device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, 
       const auto &S_pair = states.S[0][p], &dS_pair = states.dS[0][p];
       float& channel_sum = p & 1 ? sum.y : sum.x;
       const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
-      const float2 both_decays = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
+      const float2 both_decays = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(column_decays, column, width);
       channel_sum = fmaf(both_decays.x * to_float(S_pair.x), to_float(dS_pair.x),
                          fmaf(both_decays.y * to_float(S_pair.y), to_float(dS_pair.y), channel_sum));
     }
@@ -274,14 +289,14 @@ template <bool TURNED, typename Stored, typename T, typename G, typename E>
 __device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, const Stored* S_tiles,
                                                     const Stored* dS_tiles, int next_tile, const ChannelTile& work) {
   const int lane = threadIdx.x & 31, tokens = int(work.span.stop - work.span.start);
-  const int first = work.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
-  const auto tokens_of = [&](const auto& x) { return tokens_at(x, work.b, work.h, work.span.start, 0); };
-  const auto q = tokens_of(args.q), k = tokens_of(args.k), v = tokens_of(args.given_v), do_ = tokens_of(args.given_do);
-  const auto g = tokens_of(args.g), gv = tokens_of(args.gv);
+  const int first_channel = work.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
+  const auto chunk_of = [&](const auto& x) { return tokens_at(x, work.b, work.h, work.span.start, 0); };
+  const auto q = chunk_of(args.q), k = chunk_of(args.k), v = chunk_of(args.given_v), do_ = chunk_of(args.given_do);
+  const auto g = chunk_of(args.g), gv = chunk_of(args.gv);
   const float scale = float(args.scale);
 #pragma unroll 1
-  for (int row = threadIdx.x >> 5; row < TILE && first + row < channels; row += WARPS) {
-    const int channel = first + row;
+  for (int row = threadIdx.x >> 5; row < TILE && first_channel + row < channels; row += WARPS) {
+    const int channel = first_channel + row;
     float dq[2] = {}, dk[2] = {}, dg[2] = {};  // of tokens `lane` and 32 + `lane`
     // Adds the sum of x over the warp to `to` in the lane that has the token.
     const auto add_over_warp = [&](float (&to)[2], int token, float x) {
@@ -332,10 +347,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
-  using E = typename Columns::template Type<T, Stored>;
+  using E = typename Columns::template Type<T, Stored>;  // of v and do in memory
   // This lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's pair].
-  using Block = float[2][4];
+  using Accumulators = float[2][4];
   constexpr bool RWKV6 = ReadOrder::reads_before_write;
+  static_assert(!(Columns::gated && RWKV6), "columns have gates in GLA only");
   // Products of split operands are many instructions: unrolled loops compile a second longer, and run no faster.
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
   // Whether `work` is computed again from blockIdx where it is needed, which frees registers. RWKV-6 in float32 spills
@@ -363,9 +379,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, E>;
   const bool vectors = args.vectors;
 
-  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;  // among the chunks of this launch
-  const float* decays = args.decays + chunk * padded_width(shape.V);
-  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // columns of v and do in memory
+  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;                 // among the chunks of this launch
+  const float* all_column_decays = args.decays + chunk * padded_width(shape.V);  // of this chunk
+  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;            // columns of v and do in memory
   // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
   const auto fetch = [&](int stage) {
     Values<E>& to = s.values[stage & 1];
@@ -395,7 +411,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     states.load(slot, S_tiles + offset, dS_tiles + offset, 2 * warp, column);
   };
   if constexpr (Columns::gated) {
-    // BY_CHUNK: 16 nats (by_token.cuh). All threads agree, so that none waits at a barrier for one that has left.
+    // Products are used if no channel and column together grow by more than BY_CHUNK, 16 nats, over the chunk: decays
+    // below e^-87 are lost in products, and growth may multiply what was lost (by_token.cuh). All threads agree, so
+    // that none waits at a barrier for one that has left.
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
       return compute_token_by_token<Columns::turned>(args, S_tiles, dS_tiles, next_tile, work);
   }
@@ -407,9 +425,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 
-  // Sums over V. dq: S do, dk: dS v, [16 channels, 64 tokens], without decays so far; dA: this warp's blocks of it,
-  // [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S dS, by octet.
-  Block dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA[BLOCKS_PER_WARP] = {};
+  // Sums over V. dq: S do, dk: dS v, [16 channels, 64 tokens], without decays so far; dA_blocks: this warp's blocks of
+  // dA, [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S dS, by octet.
+  Accumulators dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA_blocks[BLOCKS_PER_WARP] = {};
   float state_terms[2] = {};
   const int column_stages = int((shape.V + COLUMNS - 1) / COLUMNS);
 #pragma unroll 1
@@ -427,15 +445,15 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         const float2 S_pair = {to_float(states.S[0][p].x), to_float(states.S[0][p].y)};
         const float2 dS_pair = {to_float(states.dS[0][p].x), to_float(states.dS[0][p].y)};
         states.S[0][p] = states.S[1][p], states.dS[0][p] = states.dS[1][p];
-        const float2 column_decays =
-            decays_of_columns<Columns>(decays, stage * COLUMNS + 16 * step + 8 * (p >> 1) + 2 * lane_pair, int(width));
+        const float2 column_decays = decays_of_columns<Columns>(
+            all_column_decays, stage * COLUMNS + 16 * step + 8 * (p >> 1) + 2 * lane_pair, int(width));
         state_terms[p & 1] = fmaf(column_decays.x * S_pair.x, dS_pair.x,
                                   fmaf(column_decays.y * S_pair.y, dS_pair.y, state_terms[p & 1]));
         S.take(p, S_pair), dS.take(p, dS_pair);
       }
       if (stage + 1 < column_stages) fetch_states(1, stage + 1, step);
 #pragma unroll
-      for (int m = 0; m < BLOCKS; ++m) {
+      for (int m = 0; m < BLOCKS; ++m) {  // <true>: a row of the tile in memory has the columns that are summed over
         RightData<M, E> do_operand[2], v_operand[2];
         load_right<true>(do_operand, in.do_ + 16 * m * LDV + 16 * step, LDV);
         load_right<true>(v_operand, in.v + 16 * m * LDV + 16 * step, LDV);
@@ -449,7 +467,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         RightData<M, E> v_rows[2];
         load_left<false>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * step, LDV);
         load_right<true>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * step, LDV);
-        multiply(dA[x], do_rows, v_rows);
+        multiply(dA_blocks[x], do_rows, v_rows);
       }
     }
     __syncthreads();  // all warps have read this stage, which the next iteration's copies overwrite
@@ -478,8 +496,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
                   j = 16 * column_of(block) + 8 * right + 2 * lane_pair;
         // dA_ij and dA_i(j+1). dA below the diagonal is an operand of two more products, which truncate it and their
         // other operand: it carries the correction for both. The diagonal is multiplied in float32.
-        const float2 exact =
-            TF32_CORRECTION_OF_BOTH<M, E> * scale * float2{dA[x][right][2 * lower], dA[x][right][2 * lower + 1]};
+        const float2 exact = TF32_CORRECTION_OF_BOTH<M, E> * scale *
+                             float2{dA_blocks[x][right][2 * lower], dA_blocks[x][right][2 * lower + 1]};
         const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;
         put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? operand.x : 0.f, j + 1 < i ? operand.y : 0.f});
         if (i == j) s.pairs.diagonal[i] = exact.x;
@@ -504,7 +522,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   };
   float sub_decays[2][SUBS];  // by octet: the product of decays over each sub-chunk
   // Bit m: whether a gate of block m exceeds GROWTH. Then pairs within its sub-chunks are summed one by one, not by way
-  // of the sub-chunk's middle. Set for NaN, too.
+  // of the sub-chunk's middle. Set for NaN, too, which at_least keeps.
   u32 growing = 0;
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
@@ -548,18 +566,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
   // Computed again, with another order of multiplications, if S dS or a decay may exceed float32's range.
   if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= FLOAT32_MAX))) {
-    const float2 sum = decayed_state_terms<M, Columns>(S_tiles, dS_tiles, 2 * warp, column_stages, chunk_decay, decays,
-                                                       int(width), next_tile);
+    const float2 sum = decayed_state_terms<M, Columns>(S_tiles, dS_tiles, 2 * warp, column_stages, chunk_decay,
+                                                       all_column_decays, int(width), next_tile);
     state_terms[0] = sum.x, state_terms[1] = sum.y;
   }
   s.pairs.state_terms[0][threadIdx.x] = state_terms[0], s.pairs.state_terms[1][threadIdx.x] = state_terms[1];
   // The numbers of this lane's two tokens in a product [16 channels, 8 tokens], by octet.
-  const auto tokens_of = [](const float (&d)[4], int octet) { return float2{d[2 * octet], d[2 * octet + 1]}; };
-  // If columns have gates, dA of pairs within a sub-chunk is stored times NEAR_SCALE: sums over such pairs are
-  // multiplied by UNDO_NEAR_SCALE.
+  const auto lane_tokens = [](const float (&d)[4], int octet) { return float2{d[2 * octet], d[2 * octet + 1]}; };
+  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE (see Args::scores): sums over such
+  // pairs are multiplied by UNDO_NEAR_SCALE.
   constexpr float UNDO_NEAR_SCALE = Columns::gated ? 1 / NEAR_SCALE : 1.f;
   // Sets this lane's accumulators of a product [16 channels, 16 tokens] from numbers by index p.
-  const auto put_pairs = [](Block& d, const float2(&x)[4]) {
+  const auto put_pairs = [](Accumulators& d, const float2(&x)[4]) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
   };
@@ -569,9 +587,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   };
   // Stores x of this lane's two tokens of sub-chunk n in a tile [64 tokens, 64 channels] of shared memory.
   const auto put_tokens = [&](auto* tile, int n, int octet, float2 x) {
-    using E = typename Element<decltype(tile)>::type;
-    E* to = tile + (8 * n + 2 * lane_pair) * LD<E, TILE> + warp_channel + lane_channel + 8 * octet;
-    to[0] = from_float<E>(x.x), to[LD<E, TILE>] = from_float<E>(x.y);
+    using X = typename Element<decltype(tile)>::type;
+    X* to = tile + (8 * n + 2 * lane_pair) * LD<X, TILE> + warp_channel + lane_channel + 8 * octet;
+    to[0] = from_float<X>(x.x), to[LD<X, TILE>] = from_float<X>(x.y);
   };
   const i64 channel = tile * TILE + warp_channel + lane_channel;
   float u[2] = {1.f, 1.f};  // by octet: RWKV-6's bonus, 1 for GLA
@@ -665,13 +683,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         }
       }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
-      // q dq of the queries' terms, by index p, of which dg is made. query_terms: of all keys before the query, those
-      // of its sub-chunk included unless operands are split; near_query_terms: of the keys of its sub-chunk.
+      // By index p, q times the parts of dq, from which dg is made. query_terms: of S and of all earlier keys; if
+      // operands are split, without the keys of the query's own sub-chunk. near_query_terms: of these keys.
       float2 query_terms[4], near_query_terms[4];
       {
         // dA times keys, [16 channels, 16 queries], without the queries' factors: over keys of the same sub-chunk, and
         // over keys at the borders of 8, 16 and 32 tokens.
-        Block over_keys = {}, over_keys16 = {}, over_keys32 = {};
+        Accumulators over_keys = {}, over_keys16 = {}, over_keys32 = {};
         float over_keys8[4] = {};
         Right<M> dAs[2];
         load_right<true>(dAs, dA + 16 * m, LDA);
@@ -693,14 +711,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         for (int p = 0; p < 4; ++p) {
           // second: the sub-chunk's number in the block; subchunk: in this half; n: in the chunk.
           const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
-          const float2 product = tokens_of(over_keys[second], octet),
+          const float2 product = lane_tokens(over_keys[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * product), terms = {0.f, 0.f};
           // Adds `factor` d, of keys before the sub-chunk `border` of this half, to dq and to the terms of dg: the
           // gates of the sub-chunks from the border to this one lie between key and query. Returns the lane's sum of
           // the terms.
           const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
-            const float2 part = factor * tokens_of(d, octet), term = q[p] * part;
+            const float2 part = factor * lane_tokens(d, octet), term = q[p] * part;
             sum = sum + part, terms = terms + term;
 #pragma unroll
             for (int to = border; to < subchunk; ++to) gate_terms[octet].across[to] += term.x + term.y;
@@ -728,7 +746,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
         // dA^T times queries, [16 channels, 16 keys], without the keys' factors: over queries of the same sub-chunk,
         // and over queries at the borders of 8, 16 and 32 tokens.
-        Block over_queries = {}, over_queries16 = {}, over_queries32 = {};
+        Accumulators over_queries = {}, over_queries16 = {}, over_queries32 = {};
         float over_queries8[4] = {};
         Right<M> dAs[2];
         load_right<false>(dAs, dA + 16 * m, LDA);
@@ -749,20 +767,20 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
-          const float2 product = tokens_of(over_queries[second], octet),
+          const float2 product = lane_tokens(over_queries[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * product), terms = {0.f, 0.f};
           // Adds `factor` d, of queries from the sub-chunk `border` of this half on, to dk and to the terms of dg: the
           // gates of the sub-chunks after this one and before the border lie between key and query. Returns the lane's
           // sum of the terms.
           const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
-            const float2 part = factor * tokens_of(d, octet), term = k[p] * part;
+            const float2 part = factor * lane_tokens(d, octet), term = k[p] * part;
             sum = sum + part, terms = terms + term;
 #pragma unroll
             for (int to = subchunk + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
             return term.x + term.y;
           };
-          // The decay from this sub-chunk's end to the chunk's end.
+          // The decay from this sub-chunk's end to the chunk's end, times STATE_CORRECTION.
           float to_chunk_end = product_over(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
           if (!half) {
 #pragma unroll
@@ -842,8 +860,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   __syncthreads();  // dq, dk and dg are in shared memory, written by all warps
   const ChannelTile stored = RECOMPUTES_WORK ? work_of(opaque(blockIdx.x)) : work;
   const auto store = [&](const auto& to, const auto* tile) {
-    using E = typename Element<decltype(tile)>::type;
-    store_rows<CHUNK, TILE, LD<E, TILE>>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop,
+    using X = typename Element<decltype(tile)>::type;
+    store_rows<CHUNK, TILE, LD<X, TILE>>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop,
                                          stored.tile * TILE, shape.K, vectors);
   };
   if (!Columns::turned) store(args.dq, s.q);  // turned: dq would be the gradient of do
