@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 TWINS = {path.name: path for path in HERE.glob("*.cuh")}
 FLAGS = (
     "-std=c++17", "-w", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-march=native", "-ffp-contract=off",  # conversions of halves are instructions, but no multiplication fuses unasked
     "-fno-gnu-unique",  # each kernel's library keeps its own statics
     "-fno-strict-aliasing",  # kernels read one type's bits as another's, as CUDA compilers allow
 )  # fmt: skip
@@ -42,6 +43,13 @@ const char* emulated_launch(const void* args, size_t size, long long blocks, int
 
 class EmulatorError(RuntimeError):
     """A kernel that does not compile, or does what the hardware leaves undefined."""
+
+
+@cache
+def _processor():
+    """What g++ says of the processor that it compiles for: another one may not run the same library."""
+    command = ["g++", "-march=native", "-Q", "--help=target"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _compiled(output, what, *options, source=None):
@@ -67,7 +75,7 @@ def _text():
 @cache
 def _header():
     """The same as a file, and beside it what g++ made of it, which it reads instead in half of the time."""
-    header = disk.folder("emulator") / f"cuda_cpu-{disk.key(*FLAGS, *CHECKED, _text())}.hpp"
+    header = disk.folder("emulator") / f"cuda_cpu-{disk.key(_processor(), *FLAGS, *CHECKED, _text())}.hpp"
     disk.write(header, _text())
     _compiled(header.with_suffix(".hpp.gch"), header.name, *CHECKED, "-x", "c++-header", str(header))
     return header
@@ -76,14 +84,14 @@ def _header():
 def _library(name, what, text, *options, with_library=()):
     """The path of one text's, which may have been compiled before."""
     text = disk.anywhere(text)
-    library = disk.folder("emulator") / f"{name}-{disk.key(*FLAGS, *options, *with_library, text)}.so"
+    library = disk.folder("emulator") / f"{name}-{disk.key(_processor(), *FLAGS, *options, *with_library, text)}.so"
     return str(_compiled(library, what, *options, "-x", "c++", "-", "-x", "none", *with_library, source=text))
 
 
 @cache
 def _runtime():
     """The scheduler and the products of matrices: a library that the kernels' name."""
-    return _library("runtime", "the emulator", _text() + source.text(HERE / "runtime", TWINS), "-O2")
+    return _library("runtime", "the emulator", _text() + source.text(HERE / "runtime", TWINS), "-O3")
 
 
 @cache
