@@ -41,7 +41,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if (!Schedule::has_outputs && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
-    const bool backwards = runs_backwards<Schedule>(args);  // then all threads copy and arrive; else one thread
+    const bool backwards = threads_copy_rows<Schedule>(args);  // then all threads copy and arrive; else one thread
     for (int group = 0; group < S::GROUPS; ++group)
       barrier_init(s.gates[group], backwards ? GROUP_THREADS : 1),
           barrier_init(s.rows[group], backwards ? GROUP_THREADS : 1);

@@ -195,7 +195,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     bool has_initial = work.initial;
     if constexpr (!Schedule::has_outputs) total = s.scan.before, has_initial &= total != 0;
     if (has_initial) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
-    if (runs_backwards<Schedule>(args))
+    if (threads_copy_rows<Schedule>(args))
       for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
     else if (thread == 0)
       for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
@@ -297,7 +297,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       fence_async();                          // orders these reads before the next copy of v
       barrier_sync(VALUES + warpgroup, 128);  // every warp has read v: its slot may be filled again
     }
-    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !runs_backwards<Schedule>(args)) {
+    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !threads_copy_rows<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);
     }
@@ -358,7 +358,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       barrier_sync(VALUES + warpgroup, 128);  // all warps' columns of o are in shared memory: one thread may store them
       const u32 token = chunk * CHUNK;
       T* const from = slot_of(chunk);
-      if (token + CHUNK > tokens || runs_backwards<Schedule>(args)) {
+      if (token + CHUNK > tokens || threads_copy_rows<Schedule>(args)) {
         T* const to = args.o.row(work.batch, work.head, work.start + token) + first_column();
         const i64 columns = args.shape.V - first_column();
         each_piece([&](int row, int piece) {
@@ -416,12 +416,12 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         consumer.compute_token_by_token(chunk);
       }
       consumer.store(chunk);
-      if (__builtin_expect(runs_backwards<Schedule>(args), false)) consumer.fetch_backwards(chunk + Work::SLOTS);
+      if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) consumer.fetch_backwards(chunk + Work::SLOTS);
       ++chunk;
     } while (chunk * CHUNK < tokens && (!Work::STORES_MARKS || (chunk & mask) != 0));
     if (Work::K_RANKS == 1 && one_by_one) {
       consumer.compute_token_by_token(chunk), consumer.store(chunk);
-      if (runs_backwards<Schedule>(args)) consumer.fetch_backwards(chunk + Work::SLOTS);
+      if (threads_copy_rows<Schedule>(args)) consumer.fetch_backwards(chunk + Work::SLOTS);
       ++chunk;
     }
   }

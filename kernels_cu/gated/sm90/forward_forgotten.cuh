@@ -23,7 +23,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
                                                 const WorkTile& work) {
   if constexpr (GATES_PER_TOKEN<G> == 1) return 0;
   else {
-    if (runs_backwards<Schedule>(args)) return 0;  // tensor maps have no negative token stride
+    if (threads_copy_rows<Schedule>(args)) return 0;  // tensor maps have no negative token stride
     using Box = G[CHUNK][BK];
     constexpr int BOXES = sizeof s.inputs / sizeof(Box), ROW_THREADS = BK / 8;  // a thread has 8 channels of a row
     constexpr int ROWS = THREADS >= CHUNK * ROW_THREADS ? CHUNK : CHUNK / 2, WARPS = ROWS * ROW_THREADS / 32;

@@ -152,7 +152,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& s, const T (&k_ro
       using B = typename Scores::Border;
       const uint2 rounded = border_operand<T, B>(i == BC - 1, loaded, x, scales, i);
       store_if(coord.subchunk < 3, border + i * sizeof s.rows[0], rounded);
-      if (two_borders) neighbour.put(&s.rows[s.HALF + coord.first + i].border_k[coord.channel], rounded, x);
+      if (two_borders) neighbour.put(&s.rows[s.HALF_ROW + coord.first + i].border_k[coord.channel], rounded, x);
     }
     times(x, x, later_decay);
     put_key<T>(row0, i, x);
@@ -219,7 +219,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q
     using B = typename Scores::Border;
     const uint2 rounded = border_operand<T, B>(!INCLUSIVE && i == 0, loaded, x, scales, i);
     store_if(coord.subchunk > 0, &s.rows[border + i].border_q[coord.channel], rounded);
-    if (two_borders) neighbour.put(&s.rows[s.HALF + coord.first - 16 + i].border_q[coord.channel], rounded, x);
+    if (two_borders) neighbour.put(&s.rows[s.HALF_ROW + coord.first - 16 + i].border_q[coord.channel], rounded, x);
     if (i == 0) direct.multiply_step(0), direct.load(1);
     times(x, x, earlier_decay);
     put_state_query<T>(row0, i, x);

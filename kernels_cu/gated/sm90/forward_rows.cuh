@@ -1,7 +1,8 @@
 // what      For Hopper's forward kernel: copies of a chunk's q, k and g from memory, the addresses of a token's row in
 //           the tiles of operands, and copies of operands to the other block of the cluster. A row is a token of a
-//           chunk of 32.
-// limits    sm_90a; half data
+//           chunk of 32. Args, Shared and their parts: forward_storage.cuh; Schedule and WorkTile:
+//           forward_schedules.cuh.
+// limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
 
 // Sets x to 4 neighbouring values as float32.
@@ -22,8 +23,8 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
   return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
 }
 
-// What a producer thread computes: 4 channels, from `channel` on, of a sub-chunk of 8 rows, from row `first` of the
-// chunk on. LANES lanes share a sub-chunk. group: the thread's producer group; thread: its number in the group.
+// What a producer thread computes: 4 channels, from `channel` on, of a sub-chunk of 8 rows, from the chunk's row
+// `first` on. LANES lanes share a sub-chunk. group: the thread's producer group; thread: its number in the group.
 template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
   int group, thread, subchunk, first, channel;
@@ -35,14 +36,15 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// The first row in ScoreOperands of a sub-chunk's queries decayed from the border before it (near_queries), or of its
-// keys decayed to the border after it (near_keys). Queries of sub-chunk 3 and keys of sub-chunk 0 are also stored for
-// the border between the chunk's halves.
+// The first row in ScoreOperands, which has a map of rows, of a sub-chunk's queries decayed from the border before it
+// (near_queries), or of its keys decayed to the border after it (near_keys). For queries of sub-chunk 2 and keys of
+// sub-chunk 1 that is the border between the chunk's halves. Queries of sub-chunk 3 and keys of sub-chunk 0 are also
+// stored for that border, 8 rows from the others.
 template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
-  return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // sub-chunk 0 has none
+  return subchunk == 2 ? s.HALF_ROW : s.NEAR_ROW + 4 * (subchunk - 1);  // 1: 0, 3: 8; sub-chunk 0 has none
 }
 template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s, int subchunk) {
-  return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // sub-chunk 3 has none
+  return subchunk == 1 ? s.HALF_ROW + BC : s.NEAR_ROW + 4 * subchunk;  // 0: 0, 2: 8; sub-chunk 3 has none
 }
 
 // Sets y to x times a factor for each channel, or one factor for all if GATES is 1.
@@ -66,34 +68,34 @@ __device__ __forceinline__ void put_decays(float* decays, u32 channel, const flo
   *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
 }
 
-// The address of channels `channel` ... `channel` + 3 in row `first`, a multiple of 8, of a tile of operands in the
-// 128-byte swizzle. Rows first + i are at this address XOR 16 i, plus 128 i bytes.
+// The address of channels `channel` ... `channel` + 3 in row `first_row`, a multiple of 8, of a tile of operands in the
+// 128-byte swizzle. In row first_row + i they are at this address XOR 16 i, plus 128 i bytes.
 template <typename T, int PANELS>
-__device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel) {
-  return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
+__device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first_row, u32 channel) {
+  return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first_row * 128 + channel % 64 * 2;
 }
 // That address in a tile of tf32 queries, which are multiplied by the state. Each 8 channels have the order in which
 // registers hold the state: 0 2 4 6 1 3 5 7, and in every second panel 1 3 5 7 0 2 4 6, so that stores to two panels
 // are in different banks.
 template <int PANELS>
-__device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first, u32 channel) {
+__device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first_row, u32 channel) {
   const u32 place = (channel % 32 / 8 * 32 + channel % 8 * 2) ^ channel / 32 % 2 * 16;
-  return reinterpret_cast<char*>(tile) + channel / 32 * (CHUNK * 128) + first * 128 + place;
+  return reinterpret_cast<char*>(tile) + channel / 32 * (CHUNK * 128) + first_row * 128 + place;
 }
 
-// Stores 4 channels x of row i of a sub-chunk: of keys, or of queries that are multiplied by the state. first: the
-// address that in_tile returns for the sub-chunk.
-template <typename T> __device__ __forceinline__ void put_key(char* first, int i, const float (&x)[4]) {
-  store_flipped(first, i * 16, i * 128, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
+// Stores 4 channels x of row i of a sub-chunk: of keys, or of queries that are multiplied by the state. row0: the
+// address of the sub-chunk's row 0, from in_tile.
+template <typename T> __device__ __forceinline__ void put_key(char* row0, int i, const float (&x)[4]) {
+  store_flipped(row0, i * 16, i * 128, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
 }
-template <typename T> __device__ __forceinline__ void put_state_query(char* first, int i, const float (&x)[4]) {
-  if constexpr (IS_BFLOAT16<T>) return put_key<T>(first, i, x);
-  store_flipped(first, i * 16, i * 128, {__float_as_uint(x[0]), __float_as_uint(x[2])});
-  store_flipped(first, i * 16 ^ 16, i * 128, {__float_as_uint(x[1]), __float_as_uint(x[3])});
+template <typename T> __device__ __forceinline__ void put_state_query(char* row0, int i, const float (&x)[4]) {
+  if constexpr (IS_BFLOAT16<T>) return put_key<T>(row0, i, x);
+  store_flipped(row0, i * 16, i * 128, {__float_as_uint(x[0]), __float_as_uint(x[2])});
+  store_flipped(row0, i * 16 ^ 16, i * 128, {__float_as_uint(x[1]), __float_as_uint(x[3])});
 }
 
-// Sets g to the log gates of the sub-chunk's token i: those of this lane's 4 channels; or the ScalarDecay, which lane i
-// of the sub-chunk's lanes has as scalar_gate.
+// Sets g to the log gates of the sub-chunk's token i: those of this lane's 4 channels, or, if G is ScalarDecay, the one
+// that all channels have. Of the sub-chunk's lanes, lane i has that log gate in its scalar_gate.
 template <bool HAS_OUTPUTS, typename T, int BK>
 __device__ __forceinline__ void load_gates(float (&g)[1], const InputStage<HAS_OUTPUTS, T, ScalarDecay, BK>&,
                                            const ProducerCoord<BK>&, float scalar_gate, int i) {
@@ -106,8 +108,9 @@ __device__ __forceinline__ void load_gates(float (&g)[4], const InputStage<HAS_O
   unpack(g, in.g[coord.first + i] + coord.channel);
 }
 
-// Returns the ScalarDecay of token thread % 8 of the thread's sub-chunk in chunk `chunk`; 0, which is no decay, after
-// the sequence's end and for other types of gates.
+// Returns the log gate, if G is ScalarDecay, of token thread % 8 of the thread's sub-chunk in chunk `chunk`; 0, which
+// is no decay, after the sequence's end and for other types of gates. Tokens are compared with T, too, since
+// work.tokens is rounded up to whole chunks at the end of a batch row.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, int chunk) {
@@ -117,51 +120,56 @@ __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, B
   return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(work.batch, work.head, work.start + row) : 0.f;
 }
 
-// Set to zero the gates, or the keys, of this thread's channels and sub-chunk in rows from `tokens` on, which are after
-// the sequence's end, so that they change no state. The outputs of such rows are not stored. first, channel: as in
-// ProducerCoord.
+// Set to zero the gates, or the keys, of this thread's channels and sub-chunk in rows from `tokens_left` on, which are
+// after the sequence's end, so that they change no state. The outputs of such rows are not stored. tokens_left: the
+// sequence's tokens from the chunk's start on; first, channel: as in ProducerCoord.
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens, int channel) {
+__device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens_left,
+                                         int channel) {
   if constexpr (GATES_PER_TOKEN<G> == 4)
-    for (int row = max(first, tokens); row < first + BC; ++row)
+    for (int row = max(first, tokens_left); row < first + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
   fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens, int channel) {
-  for (int row = max(first, tokens); row < first + BC; ++row)
+__device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens_left,
+                                        int channel) {
+  for (int row = max(first, tokens_left); row < first + BC; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
   fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
 
-// Starts copying a chunk's rows without a tensor map; for all threads of a group. Rows from `tokens` on and channels
-// from `channels` on become zero. from: the chunk's first row in memory; stride: of rows; tokens: the sequence's tokens
-// from this chunk on. Not inlined, since it is rare.
+// Starts copying a chunk's rows by all threads of a group, for arrays whose tokens have a negative stride, which tensor
+// maps do not allow. Rows from `tokens_left` on and channels from `channels` on become zero. from: the chunk's first
+// row in memory; stride: of rows; tokens_left: the sequence's tokens from this chunk on. Rows start on 16 bytes and are
+// a multiple of 16 bytes long, as those of tensor maps. Not inlined, since such arrays are rare.
 template <int THREADS, typename X, int BK>
-__device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens, int channels,
+__device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens_left, int channels,
                                        int thread) {
   constexpr int PIECE = 16 / sizeof(X), PIECES = BK / PIECE;
 #pragma unroll 4
   for (int index = thread; index < CHUNK * PIECES; index += THREADS) {
     const int row = index / PIECES, channel = index % PIECES * PIECE;
-    cp_async<16>(&to[row][channel], from + row * stride + channel, row < tokens && channel < channels);
+    cp_async<16>(&to[row][channel], from + row * stride + channel, row < tokens_left && channel < channels);
   }
 }
 
 // Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
-// chunk; gates[group] or rows[group] counts the copies. For all threads of the group. tokens: of the sequence; thread:
-// the number in the group.
+// chunk. Once they are there, a phase of s.gates[group], or of s.rows[group], ends: of one arrival and the bytes that
+// tensor maps copy, or of an arrival for each thread that copies rows (forward.cu initialises the barriers). For all
+// threads of the group. tokens: of the sequence; thread: the number in the group. Channels: args.channel is the first
+// one of the launch, to which K_RANKS blocks add their own first one.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
   if constexpr (GATES_PER_TOKEN<G> == 4) {
     if (chunk * CHUNK >= tokens) return;
     const WorkTile& work = s.work;
-    if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
-      const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-      const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first;
+    if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
+      const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+      const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
       copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
-                                            int(args.shape.K - first), thread);
+                                            int(args.shape.K - first_channel), thread);
       copies_arrive(s.gates[group]);
       return;
     }
@@ -178,12 +186,12 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   if (chunk * CHUNK >= tokens) return;
   const WorkTile& work = s.work;
   auto& in = s.inputs[group];
-  if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
+  if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
     constexpr int THREADS = ProducerCoord<BK>::THREADS;
-    const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-    const int tokens_left = tokens - chunk * CHUNK, channels = int(args.shape.K - first);
+    const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+    const int tokens_left = tokens - chunk * CHUNK, channels = int(args.shape.K - first_channel);
     const auto start = [&](const Rows<const T>& x) {
-      return x.row(work.batch, work.head, work.start + chunk * CHUNK) + first;
+      return x.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
     };
     copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, tokens_left, channels, thread);
     if constexpr (Schedule::has_outputs)
@@ -205,9 +213,9 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   }
 }
 
-// Start copying this block's operands, or scores, to the same stage of the cluster's other block, where each copy
-// arrives at `full`. For one thread, after a barrier of the group. rank: the block whose channels they are, if K_RANKS
-// > 1.
+// Start copying this block's operands, or scores A, to the same stage of the cluster's other block, where each copy
+// arrives at `full`. For one thread, after a barrier of the group. rank: if K_RANKS > 1, this block, whose channels
+// they are; else 0.
 constexpr int SENT = 4;  // the copies of a chunk: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
   const auto& q = s.operands.q[stage][rank];
@@ -215,8 +223,10 @@ template <class S> __device__ __forceinline__ void send_operands(const S& s, int
   const auto& header = s.headers[stage];
   copy_to_peer(q, sizeof q, full);
   copy_to_peer(k, sizeof k, full);
-  // Each of K_RANKS blocks writes header.row itself; blocks that make chunks in turn send it along with the decays.
-  const u32 row_bytes = sizeof header.decay == sizeof header.decay[0] ? sizeof header.row : 0;
+  // Each of K_RANKS blocks writes header.row itself. If blocks make chunks in turn, K_RANKS is 1, and header.row, which
+  // lies behind the decays, is sent along with them.
+  static_assert(sizeof header == sizeof header.decay + sizeof header.row, "header.row lies behind the decays");
+  constexpr u32 row_bytes = S::K_RANKS == 1 ? sizeof header.row : 0;
   copy_to_peer(header.decay[rank], sizeof header.decay[0] + row_bytes, full);
 }
 template <class S> __device__ __forceinline__ void send_scores(const S& s, int stage, int rank, Barrier& full) {

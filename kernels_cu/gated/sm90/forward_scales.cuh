@@ -68,9 +68,9 @@ __device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& coo
   const int i = u32(coord.thread) % ProducerCoord<BK>::LANES;
   if (i >= BC) return;
   if (coord.subchunk > 0) s.rows[near_queries(s, coord.subchunk) + i].undo_q = q.undo;
-  if (coord.subchunk == 3) s.rows[s.HALF + BC + i].undo_q = q.undo;
+  if (coord.subchunk == 3) s.rows[s.HALF_ROW + BC + i].undo_q = q.undo;
   if (coord.subchunk < 3) s.rows[near_keys(s, coord.subchunk) + i].undo_k = k.undo;
-  if (coord.subchunk == 0) s.rows[s.HALF + i].undo_k = k.undo;
+  if (coord.subchunk == 0) s.rows[s.HALF_ROW + i].undo_k = k.undo;
 }
 
 // Copies a chunk's inputs again, after the copies of the group's next chunk to the same memory have ended, and waits

@@ -97,7 +97,7 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
   const auto* const subchunk_rows = s.rows + BC * share.subchunk;
-  const auto* const rows = s.rows + (share.halves ? s.HALF : s.NEAR);
+  const auto* const rows = s.rows + (share.halves ? s.HALF_ROW : s.NEAR_ROW);
   const auto& row = subchunk_rows[N == 1 ? lane & 7 : lane & 15];
   const char* const middle_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
   const char* const middle_keys = piece_of(subchunk_rows[BC * key + (lane & 7)].middle_k, piece);
@@ -218,7 +218,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   if (Order::reads_before_write) sum = join_each<LANES>(self_scores, lane, [](float x, float y) { return x + y; });
   score_products<WARPS>(within, border, s, share, lane);
   if constexpr (SCALED) {
-    const int first = share.halves ? s.HALF : s.NEAR;
+    const int first = share.halves ? s.HALF_ROW : s.NEAR_ROW;
 #pragma unroll
     for (int m = 0; m < Share::N; ++m) undo_scales(border[m], s, first, first + BC * (share.keys + m), lane);
   }

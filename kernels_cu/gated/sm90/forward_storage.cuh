@@ -7,7 +7,7 @@
 // barriers  mbarriers. gates[group]: g of the group's next chunk is in inputs; rows[group]: q and k are;
 //           values[warpgroup][slot]: v is in the slot; full[stage]: a chunk's operands are complete; empty[stage]: all
 //           consumers have read them. Named barriers: NamedBarrier, below
-// limits    sm_90a; half data
+// limits    sm_90a; q, k, v and o of float16 or bfloat16
 #include "ptx.cuh"
 #include "gated/sm90/forward_schedules.cuh"
 #include "swizzled.cuh"
@@ -95,7 +95,7 @@ template <typename T, typename G> struct Args {
 
 // Whether threads copy rows, since the stride of tokens is negative. If K_RANKS > 1 there are too few registers for
 // that: the host copies such arrays first.
-template <class Schedule, class Args> __device__ __forceinline__ bool runs_backwards(const Args& args) {
+template <class Schedule, class Args> __device__ __forceinline__ bool threads_copy_rows(const Args& args) {
   return Schedule::K_RANKS == 1 && args.backwards;
 }
 
@@ -155,13 +155,17 @@ template <bool HAS_OUTPUTS, typename M, typename B, int BK> struct alignas(128) 
   using Border = B;
   struct alignas(16) Row {
     M middle_q[BK], middle_k[BK];  // decayed from and to the middle of their sub-chunk
-    // Queries decayed from a border, keys decayed to it. Rows from NEAR on: the borders between sub-chunks 0 and 1, and
-    // 2 and 3. Rows from HALF on: the border between the chunk's halves.
+    // Queries decayed from a border, keys decayed to it, 8 rows of a sub-chunk at a time. A row has one border:
+    //   row             border between  border_q: queries of  border_k: keys of
+    //   NEAR_ROW + 0    0 and 1         sub-chunk 1           sub-chunk 0
+    //   NEAR_ROW + 8    2 and 3         sub-chunk 3           sub-chunk 2
+    //   HALF_ROW + 0    the halves      sub-chunk 2           sub-chunk 0
+    //   HALF_ROW + 8    the halves      sub-chunk 3           sub-chunk 1
     B border_q[BK], border_k[BK];
     float undo_q, undo_k;  // 1 / the scales of border_q and border_k (forward_scales.cuh)
     float padding[2];
   } rows[CHUNK];
-  static constexpr int NEAR = 0, HALF = 16;
+  static constexpr int NEAR_ROW = 0, HALF_ROW = 16;
   i32 out_of_float16;  // whether a row of this chunk, or of an earlier one, exceeds the range of B; never reset
 };
 template <typename M, typename B, int BK> struct ScoreOperands<false, M, B, BK> {};
