@@ -12,16 +12,21 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 
 NORMAL, TRANSPOSED = 0, 1  # of cublasOperation_t
-DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}  # of cudaDataType
+CUDA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}  # of cudaDataType
 COMPUTE_32F = 68  # of cublasComputeType_t
 DEFAULT_ALGORITHM = -1  # of cublasGemmAlgo_t
-WORKSPACE = 32 << 20  # bytes that cuBLAS uses on sm_90. We allocate them, so that a captured graph need not
+# Bytes of a workspace: what NVIDIA recommends for sm_90, and more than for older cards (4 MiB). It is allocated before
+# products are captured, since cuBLAS would otherwise allocate memory in the graph.
+WORKSPACE = 32 << 20
 UNUSED_HANDLES: defaultdict[int, list] = defaultdict(list)  # device -> cuBLAS handles of deleted `Cublas` objects
 
 
 class Cublas:
     """A cuBLAS handle on the current CUDA device. Each product runs on the stream that is current when it is called.
-    All products share a workspace, so products of one object on different streams must not run at the same time."""
+
+    All products of an object use its workspace. So they must not run at the same time on different streams, and the
+    object must outlive the CUDA graphs that have captured them.
+    """
 
     def __init__(self):
         import cupy
@@ -40,12 +45,18 @@ class Cublas:
         finalize(self, unused.append, self.handle)  # the handle is used again: to destroy it would wait for the device
 
     def product(self, a, b, y, add: bool = False):
-        """y = a b, or y += a b if `add`, for C matrices: a [C, M, K] and b [C, K, N] of one dtype, y [C, M, N]. The
-        rows or the columns of each matrix must be contiguous; of y, the rows."""
+        """y = a b, or y += a b if `add`, for C matrices: a [C, M, K], b [C, K, N], y [C, M, N].
+
+        a and b have one of the dtypes of `CUDA_TYPES`; y has the same, or float32. The rows or the columns of each
+        matrix of a and b must be contiguous; of y, the rows.
+        """
         self.prepared(a, b, y, add)()
 
     def prepared(self, a, b, y, add: bool = False):
-        """A function that enqueues `product` for the arrays that are then at the addresses of a, b and y."""
+        """A function that enqueues `product` of these arrays, whenever it is called, with what they then hold.
+
+        The function has their addresses alone, so the caller keeps their memory allocated. It refers to this object.
+        """
         (C, M, K), N = a.shape, b.shape[2]
         (op_a, operand_a), (op_b, operand_b), (_, operand_y) = map(operand, (a, b, y))
         one, beta = (ctypes.byref(ctypes.c_float(factor)) for factor in (1, add))
@@ -76,4 +87,4 @@ def operand(x):
     matrices)). The leading dimension is the stride of the rows, or of the columns if these are contiguous."""
     matrix_stride, row_stride, column_stride = (stride // x.itemsize for stride in x.strides)
     operation, leading = (NORMAL, row_stride) if column_stride == 1 else (TRANSPOSED, column_stride)
-    return operation, (ctypes.c_void_p(x.data.ptr), DATA[x.dtype], leading, ctypes.c_longlong(matrix_stride))
+    return operation, (ctypes.c_void_p(x.data.ptr), CUDA_TYPES[x.dtype], leading, ctypes.c_longlong(matrix_stride))
