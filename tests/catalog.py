@@ -256,6 +256,8 @@ def of_models():
         norm = rwkv6.NormShift
         for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
             yield norm(T, *how)
+        for parts, mixes in product((1, norm.SMALL_PARTS), norm.MIXES_AT_MOST):
+            yield norm.fitting(T, 2048, mixes, parts, many=True)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width, bonus in product(rwkv6.GatedNorm.WIDTHS, (False, True)):

@@ -416,16 +416,17 @@ def test_greedy_tokens_are_the_argmax(device, B, dtype, rng):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("parts", [1, 3, 7])
-@pytest.mark.parametrize("D", [8, 2056, 4104])
+@pytest.mark.parametrize("D", [8, 1032, 2056, 4104])
 @pytest.mark.parametrize("shares", [1, kernels.NormShift.SHARES])
-def test_norms_of_narrow_and_wide_rows(device, D, parts, shares, rng):
+@pytest.mark.parametrize("many", [False, True])
+def test_norms_of_narrow_and_wide_rows(device, D, parts, shares, many, rng):
     x, gate, shift, weight, bias, maa = rng.standard_normal((6, D), np.float32)
     value = rng.standard_normal((parts, D), np.float32)
     arrays = {name: device.upload(array) for name, array in locals().items() if isinstance(array, np.ndarray)}
     arrays |= {name: device.empty(D, np.float32) for name in ("sum", "xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
     kernel, before = (
-        kernels.NormShift.fitting(np.dtype(np.float32), D, 1, parts),
+        kernels.NormShift.fitting(np.dtype(np.float32), D, 1, parts, many=many),
         "x sum value gate weight bias maa shift".split(),
     )
     args = kernel.pack(

@@ -41,28 +41,37 @@ class NormShift(ModelKernel):
     arguments = members(
         "pointers x sum value gate weight bias maa shift slots xx d mixed, integers B D C P squares shares, reals eps"
     )
-    shared = ("Shared",)
+    shared = ("Shared<{THREADS}>",)
     SHARES: ClassVar[int] = 4  # of a sequence, where sequences are FEW
     FEW: ClassVar[int] = 16
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
-    threads = 512
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 4 THREADS EACH channels
+    SMALL: ClassVar[tuple[int, int]] = (2, 256)  # EACH and THREADS of blocks of which two leave a product room
+    SMALL_PARTS: ClassVar[int] = 4  # their PARTS at most: registers hold no more
     X: np.dtype
     EACH: int
     PARTS: int
     TERMS: int
     MIXES: int
+    THREADS: int = 512
 
     @classmethod
-    def fitting(cls, X, D, C, parts, terms=1):
-        """The instance with the least PARTS and MIXES: with few of both, two blocks fit on a multiprocessor."""
-        each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
+    def fitting(cls, X, D, C, parts, terms=1, many=False):
+        """The instance with the least PARTS and MIXES. `many`: whether there are more sequences than multiprocessors,
+        so that these have two blocks each."""
+        each, threads = next((width, cls.THREADS) for width in cls.WIDTHS if D <= width * 4 * cls.THREADS)
+        if many and terms == 1 and parts <= cls.SMALL_PARTS and D <= 4 * cls.SMALL[0] * cls.SMALL[1]:
+            each, threads = cls.SMALL
         parts, mixes = (
             next(most for most in limits if n <= most)
             for n, limits in ((parts, cls.PARTS_AT_MOST), (C, cls.MIXES_AT_MOST))
         )
-        return cls(X, each, parts, terms, mixes)
+        return cls(X, each, parts, terms, mixes, threads)
+
+    @property
+    def threads(self):
+        return self.THREADS
 
 
 TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")

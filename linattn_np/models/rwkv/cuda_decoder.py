@@ -409,7 +409,7 @@ class DecodingStep:
         parts = 0 if added is None else added.shape[0]
         shares = kernels.NormShift.SHARES if B <= kernels.NormShift.FEW else 1
         self.draft.launch(
-            kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
+            kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms, B > self.device.multiprocessors),
             B * shares,
             x=self.x,
             sum=self.sum if parts else None,
