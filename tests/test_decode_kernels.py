@@ -417,7 +417,7 @@ def test_greedy_tokens_are_the_argmax(device, B, dtype, rng):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("D", [8, 1032, 2056, 4104])
-@pytest.mark.parametrize("shares", [1, kernels.NormShift.SHARES])
+@pytest.mark.parametrize("shares", kernels.NormShift.SHARES)
 @pytest.mark.parametrize("many", [False, True])
 def test_norms_of_narrow_and_wide_rows(device, D, parts, shares, many, rng):
     x, gate, shift, weight, bias, maa = rng.standard_normal((6, D), np.float32)

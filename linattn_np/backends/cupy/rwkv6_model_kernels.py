@@ -42,8 +42,7 @@ class NormShift(ModelKernel):
         "pointers x sum value gate weight bias maa shift slots xx d mixed, integers B D C P squares shares, reals eps"
     )
     shared = ("Shared<{THREADS}>",)
-    SHARES: ClassVar[int] = 4  # of a sequence, where sequences are FEW
-    FEW: ClassVar[int] = 16
+    SHARES: ClassVar[tuple[int, ...]] = (4, 2, 1)  # the possible numbers of blocks of a sequence
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 4 THREADS EACH channels
@@ -68,6 +67,11 @@ class NormShift(ModelKernel):
             for n, limits in ((parts, cls.PARTS_AT_MOST), (C, cls.MIXES_AT_MOST))
         )
         return cls(X, each, parts, terms, mixes, threads)
+
+    @classmethod
+    def shares(cls, B, device) -> int:
+        """The blocks of each of B sequences: the most with which no multiprocessor has two."""
+        return next(shares for shares in cls.SHARES if B * shares <= device.multiprocessors or shares == 1)
 
     @property
     def threads(self):

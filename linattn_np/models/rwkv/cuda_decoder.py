@@ -407,7 +407,7 @@ class DecodingStep:
         """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
-        shares = kernels.NormShift.SHARES if B <= kernels.NormShift.FEW else 1
+        shares = kernels.NormShift.shares(B, self.device)
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms, B > self.device.multiprocessors),
             B * shares,
