@@ -42,7 +42,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
             early=True,
         )
         w, openings, (terms, _, _, _), X = buffers.w, buffers.openings, buffers.mixed.shape, buffers.mixed.dtype
-        opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
+        opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS, self.device.capability == 90)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
         self.draft.launch(opening, opening.blocks(B, D), **arrays, R=decoder.rank)
         time_mix = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
