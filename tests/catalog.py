@@ -266,8 +266,9 @@ def of_models():
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
         yield rwkv6.DataMix.of_step(T, T, 256)
-        steps = (1, 1), (1, terms_of(T)[-1]), (64, 1), (256, 1)  # sequences, and terms of a float
-        yield from dict.fromkeys(rwkv6.Openings.of_step(T, T, *how, rwkv7.DOWNS, True) for how in steps)
+        steps = (1, 1), (1, terms_of(T)[-1]), (256, 1)  # sequences, and terms of a float
+        steps = product(steps, (False, True))  # and whether the card is a Hopper one
+        yield from dict.fromkeys(rwkv6.Openings.of_step(T, T, *how, rwkv7.DOWNS, hopper) for how, hopper in steps)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
         for X in dict.fromkeys((T, SINGLE)):

@@ -391,10 +391,12 @@ class Openings(ModelKernel):
     @classmethod
     def of_step(cls, dtype, X, B, terms, matrices, on_hopper):
         """The instance for a step: large passes, since a pass waits for memory; blocks of few tokens, as long as two on
-        every multiprocessor are enough, or if registers suffice for no more. On Hopper one is enough: it fits beside a
-        block of the product before it, and leaves registers for the states that the time mix loads early."""
-        most_of_one_tile = 32 if on_hopper else 64  # sequences, of a model of 2,048 channels
-        tiles, room = (1, 512) if B <= most_of_one_tile or dtype == FLOAT32 else (2, 512) if B <= 64 else (4, 256)
+        every multiprocessor are enough, or if registers suffice for no more. Hopper's blocks of two tiles leave
+        registers for the states that the time mix loads early, and one fits beside a block of the product before."""
+        if on_hopper and B > 32 and dtype != FLOAT32:
+            tiles, room = 2, 512
+        else:
+            tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
         return cls(dtype, FLOAT32, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
 
     @classmethod
