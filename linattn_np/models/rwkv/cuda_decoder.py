@@ -442,12 +442,17 @@ class DecodingStep:
             self.launch_matvec(products, K)
         elif launch_and_parts := self.product_of_batch([w for w, *_ in products], B, K, early=early):
             launch, _ = launch_and_parts
-            launch(self.draft, products, B, K)
+            launch(self.draft, products, B, K, multiplied=[self.needed_rows(weights, name) for name, *_ in named])
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
             self.launch_cublas(*products[0])
+
+    def needed_rows(self, weights, name) -> tuple[int, ...]:
+        """How many rows each matrix `name` has that are not padding."""
+        C, M, _ = getattr(weights, name).shape
+        return (M,) * C
 
     def product_of_batch(self, matrices, B, K, in_parts=False, early=False) -> tuple | None:
         """(a function that adds the launch of products with these matrices by one of Hopper's kernels, how many parts

@@ -51,6 +51,11 @@ class DecodingStep(cuda_decoder.DecodingStep):
         args |= {"removal": layer.removal, "replacement": layer.replacement, "bonus": layer.bonus}
         return self.launch_time_mix(kernel, B * H, layer, wkv, **args)
 
+    def needed_rows(self, weights, name):
+        if name != "down":
+            return super().needed_rows(weights, name)
+        return tuple(self.decoder.sizes[axis] for axis in "WAGQ")
+
     def channel_mix(self, layer, shift, added):
         buffers = self.buffers
         self.norm_shift(layer.ln2, buffers.ffn_mixed, layer.ffn_mix, shift, added)
