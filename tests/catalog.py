@@ -256,8 +256,6 @@ def of_models():
         norm = rwkv6.NormShift
         for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
             yield norm(T, *how)
-        for parts, mixes in product((1, norm.SMALL_PARTS), norm.MIXES_AT_MOST):
-            yield norm.fitting(T, 2048, mixes, parts, many=True)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width, bonus in product(rwkv6.GatedNorm.WIDTHS, (False, True)):
@@ -267,8 +265,7 @@ def of_models():
         yield rwkv6.DataMix.of_prompt(T)
         yield rwkv6.DataMix.of_step(T, T, 256)
         steps = (1, 1), (1, terms_of(T)[-1]), (256, 1)  # sequences, and terms of a float
-        steps = product(steps, (False, True))  # and whether the card is a Hopper one
-        yield from dict.fromkeys(rwkv6.Openings.of_step(T, T, *how, rwkv7.DOWNS, hopper) for how, hopper in steps)
+        yield from dict.fromkeys(rwkv6.Openings.of_step(T, T, *how, rwkv7.DOWNS) for how in steps)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
         for X in dict.fromkeys((T, SINGLE)):

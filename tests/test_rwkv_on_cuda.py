@@ -162,7 +162,7 @@ def test_rwkv7_of_other_sizes(on_cuda, kind, width, head_size, rng):
 @pytest.mark.parametrize("kind", [RWKV7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("state_dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
-@pytest.mark.parametrize("B", [3, 20, 50, 70])
+@pytest.mark.parametrize("B", [3, 20, 70])
 def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, B, rng):
     """From states as they are stored: these are rounded once, and logits as if they were not."""
     weights, slots = random_weights(kind, rng, dtype, 128, 64), rng.permutation(B + 2)[:B]

@@ -4,18 +4,19 @@
 // shapes    x sum gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [pool, D], slots [B] or null,
 //           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
 //           1, without a shift d = 0. A value of `squares` is in units of UNIT_OF_SQUARES<X, TERMS>
-// grid      `shares` blocks a sequence; THREADS threads, EACH times 4 channels each. All of them compute the norm, and
-//           each stores the channels of its share of the threads
+// grid      `shares` blocks a sequence; 512 threads, EACH times 4 channels each. All of them compute the norm, and each
+//           stores the channels of its share of the threads
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to 4 THREADS EACH; C up to MIXES, P up to PARTS. sum is null without a value, and
-//           never x. shift is read before the previous kernel has ended. So between this launch and the one that last
-//           wrote shift there must be another launch that waits for its predecessor (wait_for_previous) before it calls
+// limits    D a multiple of 4, up to 2048 EACH; C up to MIXES, P up to PARTS. sum is null without a value, and never x.
+//           shift is read before the previous kernel has ended. So between this launch and the one that last wrote
+//           shift there must be another launch that waits for its predecessor (wait_for_previous) before it calls
 //           launch_next
-#include "cards.cuh"
 #include "decode.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename X> struct Args {
   const float* x;
@@ -34,8 +35,8 @@ template <typename X> struct Args {
   double eps;
 };
 
-template <int THREADS> struct Shared {
-  float sum[THREADS / 32], squares[THREADS / 32];
+struct Shared {
+  float sum[WARPS], squares[WARPS];
 };
 
 // a + x b, channel by channel.
@@ -43,19 +44,14 @@ __device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
   return {fmaf(x.x, b.x, a.x), fmaf(x.y, b.y, a.y), fmaf(x.z, b.z, a.z), fmaf(x.w, b.w, a.w)};
 }
 
-// Four channels' parameters. As the shift, the previous kernel does not write them.
+// Four channels' parameters and shift, which the previous kernel does not write.
 template <int MIXES> struct Channels {
-  float4 weight, bias, maa[MIXES];
+  float4 weight, bias, shift, maa[MIXES];
 };
 
-// Blocks of 256 threads have 64 registers a thread (more where the assembler needs them): two of them leave room for a
-// block of a product of many vectors. So they start while the previous product ends, and the next product's weights are
-// copied during the norm.
-template <typename X, int EACH, int PARTS, int TERMS, int MIXES, int THREADS>
-__global__ void __launch_bounds__(THREADS, THREADS == 256 && !SINCE_SM100 ? 4 : 1)
-    rwkv6_norm_shift(const Args<X> args) {
-  constexpr int WARPS = THREADS / 32;
-  auto& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
+template <typename X, int EACH, int PARTS, int TERMS, int MIXES>
+__global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const u32 shares = u32(args.shares);
   const i64 b = blockIdx.x / shares, D = args.D, row = b * D;
@@ -63,26 +59,17 @@ __global__ void __launch_bounds__(THREADS, THREADS == 256 && !SINCE_SM100 ? 4 : 
   float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
   const auto channels_at = [&](i64 j) {
     Channels<MIXES> found = {load4(args.weight + j), load4(args.bias + j)};
+    if (shift) found.shift = load4(shift + j);
 #pragma unroll
     for (int c = 0; c < MIXES; ++c)
       if (args.maa && c < args.C) found.maa[c] = load4(args.maa + c * D + j);
     return found;
   };
-  // Whether registers suffice to load them before the wait.
-  constexpr bool EARLY = THREADS == 512 && EACH * (MIXES + 3) <= 10;
+  constexpr bool EARLY = EACH * (MIXES + 3) <= 10;  // whether registers suffice to load them before the wait
   Channels<MIXES> channels[EACH];
-  float4 previous[EACH] = {};  // the shift of the token before
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    const i64 j = 4 * (n * THREADS + threadIdx.x);
-    if (!stores || j >= D) continue;
-    if (EARLY) channels[n] = channels_at(j);
-    if (shift) previous[n] = load4(shift + j);
-  }
-  if (!EARLY && blockIdx.x == 0 && threadIdx.x == 0) {
-    prefetch_l2(args.weight, 4 * D), prefetch_l2(args.bias, 4 * D);
-    if (args.maa) prefetch_l2(args.maa, 4 * args.C * D);
-  }
+  for (int n = 0; n < EACH; ++n)
+    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && stores && j < D) channels[n] = channels_at(j);
   wait_for_previous();
 
   float4 x[EACH];
@@ -131,7 +118,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 256 && !SINCE_SM100 ? 4 : 
     const float4 xx = add_scaled(of_four.bias, scaled, of_four.weight);
     float4 d = {};
     if (shift) {
-      d = add_scaled(previous[n], xx, {-1.f, -1.f, -1.f, -1.f});
+      d = add_scaled(of_four.shift, xx, {-1.f, -1.f, -1.f, -1.f});
       store4(shift + j, xx);
     }
     if (args.xx) {

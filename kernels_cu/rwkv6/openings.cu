@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(co
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 tiles = (args.tokens + TOKENS - 1) / TOKENS, first = blockIdx.x / across % tiles * TOKENS;
   const i64 tokens = args.tokens - first;
-  // The gate's blocks come first, and those of the share last: their ranks are the largest and the smallest.
-  const i64 kind = MATRICES == 1 ? DECAY : (GATE + MATRICES - blockIdx.x / across / tiles) % MATRICES;
+  // The gate's blocks come first: its rank is the largest.
+  const i64 kind = MATRICES == 1 ? DECAY : (blockIdx.x / across / tiles + GATE) % MATRICES;
   const i64 rank = kind == DECAY ? args.W : kind == RATE ? args.A : kind == GATE ? args.G : args.Q;
   const auto activate = [&](float x) {
     return kind == DECAY ? Tanh<T>()(x) : kind == GATE ? 0.5f * Tanh<T>()(0.5f * x) + 0.5f : x;

@@ -4,20 +4,18 @@
 #include "decode.cuh"
 
 constexpr int STACKS = 2;
-constexpr int MATRICES = 4;    // of a stack, at most
 constexpr int SWIZZLED = 128;  // bytes of a row in a box of weights or of vectors
 
 // What is stored: the product, relu(product)^2, or parts of the product that the reader adds.
 enum class Finish : i64 { Write, ReluSquared = 2, Parts };
 
-// A stack: C products [M, K] with equal numbers of rows, of which the first rows[c] are multiplied.
+// A stack: C products [M, K] with equal numbers of rows.
 struct Stack {
   TensorMap w;  // boxes [a block's rows, a step of K]
   TensorMap x;  // boxes [terms, a block's vectors, a step of K]
   void* y;
   const float* scales;  // [C, M] of int8 weights, or null
   i64 C, M;
-  i64 rows[MATRICES];
   Finish finish;
 };
 
@@ -26,17 +24,12 @@ struct RowTile {
   int stack, which, row;
 };
 
-// Tile number `tile` of ROWS rows, counted over the products of both stacks.
+// Tile number `tile` of ROWS rows, counted over all products of both stacks.
 template <int ROWS> __device__ __forceinline__ RowTile rows_of_tile(const Stack (&stacks)[STACKS], int tile) {
-  RowTile found = {};
-  int first = 0;  // the product's first tile
-#pragma unroll
-  for (int n = 0; n < STACKS * MATRICES; ++n) {
-    const int tiles = int(stacks[n / MATRICES].rows[n % MATRICES] + ROWS - 1) / ROWS;
-    if (tile >= first && tile < first + tiles) found = {n / MATRICES, n % MATRICES, (tile - first) * ROWS};
-    first += tiles;
-  }
-  return found;
+  const auto tiles_of = [&](int stack) { return int(stacks[stack].M + ROWS - 1) / ROWS; };
+  int stack = 0, tiles = tiles_of(0);
+  if (const int before = tiles * int(stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
+  return {stack, tile / tiles, tile % tiles * ROWS};
 }
 
 // The steps along K of one of `parts` parts: the first number of K, and how many steps.

@@ -32,7 +32,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   static constexpr int W_STAGES = HALVES > 1 ? 6 : 512 / ROWS + DEEP, X_STAGES = 6;
   // Stages of weights that are being copied at a time until the previous kernel has ended. With more, its loads would
   // wait.
-  static constexpr int FLIGHT = 2;
+  static constexpr int FLIGHT = HALVES == 1 ? 2 : W_STAGES;
   static_assert(W_STAGES % HALVES == 0, "the same block always copies to a stage");
 };
 

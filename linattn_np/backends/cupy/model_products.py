@@ -57,21 +57,13 @@ class Matvec(ModelKernel):
 
 
 STACKS = 2  # the most stacks in one launch of the other kernels
-MATRICES = 4  # the most matrices of a stack
-MULTIPLIED = [f"rows{n}" for n in range(MATRICES)]  # members of STACK: how many rows of each matrix are multiplied
-STACK = members(f"maps w x, pointers y scales, integers C M {' '.join(MULTIPLIED)} finish")
+STACK = members("maps w x, pointers y scales, integers C M finish")
 SWIZZLED = 128  # bytes of a row, or of a vector, in a box that a tensor copy moves
 
 
-def all_rows(products) -> list[tuple[int, ...]]:
-    """The rows of each matrix of each stack. `products`: as for `stack_args`."""
-    return [w.shape[1:2] * w.shape[0] for w, *_ in products]
-
-
-def stack_args(products, multiplied, rows, vectors) -> list[dict]:
+def stack_args(products, rows, vectors) -> list[dict]:
     """The members STACK of each of STACKS stacks. `products`: tuples (w, scales, x, y, finish), with x [terms, C, B,
-    K]. `multiplied`: for each stack, how many rows of each matrix are multiplied. Tensor copies move boxes of so many
-    `rows` of w and `vectors` of x. Stacks that are not needed have C = 0 and no rows."""
+    K]. Tensor copies move boxes of so many `rows` of w and `vectors` of x. Stacks that are not needed have C = 0."""
 
     def tensor_map(array, rows, heads=1):
         return TensorMap(array, SWIZZLED // array.dtype.itemsize, rows, swizzled=True, heads=heads)
@@ -85,11 +77,10 @@ def stack_args(products, multiplied, rows, vectors) -> list[dict]:
             "C": w.shape[0],
             "M": w.shape[1],
             "finish": finish,
-            **dict(zip(MULTIPLIED, (*of_matrices, *[0] * (MATRICES - len(of_matrices))), strict=True)),
         }
-        for (w, scales, x, y, finish), of_matrices in zip(products, multiplied)
+        for w, scales, x, y, finish in products
     ]
-    return stacks + [stacks[0] | {"C": 0} | dict.fromkeys(MULTIPLIED, 0)] * (STACKS - len(stacks))
+    return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
 
 
 class BatchProduct(ModelKernel):
@@ -156,14 +147,12 @@ class BatchProduct(ModelKernel):
         """Blocks for B vectors and stacks of the sizes `rows`, (C, M) each."""
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
-    def launch(self, draft: Draft, products, B, K, multiplied=None):
+    def launch(self, draft: Draft, products, B, K):
         """Adds a launch to a draft. `products`: stacks (w [C, M, K], scales [C, M] or None, x [terms, C, B, K], y,
         finish). y is [C, B, M]; with PARTS it is [SPLIT, C, B, M]; as the input of a next product it may have the shape
-        [terms, C, B, M]. `multiplied`: for each stack, how many rows of each matrix are needed, by default all; tiles
-        that have none of these are left out."""
-        multiplied = multiplied or all_rows(products)
-        blocks = self.blocks(B, [(1, rows) for stack in multiplied for rows in stack])
-        draft.launch(self, blocks, stacks=stack_args(products, multiplied, self.ROWS, self.COLUMNS), B=B, K=K)
+        [terms, C, B, M]."""
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
+        draft.launch(self, blocks, stacks=stack_args(products, self.ROWS, self.COLUMNS), B=B, K=K)
 
     @property
     def depth(self) -> int:
@@ -263,11 +252,10 @@ class WideProduct(ModelKernel):
         tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
         return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
 
-    def launch(self, draft: Draft, products, B, K, parts, multiplied=None):
+    def launch(self, draft: Draft, products, B, K, parts):
         """As `BatchProduct.launch`, with x [1, C, B, K] and no scales; in `parts` parts y is [parts, C, B, M]."""
-        multiplied = multiplied or all_rows(products)
-        blocks = self.blocks(B, [(1, rows) for stack in multiplied for rows in stack], parts)
-        stacks = stack_args(products, multiplied, self.ROWS, self.vectors)
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
+        stacks = stack_args(products, self.ROWS, self.vectors)
         draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
 
     @property

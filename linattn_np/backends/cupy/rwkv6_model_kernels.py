@@ -41,41 +41,28 @@ class NormShift(ModelKernel):
     arguments = members(
         "pointers x sum value gate weight bias maa shift slots xx d mixed, integers B D C P squares shares, reals eps"
     )
-    shared = ("Shared<{THREADS}>",)
-    SHARES: ClassVar[tuple[int, ...]] = (4, 2, 1)  # the possible numbers of blocks of a sequence
+    shared = ("Shared",)
+    SHARES: ClassVar[int] = 4  # of a sequence, where sequences are FEW
+    FEW: ClassVar[int] = 16
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 4 THREADS EACH channels
-    SMALL: ClassVar[tuple[int, int]] = (2, 256)  # EACH and THREADS of blocks of which two leave a product room
-    SMALL_PARTS: ClassVar[int] = 4  # their PARTS at most: registers hold no more
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
+    threads = 512
     X: np.dtype
     EACH: int
     PARTS: int
     TERMS: int
     MIXES: int
-    THREADS: int = 512
 
     @classmethod
-    def fitting(cls, X, D, C, parts, terms=1, many=False):
-        """The instance with the least PARTS and MIXES. `many`: whether there are more sequences than multiprocessors,
-        so that these have two blocks each."""
-        each, threads = next((width, cls.THREADS) for width in cls.WIDTHS if D <= width * 4 * cls.THREADS)
-        if many and terms == 1 and parts <= cls.SMALL_PARTS and D <= 4 * cls.SMALL[0] * cls.SMALL[1]:
-            each, threads = cls.SMALL
+    def fitting(cls, X, D, C, parts, terms=1):
+        """The instance with the least PARTS and MIXES: with few of both, two blocks fit on a multiprocessor."""
+        each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
         parts, mixes = (
             next(most for most in limits if n <= most)
             for n, limits in ((parts, cls.PARTS_AT_MOST), (C, cls.MIXES_AT_MOST))
         )
-        return cls(X, each, parts, terms, mixes, threads)
-
-    @classmethod
-    def shares(cls, B, device) -> int:
-        """The blocks of each of B sequences: the most with which no multiprocessor has two."""
-        return next(shares for shares in cls.SHARES if B * shares <= device.multiprocessors or shares == 1)
-
-    @property
-    def threads(self):
-        return self.THREADS
+        return cls(X, each, parts, terms, mixes)
 
 
 TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
@@ -389,14 +376,10 @@ class Openings(ModelKernel):
     PASS: int = 64  # of a rank at a time
 
     @classmethod
-    def of_step(cls, dtype, X, B, terms, matrices, on_hopper):
+    def of_step(cls, dtype, X, B, terms, matrices):
         """The instance for a step: large passes, since a pass waits for memory; blocks of few tokens, as long as two on
-        every multiprocessor are enough, or if registers suffice for no more. Hopper's blocks of two tiles leave
-        registers for the states that the time mix loads early, and one fits beside a block of the product before."""
-        if on_hopper and B > 32 and dtype != FLOAT32:
-            tiles, room = 2, 512
-        else:
-            tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
+        every multiprocessor are enough, or if registers suffice for no more."""
+        tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
         return cls(dtype, FLOAT32, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
 
     @classmethod

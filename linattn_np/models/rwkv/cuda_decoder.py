@@ -407,9 +407,9 @@ class DecodingStep:
         """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
-        shares = kernels.NormShift.shares(B, self.device)
+        shares = kernels.NormShift.SHARES if B <= kernels.NormShift.FEW else 1
         self.draft.launch(
-            kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms, B > self.device.multiprocessors),
+            kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
             B * shares,
             x=self.x,
             sum=self.sum if parts else None,
@@ -442,17 +442,12 @@ class DecodingStep:
             self.launch_matvec(products, K)
         elif launch_and_parts := self.product_of_batch([w for w, *_ in products], B, K, early=early):
             launch, _ = launch_and_parts
-            launch(self.draft, products, B, K, multiplied=[self.needed_rows(weights, name) for name, *_ in named])
+            launch(self.draft, products, B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
             self.launch_cublas(*products[0])
-
-    def needed_rows(self, weights, name) -> tuple[int, ...]:
-        """How many rows each matrix `name` has that are not padding."""
-        C, M, _ = getattr(weights, name).shape
-        return (M,) * C
 
     def product_of_batch(self, matrices, B, K, in_parts=False, early=False) -> tuple | None:
         """(a function that adds the launch of products with these matrices by one of Hopper's kernels, how many parts

@@ -42,7 +42,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
             early=True,
         )
         w, openings, (terms, _, _, _), X = buffers.w, buffers.openings, buffers.mixed.shape, buffers.mixed.dtype
-        opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS, self.device.capability == 90)
+        opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
         self.draft.launch(opening, opening.blocks(B, D), **arrays, R=decoder.rank)
         time_mix = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
@@ -50,11 +50,6 @@ class DecodingStep(cuda_decoder.DecodingStep):
         args = dict(zip("vkr", buffers.vkr)) | {"w": w, "openings": openings, "first": buffers.first_v}
         args |= {"removal": layer.removal, "replacement": layer.replacement, "bonus": layer.bonus}
         return self.launch_time_mix(kernel, B * H, layer, wkv, **args)
-
-    def needed_rows(self, weights, name):
-        if name != "down":
-            return super().needed_rows(weights, name)
-        return tuple(self.decoder.sizes[axis] for axis in "WAGQ")
 
     def channel_mix(self, layer, shift, added):
         buffers = self.buffers
