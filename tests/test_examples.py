@@ -31,9 +31,15 @@ def decode(*arguments, stdin=b""):
     )
 
 
+def by_a_process(*arguments):
+    """Its exit code and what it wrote."""
+    done = decode(*arguments)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
 @pytest.fixture
 def here(capsys, monkeypatch):
-    """The same in this process, which saves the start of one: its exit code and what it wrote."""
+    """The same in this process, which saves the start of one, a second of a core."""
 
     def run(*arguments):
         try:
@@ -236,7 +242,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, here
     assert "Traceback" not in err and "usage" not in err
 
 
-def test_other_files_are_one_line_and_exit_code_2(tmp_path):
+def test_other_files_are_one_line_and_exit_code_2(tmp_path, here):
     path = tmp_path / "model.safetensors"
     weights = austen()
     wide = {name: weights[name][:200] for name in ("emb.weight", "head.weight")}
@@ -245,11 +251,11 @@ def test_other_files_are_one_line_and_exit_code_2(tmp_path):
         (wide, "has a vocabulary of 200 tokens, expected 256 (bytes) or 65536 (World)"),
     ):
         save_file({**weights, **change}, path)
-        done = decode(f"--model={path}")
-        assert (done.returncode, done.stdout) == (2, b"")
-        assert complaint in done.stderr.decode().splitlines()[-1]
+        code, out, err = here(f"--model={path}")
+        assert (code, out) == (2, "")
+        assert complaint in err.splitlines()[-1]
     path.write_bytes(path.read_bytes()[:-1])
-    assert b"damaged" in decode(f"--model={path}").stderr
+    assert "damaged" in here(f"--model={path}")[2]
 
 
 GREEDY = ("--temperature", "0")
@@ -266,23 +272,21 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for():
         assert process.stdout.read().startswith(b"It is a truth")
 
 
-def test_a_stop_string_is_not_written():
+def test_a_stop_string_is_not_written(here):
     arguments = ("--prompt", "Mr. Knight", "--tokens", 40, *GREEDY)
-    assert decode(*arguments, "--stop", "nowhere", "--stop", " his").stdout == b"Mr. Knightley and\n"
+    assert here(*arguments, "--stop", "nowhere", "--stop", " his")[1] == "Mr. Knightley and\n"
 
 
-def test_a_saved_state_goes_on(tmp_path):
+def test_a_saved_state_goes_on(tmp_path, here):
     state, again = tmp_path / "state.npz", tmp_path / "again.npz"
-    decode("--prompt", "Mr. Knightley an", "--tokens", 1, *GREEDY, "--save-state", state)
-    done = decode("--prompt", " Mrs. W", "--tokens", 5, *GREEDY, "--load-state", state, "--save-state", again)
-    assert done.stdout == b" Mrs. Weston\n"
-    whole = decode(
-        "--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", tmp_path / "whole.npz"
-    )
-    assert whole.stdout == b"Mr. Knightley and Mrs. Weston\n"
+    by_a_process("--prompt", "Mr. Knightley an", "--tokens", 1, *GREEDY, "--save-state", state)
+    goes_on = here("--prompt", " Mrs. W", "--tokens", 5, *GREEDY, "--load-state", state, "--save-state", again)
+    assert goes_on[1] == " Mrs. Weston\n"
+    whole = here("--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", tmp_path / "whole.npz")
+    assert whole[1] == "Mr. Knightley and Mrs. Weston\n"
     np.testing.assert_allclose(np.load(again)["wkv"], np.load(tmp_path / "whole.npz")["wkv"], rtol=0, atol=1e-4)
-    alone = decode("--load-state", state)
-    assert alone.returncode == 2 and b"wants a --prompt to read, as a state holds no next token" in alone.stderr
+    code, _, err = here("--load-state", state)
+    assert code == 2 and "wants a --prompt to read, as a state holds no next token" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.npz", "state.npz", "whole.npz"]
 
 
@@ -303,20 +307,20 @@ def test_help_says_what_the_model_cannot_do():
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def batch(tmp_path):
-    """A function that runs --batch-file on lines, objects or bytes, with the file of its output."""
+def batch(tmp_path, here):
+    """A function that runs --batch-file on lines, objects or bytes: (exit code, messages, the file of its output)."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
-    def run(lines, *arguments):
+    def run(lines, *arguments, generate=here):
         source.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
-        done = decode("--batch-file", source, "--output", target, *arguments)
+        code, _, messages = generate("--batch-file", source, "--output", target, *arguments)
         assert not list(tmp_path.glob("*.part"))
-        return done, target
+        return code, messages, target
 
     return run
 
 
-def test_a_batch_is_what_the_texts_are_alone(batch):
+def test_a_batch_is_what_the_texts_are_alone(batch, here):
     lines = [
         {"prompt": "It is a truth", "seed": 3},
         b"",
@@ -324,8 +328,8 @@ def test_a_batch_is_what_the_texts_are_alone(batch):
         {"prompt": "Emm", "temperature": 0, "tokens": 1},
         {"prompt": "Anne " * 200, "top_p": 0.5, "top_k": 3},
     ]
-    done, target = batch(lines, "--slots", 2, "--tokens", 25)
-    assert done.returncode == 0, done.stderr
+    code, messages, target = batch(lines, "--slots", 2, "--tokens", 25)
+    assert code == 0, messages
     out = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["prompt"] for line in out] == [line["prompt"] for line in lines if line]
     assert [(line["finish"], line["tokens"]) for line in out] == [
@@ -335,28 +339,29 @@ def test_a_batch_is_what_the_texts_are_alone(batch):
         ("length", 25),
     ]
     assert out[1]["text"] == "ley and" and out[2]["text"] == "a"
-    alone = decode("--prompt", "It is a truth", "--seed", 3, "--tokens", 25).stdout.decode()
-    assert alone == f"It is a truth{out[0]['text']}\n"
+    alone = here("--prompt", "It is a truth", "--seed", 3, "--tokens", 25)
+    assert alone[1] == f"It is a truth{out[0]['text']}\n"
 
 
 @pytest.mark.exhaustive
 def test_a_batch_over_processes_is_that_of_one(batch):
     """In the order of the lines, whichever process wrote them; a text that cannot go on is one of them."""
     lines = [{"prompt": f"Emma was {number}", "seed": number, "tokens": 5 + number % 3} for number in range(11)]
-    done, target = batch(lines, "--slots", 2)
-    assert done.returncode == 0, done.stderr
+    code, messages, target = batch(lines, "--slots", 2, generate=by_a_process)
+    assert code == 0, messages
     alone = target.read_bytes()
-    done, target = batch(lines, "--slots", 2, "--cards", 3)
-    assert done.returncode == 0 and target.read_bytes() == alone, done.stderr
-    assert done.stderr.count(b"on the CPU") == 1
-    done, target = batch(lines[:2], "--cards", 3)  # one process has slots enough
-    assert done.returncode == 0 and target.read_bytes() == b"".join(alone.splitlines(keepends=True)[:2])
+    code, messages, target = batch(lines, "--slots", 2, "--cards", 3, generate=by_a_process)
+    assert code == 0 and target.read_bytes() == alone, messages
+    assert messages.count("on the CPU") == 1
+    code, _, target = batch(lines[:2], "--cards", 3, generate=by_a_process)  # one process has slots enough
+    assert code == 0 and target.read_bytes() == b"".join(alone.splitlines(keepends=True)[:2])
 
 
 def test_a_damaged_line_is_named_by_any_process(batch):
-    done, target = batch([{"prompt": "a"}, {"prompt": "a", "top_p": 2}], "--slots", 1, "--cards", 2)
-    assert done.returncode == 2 and b"line 2: Sampling: top_p is 2, expected" in done.stderr.splitlines()[-1]
-    assert b"Traceback" not in done.stderr and not target.exists()
+    lines = [{"prompt": "a"}, {"prompt": "a", "top_p": 2}]
+    code, messages, target = batch(lines, "--slots", 1, "--cards", 2, generate=by_a_process)
+    assert code == 2 and "line 2: Sampling: top_p is 2, expected" in messages.splitlines()[-1]
+    assert "Traceback" not in messages and not target.exists()
 
 
 def children(process):
@@ -421,18 +426,18 @@ def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, here, line, co
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_an_output_that_is_the_input_is_refused(batch, tmp_path):
+def test_an_output_that_is_the_input_is_refused(batch, tmp_path, here):
     source = tmp_path / "in.jsonl"
     os.symlink(source, tmp_path / "link")
     for name in ("in.jsonl", "link"):
-        done, _ = batch([{"prompt": "a"}], "--output", tmp_path / name)
-        assert done.returncode == 2
-        assert b"argument --output: is the file of --batch-file, which would be lost" in done.stderr
+        code, messages, _ = batch([{"prompt": "a"}], "--output", tmp_path / name)
+        assert code == 2
+        assert "argument --output: is the file of --batch-file, which would be lost" in messages
         assert source.read_text() == '{"prompt": "a"}'
     shutil.copy(AUSTEN, tmp_path)
     for model in (tmp_path / "model.safetensors", tmp_path):
-        done = decode("--model", model, "--save-state", tmp_path / "model.safetensors", "--tokens", 1)
-        assert b"argument --save-state: is the file of --model, which would be lost" in done.stderr
+        _, _, err = here("--model", model, "--save-state", tmp_path / "model.safetensors", "--tokens", 1)
+        assert "argument --save-state: is the file of --model, which would be lost" in err
     assert (tmp_path / "model.safetensors").read_bytes() == AUSTEN.read_bytes()
 
 
@@ -440,14 +445,14 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
     weights = austen()
     weights["emb.weight"][ord("~")] = np.nan
     save_file(weights, tmp_path / "model.safetensors")
-    done, target = batch(
+    code, messages, target = batch(
         [{"prompt": "Emm", "tokens": 1}, {"prompt": "a~"}, {"prompt": "Mr. Knight", "tokens": 3}],
         "--model",
         tmp_path / "model.safetensors",
         *GREEDY,
     )
-    assert done.returncode == 2
-    last = done.stderr.decode().splitlines()[-1]
+    assert code == 2
+    last = messages.splitlines()[-1]
     assert "in.jsonl, line 2: logits are nan for token 0, expected numbers below inf; the" in last
     assert [json.loads(line) for line in target.read_text().splitlines()] == [
         {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"},
@@ -462,14 +467,14 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
     ]
 
 
-def test_a_folder_of_hugging_face_by_its_path(tmp_path):
+def test_a_folder_of_hugging_face_by_its_path(tmp_path, here):
     """With the vocabulary that stands in such a folder."""
     os.symlink(AUSTEN, tmp_path / "model.safetensors")
-    wanted = decode("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY).stdout
-    assert decode("--model", tmp_path, "--prompt", "Mr. Knight", "--tokens", 5, *GREEDY).stdout == wanted
+    wanted = here("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY)[1]
+    assert here("--model", tmp_path, "--prompt", "Mr. Knight", "--tokens", 5, *GREEDY)[1] == wanted
     (tmp_path / "rwkv_vocab_v20230424.txt").write_text("damaged")
-    done = decode("--model", tmp_path, "--tokenizer", "world")
-    assert f"World.from_file: {tmp_path}/rwkv_vocab_v20230424.txt, line 1 is b'damaged'" in done.stderr.decode()
+    _, _, err = here("--model", tmp_path, "--tokenizer", "world")
+    assert f"World.from_file: {tmp_path}/rwkv_vocab_v20230424.txt, line 1 is b'damaged'" in err
 
 
 def test_progress_shows_on_a_terminal():
