@@ -308,7 +308,7 @@ def about(**changes):
         (dict(settings=about(steps=10**400)), "steps is a whole number of 1329 bits, expected a whole number from 1"),
         (
             dict(settings=about(batch=(1 << 31) - 1)),
-            "batch x context is 2147483647 x 24, expected at most 16777216 bytes",
+            "batch x context is 2147483647 x 24, expected at most 16777216 tokens",
         ),
         (dict(settings=about(context=1 << 30)), "batch x context is 4 x 1073741824, expected at most"),
         (dict(settings=np.frombuffer(b'{"lr": 1, "lr": 1}', np.uint8)), "are none .*: the JSON has a key twice"),
@@ -387,7 +387,7 @@ def command(tmp_path, capsys):
     [
         (["--text=nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--text", os.devnull], f"{os.devnull}: is a device, expected a file or a pipe"),
-        (["--context=2000"], "expected at least 4001 for a context of 2000"),
+        (["--context=2000"], "expected at least 4001 and 2 for a context of 2000"),
         (["--head-size=7"], "RWKV6: width 16 is no multiple of the head size 7"),
         (["--batch=0"], "argument --batch: is '0', expected a whole number from 1 up"),
         (["--lr=-1"], "Training: lr is -1.0, expected a number above 0"),

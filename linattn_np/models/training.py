@@ -31,7 +31,7 @@ from .training_steps import CudaSteps, HostSteps
 
 HELD_OUT = 0.05  # share of the text, at its end, that is held out, up to the tokens of HELD_OUT_STEPS steps
 HELD_OUT_STEPS = 32  # their loss takes as long as about 11 training steps
-MAX_TOKENS = 1 << 24  # the most tokens of a step: more than any machine's memory holds
+MAX_TOKENS = 1 << 24  # the most tokens of a step: no machine's memory holds the activations of so many
 MAX_LAYERS = 1 << 10  # the most layers; without it, a file could ask for a table of 10^9 layers
 WARM_UP = 0.02  # share of the training in which the learning rate rises
 VECTORS = ("weights", "first", "second")  # the state of a training: the model's weights and AdamW's two moments
@@ -44,7 +44,7 @@ class Settings:
     layers, width, head_size : the model's sizes
     batch, context : sequences per step, and tokens that each of them predicts
     steps, minutes : the length of the training, one of the two; it determines the learning rate's schedule
-    lr : the largest learning rate, reached at the end of the warm-up; half a cosine leads from it to 0
+    lr : the learning rate is half a cosine that leads from `lr` to 0, times a warm-up from 0 to 1
     weight_decay : a step multiplies matrices by 1 - weight_decay * learning rate
     dropout : the probability with which an element of the embedding's or a mix's output is set to 0 in training
     seed : of the initial weights, the order of the text and the dropout
@@ -70,7 +70,7 @@ class Settings:
         self.check(real, "weight_decay", "a number from 0 up", lambda x: x >= 0)
         self.check(real, "dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)
         if self.batch * self.context > MAX_TOKENS:
-            refuse(f"batch x context is {self.batch} x {self.context}, expected at most {MAX_TOKENS} bytes in a step")
+            refuse(f"batch x context is {self.batch} x {self.context}, expected at most {MAX_TOKENS} tokens in a step")
         if (self.steps is None) == (self.minutes is None):
             refuse("expected either steps or minutes")
         if self.minutes is None:
@@ -161,18 +161,18 @@ class Training:
     def __repr__(self):
         return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
 
-    def change(self, **settings):
-        """Changes settings (`steps`, `minutes` or `lr`) for the next steps. A new `steps` removes `minutes`, and vice
-        versa."""
-        if settings.keys() & {"steps", "minutes"}:
-            settings = {"steps": None, "minutes": None, **settings}
-        self.settings = replace(self.settings, **settings)
+    @one_at_a_time
+    def change(self, *, steps: int | None = None, minutes: float | None = None, lr: float | None = None):
+        """Changes the settings that are given, for the next steps. A new `steps` removes `minutes`, and vice versa. All
+        ranks call it alike."""
+        length = {} if steps is minutes is None else {"steps": steps, "minutes": minutes}
+        self.settings = replace(self.settings, **length, lr=self.settings.lr if lr is None else lr)
 
     @property
     def done(self) -> float:
         """The fraction of the training that is done, from 0 to 1."""
-        steps, minutes = self.settings.steps, self.settings.minutes
-        part = self.seconds / (60 * minutes) if minutes else self.step_number / (steps or 1)
+        settings = self.settings
+        part = self.seconds / (60 * settings.minutes) if settings.minutes else self.step_number / settings.steps
         return min(1.0, part)
 
     @property
@@ -193,16 +193,18 @@ class Training:
     @one_at_a_time
     @np.errstate(all="ignore")
     def warm_up(self):
-        """Computes the first batch's loss, so that compiling does not count towards `minutes`. All ranks call it."""
+        """Computes the first batch's loss, so that compiling what a loss takes does not count towards `minutes`. All
+        ranks call it."""
         self.steps.value(self.ranks.part(self.text.batch(0)))
 
     def learning_rate(self):
         """The next step's learning rate: linear warm-up times half a cosine."""
-        done = max(self.done, 1 / self.settings.steps) if self.settings.steps else self.done
-        return self.settings.lr * min(1, done / WARM_UP) * (1 + math.cos(math.pi * self.done)) / 2
+        settings, done = self.settings, self.done
+        risen = max(done, 1 / settings.steps) if settings.steps else done
+        return settings.lr * min(1, risen / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
 
     def count_time(self):
-        """Adds the time since the last call to `seconds`."""
+        """Adds the time since the last call to `seconds`, which is the first rank's on all of them."""
         now = time.perf_counter()
         self.seconds += now - self.latest if self.latest else 0
         self.latest = now
@@ -249,7 +251,7 @@ class Training:
     def save_model(self, path):
         """Writes the weights under the model's official names, matrices in the dtype of products.
 
-        path : ends in `.safetensors`, or in `.pth`, whose arrays are float32
+        path : if it ends in `.pth`, an official file, whose arrays are float32; else a safetensors file
 
         ContractError as in `save`.
         """
@@ -305,7 +307,7 @@ class Training:
 def first_not_finite(arrays) -> str | None:
     """The name of the first array with a number that is not finite, or None.
 
-    The float64 sum of finite float32 numbers is finite, and summing needs no temporary array.
+    The float64 sum of numbers of at most 32 bits is finite if they are, and summing needs no temporary array.
     """
     return next((name for name, x in arrays.items() if not np.isfinite(x.sum(dtype=np.float64))), None)
 
@@ -326,8 +328,8 @@ class Text:
         least = 2 * settings.context + 1  # enough for one row, from any of the first `context` tokens on
         if len(self.learned) < least or len(self.held) < 2:
             refuse(
-                f"the text has {len(self.tokens)} {self.unit}, {len(self.learned)} of them to learn, "
-                f"expected at least {least} for a context of {settings.context}"
+                f"the text has {len(self.tokens)} {self.unit}, {len(self.learned)} of them to learn and "
+                f"{len(self.held)} held out, expected at least {least} and 2 for a context of {settings.context}"
             )
         self.rows = (len(self.learned) - settings.context) // settings.context
 

@@ -1,6 +1,6 @@
 """The delta rules in chunks, on BLAS.
 
-    S_t = diag(exp g_t) S_{t-1} + b_t (a_t^T S')^T + k_t v_t^T,     o_t = scale q_t^T S_t
+    S_t = diag(exp g_t) S_{t-1} + b_t (a_t^T S') + k_t v_t^T,       o_t = scale q_t^T S_t
 
 For RWKV-7, S' is S_{t-1}. For the delta rule S' is diag(exp g_t) S_{t-1}, a is -k, and b and the k of the last term
 are beta k. For a chunk with the state S before it, qd and ad are q and a decayed from the chunk's start, be and ke are
@@ -9,10 +9,10 @@ b and k decayed to its end, and Aqk, Aqb, Aak, Aab are the scores of q and a wit
     N = (I - Aab)^-1,   H = Aqb N,      W = qd + H ad,      B = Aqk + H Aak,        Zb = N^T be,    Zk = ke + Aak^T Zb
     o = scale (W S + B V),              S <- diag(decay) S + Zb^T (ad S) + Zk^T V
 
-Only ad S and Zb^T (ad S) are computed chunk after chunk; all else is computed for all chunks at once. The values that
-tokens write along b, N (Aak V + ad S), are not computed for o: with similar keys they are differences of large numbers,
-while W, B and Z are as small as q and b if no transition enlarges a state. Gradients take the same matrices; dS is the
-gradient of the state after the chunk, and dO that of o:
+Only the states, with ad S and Zb^T (ad S), are computed chunk after chunk; all else is computed at once. The values
+that tokens write along b, N (Aak V + ad S), are not computed for o: with similar keys they are differences of large
+numbers, while W and B are as small as q, and Zb and Zk as b and k, if no transition enlarges a state. Gradients take
+the same matrices; dS is the gradient of the state after the chunk, and dO that of o:
 
     E = Zb dS,  R = E + scale H^T dO,   dV = Zk dS + scale B^T dO,      dS <- diag(decay) dS + scale W^T dO + ad^T E
 
@@ -116,7 +116,7 @@ class DeltaArrays:
 
 
 def forward(member, schedule, o, states):
-    """Fills o, and `states` with those before all chunks unless it is None; returns the final state's parts."""
+    """Fills o, and unless it is None `states` with the state before each chunk; returns the final state's parts."""
     final = member.initial_state()
     done = in_parallel(lambda rows: streamed(member, schedule, rows, o, final, states), schedule.blocks, caller=True)
     for rows, accurate in zip(schedule.blocks, done):
@@ -179,7 +179,8 @@ class Pair:
     """
 
     def __init__(self, rows, columns, gates, decay, scratch, keep, *, before=False, own=False):
-        self.gates, self.rows, self.columns, self.scratch = copy(gates), rows, columns, scratch
+        self.gates = copy(gates)  # gated_scores keeps the decays of this pair in it
+        self.rows, self.columns, self.scratch = rows, columns, scratch
         self.before, self.own = before, own
         self.decayed, self.to_end, self.A = gated_scores(rows, columns, self.gates, before, decay, scratch, keep)
         if not own:
@@ -188,7 +189,9 @@ class Pair:
     def vjp(self, dA, ddecayed=None, dto_end=None, through=None):
         """(the gradients of rows, of columns, of gates) from those of A, `decayed` and `to_end`; None stands for zeros.
 
-        through : the term of every gate's gradient from the state before the chunk to the one after it
+        through : what the decay of the state over the chunk adds to the gradient of each of the chunk's gates
+
+        dA is overwritten.
         """
         drows, dcolumns, dg = (np.empty_like(x) for x in (self.rows, self.columns, self.gates.g))
         own = diagonal(dA).copy()[..., None]
@@ -305,8 +308,8 @@ class Rwkv7Chunks(Chunks):
 
 
 def inverse(L):
-    """(I - L)^-1 for strictly lower triangular L [..., C, C]: blocks on the diagonal row by row, and then the inverses
-    of neighbouring blocks joined by products."""
+    """(I - L)^-1 for strictly lower triangular L [..., C, C], C a multiple of BLOCK: blocks on the diagonal row
+    by row, and then the inverses of neighbouring blocks joined by products."""
     shape, C = L.shape, L.shape[-1]
     L = L.reshape(-1, C, C)
     N = np.zeros_like(L)
