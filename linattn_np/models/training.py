@@ -165,14 +165,15 @@ class Training:
     def change(self, *, steps: int | None = None, minutes: float | None = None, lr: float | None = None):
         """Changes the settings that are given, for the next steps. A new `steps` removes `minutes`, and vice versa. All
         ranks call it alike."""
-        length = {} if steps is minutes is None else {"steps": steps, "minutes": minutes}
-        self.settings = replace(self.settings, **length, lr=self.settings.lr if lr is None else lr)
+        if steps is minutes is None:
+            steps, minutes = self.settings.steps, self.settings.minutes
+        self.settings = replace(self.settings, steps=steps, minutes=minutes, lr=self.settings.lr if lr is None else lr)
 
     @property
     def done(self) -> float:
         """The fraction of the training that is done, from 0 to 1."""
         settings = self.settings
-        part = self.seconds / (60 * settings.minutes) if settings.minutes else self.step_number / settings.steps
+        part = self.seconds / (60 * settings.minutes) if settings.minutes else self.step_number / (settings.steps or 1)
         return min(1.0, part)
 
     @property
