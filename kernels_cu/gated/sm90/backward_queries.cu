@@ -1,21 +1,26 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
 //           Computes dq, du, and the query share `query_share` of dg, the log gates' gradient, for the second pass.
-// math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it. Decays [K]: D over the chunk,
-//           D_ij from key j to query i, E_i from the chunk's start to query i, L_j from key j to the chunk's end
-//           (decays.cuh).
+//           ReadOrder (read_order.cuh) chooses the operator: reads_before_write is true for RWKV-6, false for GLA
+// math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it; i, j and t are its tokens.
+//           Decays [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to query i, L_j from
+//           key j to the chunk's end (decays.cuh).
 //           dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);  from_state_i = scale E_i S do_i
 //           dq_i = sum_j dA_ij D_ij k_j + from_state_i (RWKV-6: + u k_i scale do_i . v_i)
-//           share_t = sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i from_state_i (RWKV-6: i > t), computed as the
-//           sum of q_i (all of dq_i but the term of u) less sum_{j>=t} k_j sum_i dA_ij D_ij q_i
+//           share_t = sum_{i>=t} q_i (sum_{j<t} dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t), computed as
+//           sum_{i>=t} q_i (sum_j dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t) - sum_{j>=t} k_j sum_i dA_ij D_ij q_i
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
-// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V], u [H, K]. Of every segment, P a sequence: initial and
-//           dht [N P, H, K, V], the state at its start and the gradient of that at its end; du and ends [N P, H, K],
-//           its term of du and sum_v (state at its end) dht. u and these: float32. query_share: in memory of the type
-//           of g (query_share.cuh). query_sums [B, H, chunks, K + FLAGS] float32: of each channel sum_i q_i
-//           from_state_i, whose 9 lowest bits hold a unit, the power of 2 that query_share counts in, and then a byte
-//           for each warp, 1 if the second pass is to compute the chunk token by token. checkpoints [B, H, T /
-//           CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token. BK and BV: K and
-//           V rounded up
+// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V]. query_share has the memory of an array of g's type
+//           (query_share.cuh). All other arrays are float32. u [H, K]. Each of N sequences has P segments:
+//           initial [N P, H, K, V]: the states at their starts
+//           dht [N P, H, K, V]: the gradients of the states at their ends
+//           du [N P, H, K]: their terms of du
+//           ends [N P, H, K]: sum_v (the state at the end) dht
+//           query_sums [B, H, chunks, K + FLAGS]: first K sums, of each channel sum_i q_i from_state_i. If the
+//           channel's query_share is in multiples of a unit, a power of 2, the sum's 9 lowest bits hold this unit. Then
+//           FLAGS numbers' worth of bytes, one for each warp: 1 if the second pass is to compute the chunk token by
+//           token
+//           checkpoints [B, H, T / CHECKPOINT_EVERY + 1, BK, BV]: the states before every CHECKPOINT_EVERY-th token
+//           (states.cuh). BK and BV: K and V rounded up
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
 // smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and float_do; consumers
@@ -23,11 +28,12 @@
 // barriers  mbarriers of each stage. arrived: v and do have been copied; full: q, k and g have; dA_stored: dA and
 //           float_do are stored; done: consumers have read the stage and stored its results. The warps that arrive at
 //           dA_stored have waited for arrived, so consumers need not
-// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. The two sums of share_t have
-//           products of the same rounded numbers, so that pairs with both tokens after t cancel but for float32's
-//           rounding. The state: states.cuh
+// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. The two sums that make
+//           share_t have products of the same rounded numbers, so that pairs with both tokens after t cancel but for
+//           float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV of a launch, multiples of 8; BK and BV of 64, 128; rows start
+//           on 16 bytes
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -40,9 +46,12 @@ template <typename T, typename G> struct Args {
   float *ends, *query_sums, *du, *checkpoints;
   Shape shape;
   double scale;
-  i64 P;       // segments of a sequence
-  i64 joined;  // P = 3: whether one block computes all but the first segment (second pass: all but the last)
-  i64 adds;    // whether dq is added to the sum that dq holds, from a launch for other columns of V
+  i64 P;  // segments of a sequence
+  // Only if P = 3: whether each sequence and head has two blocks. One computes segment 0, the other segments 1 and 2 as
+  // one; then Segment::pair is the number of segment 1, and Segment::last that of segment 2. In the second pass one
+  // computes segment 2, the other segments 0 and 1.
+  i64 joined;
+  i64 adds;  // whether dq is added to what dq holds: its sum over the columns of V that earlier launches had
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -113,7 +122,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const WorkTile& work = ReadOrder::reads_before_write ? s.segment : segment;
     const int tokens = segment.tokens;  // unlike s.segment.tokens, the compiler knows that it is equal for all lanes
     if constexpr (ReadOrder::reads_before_write) {
-      // In shared memory, since RWKV-6 lacks registers, and those of this warp's code leave the consumers fewer.
+      // The segment is in shared memory: RWKV-6's consumers lack registers, and have fewer if this code takes more.
       if ((threadIdx.x & 31) == 0) s.segment = segment_of<false>(args.shape, args.P, args.joined);
       __syncwarp();
     }
@@ -139,12 +148,15 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
                                         int block, int lane) {
 #pragma unroll 1
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
-    forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
+    // Hides where `lane` comes from: addresses are computed again, which is cheaper than to hold them in registers.
+    forget(lane);
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    // v and do are in shared memory; so this stage's previous chunk has been stored, and its dA read.
+    // v and do are in shared memory. Before they were copied, consumers had arrived at `done`: they have read dA and
+    // float_do of this stage's previous chunk, which are overwritten below.
     barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);
     float products[2][4];
     pair_products(products, in.do_, in.v, block, lane);
+    // Products of dA take queries or keys cut off to tf32, which makes them smaller on average: dA makes up for that.
     const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -168,6 +180,10 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
+// Lane 4 g + t of a warp, t < 4, has the channels g and g + 8 of the warp's 16. Its numbers of a chunk are a Chunk
+// (decays.cuh): [n][2h + p] is sub-chunk n of 8 tokens, channel g + 8h, token 2t + p. Operands hold the same numbers,
+// two tokens in a register (neighbours_of).
+
 // A lane's results of a chunk: dq, and query_share: each token's terms of share_t, q's less k's, before the sum over
 // tokens. In RWKV-6 query_share has q's terms and key_terms k's: share_t counts queries from t + 1 on, keys from t on.
 struct Gradients {
@@ -179,7 +195,7 @@ template <typename T, typename G> struct TokenOperands {
   Gates<G> gates;
   Operand queries, keys;
 
-  // CLAMPED: gates count as LEAST_GATE at least, for decays within sub-chunks only.
+  // CLAMPED: a gate below LEAST_GATE is loaded as LEAST_GATE. Such gates serve for decays within sub-chunks only.
   template <bool CLAMPED>
   __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int offset) {
     gates.template load<CLAMPED>(g, offset);
@@ -187,13 +203,15 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, offset);
   }
 };
-// HOLDS_INPUTS: registers hold these inputs until their last use; otherwise there are too few, and they are loaded
-// twice. LOADS_EARLY: they are loaded at the end of the previous chunk's iteration.
+// HOLDS_INPUTS: registers hold a chunk's TokenOperands until their last use; otherwise registers are too few, and they
+// are loaded twice: first for pairs within sub-chunks, with clamped gates, then for all else. LOADS_EARLY: they are
+// first loaded at the end of the previous chunk's iteration.
 template <typename G, int BV> constexpr bool HOLDS_INPUTS = sizeof(G) == 2 && BV == 64;
 template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
-// Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: gates were loaded so; pairs: dA's memory.
+// Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: gates were loaded so; counts: which gates
+// the sum for each decay has (decays.cuh); pairs: dA's memory.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void set_pairs_within(Gradients& d, const TokenOperands<T, G>& tokens,
                                                  const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
@@ -228,21 +246,24 @@ __device__ __forceinline__ void set_pairs_within(Gradients& d, const TokenOperan
 
 // Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; offset: lane_offset(). Sets
 // `by_token`, whether the chunk must be computed token by token, and `decays`; then calls write_state(keys decayed to
-// the chunk's end).
-template <bool HOLDS_INPUTS, class ReadOrder, typename T, typename G, class F>
+// the chunk's end). LOADS_AGAIN: loads `tokens` first, each operand where it is needed.
+template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                                  SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                                  T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts,
                                                  const PairReader& dA, float scale, bool& by_token, int offset,
                                                  F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
-  Across queries_across, keys_across, sums_across = {};  // decayed queries; decayed keys; sums over keys, for queries
+  // Decayed queries; decayed keys; sums over keys, for queries. by8[x] has the queries of sub-chunk 2x + 1, or the keys
+  // of 2x, which these queries take; by16[x] has the queries of 2 + x, or the keys of x: queries of 2 and of 3 take the
+  // keys of 0 and of 1.
+  Across queries_across, keys_across, sums_across = {};
   StateOperand<T> state_keys;
-  Chunk outer_decays;
-  if (!HOLDS_INPUTS) tokens.gates.load(g, offset);
+  Chunk outer_decays;  // first from keys to their sub-chunk's end, then from its start to queries
+  if (LOADS_AGAIN) tokens.gates.load(g, offset);
   by_token = exceeds_growth<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
-  if (!HOLDS_INPUTS) load_operand(keys, k, offset);
+  if (LOADS_AGAIN) load_operand(keys, k, offset);
   decays_to_end(outer_decays, tokens.gates, counts);
   decay_keys<true, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
 #pragma unroll
@@ -252,8 +273,10 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
     dA.add_keys(sums_across.by16[x], keys_across.by16[1], 2 + x, 1);
   }
   write_state(state_keys);
-  if (!HOLDS_INPUTS) load_operand(queries, q, offset);
+  if (LOADS_AGAIN) load_operand(queries, q, offset);
   decays_from_start(outer_decays, tokens.gates, counts);
+  // The second pass adds queries to dS. If T is float16 and the first gate of GLA's chunk is strong, it multiplies them
+  // by a power of 2, `up`, for float16's range; `down` is the inverse. The same rounded values are taken here.
   const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
   decay_queries<true, T>(
       queries_across, queries, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
@@ -272,7 +295,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
     }
   }
   each_neighbours([&](int n, int h) {
-    const float factor = scale * decays.before(n, h);
+    const float factor = scale * decays.before(n, h);  // the decay over all sub-chunks before n
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
@@ -306,8 +329,9 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
 // query_terms_t <- sum_{i>t} query_terms_i - sum_{j>=t} key_terms_j over tokens of the chunk. all: the sum over all
 // tokens of query_terms - key_terms.
 __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk& key_terms, float (&all)[2]) {
+  // Of the four lanes of a channel, lane t has tokens 2t and 2t + 1 of a sub-chunk. Its neighbour is lane t ^ 1; the
+  // others are the other two lanes.
   const int t = opaque(threadIdx.x) & 3;
-  // Lanes t = 0...3 have two tokens of a sub-chunk each. Whether the neighbour's are later, and the other two lanes'.
   const bool neighbour_is_later = t % 2 == 0, others_are_later = t / 2 == 0;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -327,13 +351,16 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk
   }
 }
 
-// Computes a segment. chunks: how many chunks of other segments this block has computed before.
+// Computes a segment, or two that are joined. segment.pair and segment.last: the places of the first and of the last of
+// them in initial, dht, ends and du; segment.chunk: that of its first chunk in query_sums. chunks: how many chunks of
+// other segments this block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args,
                                         const Segment& segment, int chunks) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = segment.tokens;
   const int checkpoint = first_checkpoint(args.shape, segment);
-  // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets.
+  // in_register keeps x in a register. With float16 data and gates and 128 columns, registers are too few to hold a
+  // lane's offsets: `opaque` only hides from the compiler where x comes from.
   const auto held_in_register = [](int x) {
     return IS_NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
   };
@@ -381,12 +408,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_keep(from_state);
     set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
-    const auto set_flag = [&](bool value) {  // of this warp: whether the second pass computes the chunk token by token
+    // Stores the warp's byte of query_sums: whether the second pass computes the chunk token by token. One lane stores:
+    // `value` is a vote of the warp (exceeds_growth, exceeds_float16), and so the same for all lanes.
+    const auto set_flag = [&](bool value) {
       if (lane == 0) reinterpret_cast<bool*>(query_sums - channel + K)[threadIdx.x / 32] = value;
     };
     // Adds the chunk's keys to S. Called in the middle of the chunk, so that other work hides its product.
     const auto write_state = [&](StateOperand<T>& keys) {
-      if (by_token) {  // all else of this chunk may be infinite or NaN, and is not used
+      // All else that is computed of such a chunk may be infinite or NaN, and is not used, except for the terms of du,
+      // which have no decays.
+      if (by_token) {
         compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA,
                                                           u, scale);
         each_neighbours([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.sub[n][h] = 1.f; });
@@ -397,11 +428,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       start_write<T, BV>(S, keys, in.v);
       wgmma_commit();
     };
-    add_pairs_across<HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
-                                                     counts, dA, scale, by_token, offset, write_state);
+    add_pairs_across<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
+                                                      counts, dA, scale, by_token, offset, write_state);
 
-    float sum[2];  // sum_i q_i from_state_i
-    u32 unit[2];
+    // sum_i q_i from_state_i: the sum over all tokens of the terms of share_t, in which q's and k's terms of each pair
+    // of the chunk cancel.
+    float sum[2];
+    u32 unit[2];  // IN_UNITS, which is G bfloat16: the exponents of the units; see query_share.cuh
     if (!by_token) {
       if constexpr (IN_UNITS<G>) {
         float size[2] = {};
@@ -411,6 +444,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       }
       if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.key_terms, sum);
       else sum_tokens_by_shuffles<true>(results.query_share, sum);
+      // G is float16: the share has units only if it exceeds float16's range. convert_to_units puts them into `sum`.
       if (IS_NARROW<G> && exceeds_float16(results.query_share)) {
         convert_to_units(results.query_share, sum);
         set_flag(true);
@@ -437,21 +471,22 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   wgmma_wait<0>();
   wgmma_keep(from_state);
-  float final_c[2] = {};  // of the lane's two channels sum_v S dht: c of backward_keys.cu after the last token
-  // Whether a block of the second pass, which goes backwards, starts here, from dht.
+  float end_terms[2] = {};  // this lane's terms of sum_v S dht, S being the state after the last token, in two channels
+  // Whether a block of the second pass, which goes backwards, starts at the end of this segment.
   const bool stores_end = args.dht && (!args.joined || segment.last != segment.pair);
   if (stores_end)
     each_of_state<BV, true>(S, args.dht + segment.last * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
                               const float2 two = *reinterpret_cast<const float2*>(from);
-                              final_c[&x - S >> 1 & 1] += x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
+                              end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
                             });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float end_sum = channel_sum(final_c[h]), du_sum = channel_sum(du[h]);
+    const float end_sum = channel_sum(end_terms[h]), du_sum = channel_sum(du[h]);
     if (t || !inside[h]) continue;
     if (stores_end) args.ends[segment.last * K + channel + 8 * h] = end_sum;
     if (!ReadOrder::reads_before_write) continue;
+    // Of joined segments the first gets the terms of both.
     if (segment.last != segment.pair) args.du[segment.last * K + channel + 8 * h] = 0.f;
     args.du[segment.pair * K + channel + 8 * h] = du_sum;
   }
