@@ -1,7 +1,13 @@
-"""Kernel classes of the delta rules; `gated_kernels` explains such classes.
+"""Kernel classes of the delta rules; `gated_kernels` has the words that these share with others.
+
+A class stands for the CUDA file `file`. Its annotated fields are the template's arguments, in order; `arguments` are
+the members of the kernel's argument struct (`arguments.members` explains the text), `shared` the C++ type whose size is
+the shared memory of a block, and `constants` pairs of a C++ constant and the attribute that must equal it. The compiler
+checks all of these. What the arrays in `arguments` hold stands in the head of the CUDA file.
 
 The kernels compute a head of values at a time; `group` of these share a head of queries and keys. A *walk* is a kernel
 whose blocks go from chunk to chunk, or from token to token, and hold the state, or its gradient, in registers.
+Channels K are at most 128 in chunks, 256 token by token; chunks take no float64.
 """
 
 from __future__ import annotations
@@ -71,13 +77,13 @@ class Walk(ChunkKernel, TiledKernel):
     BV: int
     two_writes: bool  # whether a token writes v along k, and what it read from the state along b, as in RWKV-7
     stages: int  # chunks that are in shared memory at a time
-    outputs: bool = True  # False: the kernel computes what segments do to a state instead, see `CutInChunks`
+    outputs: bool = True  # False: the kernel computes what segments do to a state instead: `delta_segments`
 
     @classmethod
     def fitting(cls, dtype, K, V, rule, heads, device):
-        """The instance with 128 columns per block if so wide blocks still fill half of the card, else with 64; and with
-        three stages if shared memory suffices, else two; two for float32, so that two blocks of 64 columns and channels
-        share a multiprocessor."""
+        """The instance for `heads` walks side by side. It has 128 columns per block if so wide blocks fill half of the
+        card, else 64, and three stages; if these do not fit in shared memory, two stages, and then 64 columns. In
+        float32 it has two stages at most: two blocks of 64 columns and channels then share a multiprocessor."""
         BK, fill_half = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
         BV = TILES[V > TILES[0] and fill_half]
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2))[dtype == FLOAT32 :]
@@ -94,7 +100,7 @@ class Walk(ChunkKernel, TiledKernel):
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of one prepared chunk: those of a stage without the chunk's v."""
+        """Bytes of one prepared chunk. Shared memory consists of `stages` such chunks, each with its v."""
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
@@ -125,13 +131,13 @@ class DeltaBackwardStates(Walk):
         """The channels or columns of the arrays that the walks write, for `size` of a state: a multiple of MULTIPLE."""
         return ceil_div(size, self.MULTIPLE) * self.MULTIPLE
 
-    def bytes_between_kernels(self, problem, group) -> int:
-        """Bytes of what the kernel reads and writes of `group` heads besides inputs and results: prepared chunks,
-        states and their gradients, residuals in two numbers, and the residuals' gradients."""
+    def bytes_between_kernels(self, problem, heads) -> int:
+        """Bytes of what the kernel reads and writes of `heads` heads besides inputs and results: prepared chunks,
+        states and their gradients, residuals as sums of two numbers, and the residuals' gradients."""
         B, T, K, V = problem.shape("B T K V")
         chunks = ceil_div(T, self.CHUNK)
         rows = 2 * chunks * self.padded_size(K) + 3 * T
-        return B * group * (self.dtype.itemsize * self.padded_size(V) * rows + chunks * self.prepared_bytes)
+        return B * heads * (self.dtype.itemsize * self.padded_size(V) * rows + chunks * self.prepared_bytes)
 
 
 class DeltaBackwardChunks(ChunkKernel):
@@ -264,7 +270,8 @@ class DeltaRecurrentBackward(DeltaKernel):
 
     @classmethod
     def fitting(cls, rule, dtype, gate, K, shared):
-        """The instance with the most tokens whose shared memory is at most `shared` bytes."""
+        """The instance with the most tokens whose shared memory is at most `shared` bytes; that of one token always is
+        on cards that are served."""
         kernels = (cls(rule, dtype, gate, channels(K), tokens) for tokens in (8, 4, 2, 1))
         return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
 
@@ -275,19 +282,20 @@ class DeltaRecurrentBackward(DeltaKernel):
 
     @property
     def BV(self):
-        columns_of_warp = 2048 // self.number_bytes // self.BK  # a warp's lanes hold all channels of them
+        columns_of_warp = 32 * 64 // self.number_bytes // self.BK  # their channels take 64 bytes of each lane
         return columns_of_warp * self.threads // 32
 
     @property
     def channel_gradients(self) -> tuple[str, ...]:
-        """The arrays whose gradients have a number for each channel; these are sums over columns."""
+        """The arrays whose gradients have a number for each channel, and are sums over columns. A gate that channels
+        share has one for each token."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
-    def bytes_between_kernels(self, problem, group) -> int:
-        """Bytes of the stored states and of `parts`, for `group` heads."""
+    def bytes_between_kernels(self, problem, heads) -> int:
+        """About how many bytes the stored states and `parts` take, for `heads` heads."""
         B, T, K, V = problem.shape("B T K V")
         parts = ceil_div(V, self.BV) * len(self.channel_gradients) * K
-        return int(B * group * T * (padded(K, 4) * V / self.TOKENS + parts) * self.number_bytes)
+        return int(B * heads * T * (padded(K, 4) * V / self.TOKENS + parts) * self.number_bytes)
 
     @property
     def tiles(self):
@@ -295,8 +303,8 @@ class DeltaRecurrentBackward(DeltaKernel):
 
 
 class DeltaStep(Kernel):
-    """One token of each sequence: o and the new state, as `step` has them. `pieces`: whether rows of the state allow
-    accesses of 16 bytes."""
+    """One token of each sequence: o and the new state, in the layouts that `step` describes. `pieces`: whether rows of
+    the state allow accesses of 16 bytes."""
 
     file = "delta/step"
     arguments = members(
@@ -315,7 +323,7 @@ class DeltaStep(Kernel):
 
 # -- both --------------------------------------------------------------------------------------------------------------
 class DeltaJoinSegments(Kernel):
-    """The states at the starts of segments, and their gradients at the ends, from what segments do (`CutInChunks`)."""
+    """The states at segments' starts, and their gradients at the ends, from what segments do: `delta_segments`."""
 
     file = "delta/join_segments"
     shared = ("Shared<{dtype}, {BK}>",)
