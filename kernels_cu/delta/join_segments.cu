@@ -1,19 +1,22 @@
 // what      Joins the segments of sequences under a delta rule: the state from which each of them starts, and backwards
 //           the gradient of the state behind it.
 // math      A segment turns the state S before it into F S + G, and the gradient dS of the state behind it into
-//           F^T dS + G. Segments have the numbers 0...P - 1; S_1 and dS_{P-2} are known: G of the segment before.
+//           F^T dS + G. Segments have the numbers 0...P - 1. S_p is the state before segment p, dS_p the gradient of
+//           the state behind it. S_1 = G_0, as segment 0 starts from the initial state; dS_{P-2} = G_{P-1}.
 //           S_{p+1} = F_p S_p + G_p, p = 1...P - 2;  dS_{p-1} = F_p^T dS_p + G_p, p = P - 2...1
-// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], starts [directions, N, P, H, K, V]: S_p and dS_p,
-//           where G of the segment before lies first; all R
+// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], on 16 bytes; starts [directions, N, P, H, K, V]. Of
+//           segment p, starts holds G_{p-1} and later S_p; backwards G_{p+1} and later dS_p. Segment 0's place
+//           (backwards that of P - 1) is not touched. All R
 // grid      a block for every (direction, sequence, head, BV columns), direction slowest; a thread has 2 channels of 4
 //           columns
 // smem      a ring of panels of F; S, or dS
 // barriers  one a segment: the previous S has been read; one a panel: it and S are in shared memory, and the previous
 //           panel has been read; one at the end: whether a number is not finite
 // numerics  R: float32, or float64
-//           Where growth makes F or a state infinite, the first channel of the last state becomes NaN in all columns of
-//           the block: walks then take the sequence whole (segments.cuh)
-// source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
+//           Where growth makes F or a state infinite, the first two channels of the last state become NaN in all
+//           columns of the block: walks then take the sequence whole (segments.cuh)
+// source    the recurrence of Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, computed one segment
+//           after the other
 // limits    K <= BK of 64, 128, 256; P >= 3
 #include "delta/segments.cuh"
 #include "delta/tokens.cuh"
@@ -34,8 +37,8 @@ template <typename R> struct alignas(16) Four {
 };
 
 template <typename R, int BK> struct Shared {
-  static constexpr int STAGES = BK * sizeof(R) > 1024 ? 3 : 4;  // for float64 of 256 channels every card has room
-  static constexpr int PANEL = 16384 / BK / sizeof(R);          // columns of F, or BACKWARDS rows, of a stage
+  static constexpr int STAGES = BK * sizeof(R) > 1024 ? 3 : 4;  // 3 of float64 and 256 channels fit on every card
+  static constexpr int PANEL = 16384 / BK / sizeof(R);          // columns of F in a stage; if BACKWARDS, rows
   // A row of a panel of columns has PANEL numbers and 16 bytes, for banks; one of a panel of rows has BK.
   R panels[STAGES][BK * (PANEL + 16 / sizeof(R))];
   Four<R> S[BK][BV / 4];
@@ -53,8 +56,8 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
   const int column = int(block % tiles) * BV + 4 * group;
   const int first = BACKWARDS ? P - 2 : 1, direction = BACKWARDS ? -1 : 1, steps = P - 2;
   const int panels = (K + PANEL - 1) / PANEL;  // of a segment
-  // Calls f(a number of the state from which a step's segment starts, x's number) for the thread's channels and
-  // columns.
+  // Calls f(number in starts, number in x) for the thread's 2 channels and 4 columns of the state that step `step`
+  // multiplies: S_p, or dS_p, of p = first + direction * step.
   const auto each = [&](int step, R(&x)[2][4], auto f) {
     R* state = starts + ((i64(n) * P + first + direction * step) * H + h) * K * V;
 #pragma unroll

@@ -3,6 +3,7 @@
 // math      per chunk, E_i the decay from its start through token i, L_j from after token j to its end, D_ij from after
 //           token j through token i; a decay is exp of the sum of the log gates g in between:
 //           o_i = scale (E_i S q_i + sum_{j<=i} A_ij v_j), A_ij = D_ij q_i . k_j;  S <- E_64 S + sum_j L_j v_j k_j^T
+//           The code's A has the factor `scale`. Tokens beyond a sequence's end are read as zeros
 //           A gradient is such a sum (struct WeightedSum), too, with other arrays in the roles of q, k, v and o:
 //             dq: queries do, keys v, values k, forward in time
 //             dk: queries v, keys do, values q; dv: queries k, keys q, values do; both backward in time: they carry dS
@@ -19,18 +20,18 @@
 //           64 columns, which holds their state transposed in registers; a warpgroup that computes A; a warp that moves
 //           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
 //           cluster and load their chunks at about the same time, so that the second one finds them in L2
-// passes    Template argument Pass. Whole: o and final states. Summary: final states and decays alone, without q and o:
-//           if the caller's sequences are cut into segments, so that more blocks work at a time, each is a sequence
-//           here, and scan_segments.cu joins the segments' states. Gradients: dq, dk and dv in one launch, without dg.
+// passes    Template argument Pass. Whole: o and final states. Summary: final states and decays alone, without q and o,
+//           where sequences are cut into segments so that more blocks work at a time. Each segment is a sequence here,
+//           and scan_segments.cu joins the segments' states. Gradients: dq, dk and dv in one launch, without dg.
 //           Queries: dq; Keys: dk, dv. With dg, two launches: GatedQueries gives dq, and writes token_sums and, for
 //           each stretch, the state S before the stretch's last chunk (`stretch_states`); then GatedKeys reads both and
 //           gives dk, dv, dg
 // smem      weighted_sums_storage.cuh, which names the barriers, too
 // numerics  products of bfloat16 numbers in float32. S is multiplied as the sum of two bfloat16 numbers in Whole,
 //           rounded to one in gradients; A and the decayed v are rounded to one. The exponent of each decay is a sum of
-//           gates, never a difference of sums, so no gate is too strong. In dg the contributions of a pair (i, j)
-//           cancel: to float32 rounding in one chunk, since dq and dk use the same rounded A, otherwise to bfloat16
-//           rounding
+//           gates, never a difference of sums, so no gate is too strong. In dg_t the contributions of a pair (i, j)
+//           with i >= t and j >= t cancel: but for float32 rounding if i and j are in one chunk, since dq and dk use
+//           the same rounded A, else but for bfloat16 rounding
 // source    Yang et al., 2024, "Gated Linear Attention Transformers", sections 4 and 4.4; Sun et al., 2023, "Retentive
 //           Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
@@ -78,7 +79,7 @@ __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1
   if (lane == 31) gates.chunk_decay = from_start[1];
 }
 
-// Fills s.gates for each chunk of the sequence, each time after the consumers have finished the stage's last chunk.
+// Fills s.gates for each chunk of the sequence, each time after the consumers have finished the stage's previous chunk.
 template <typename G, class S>
 __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum, const Rows<const G>& gates,
                                                     const WorkTile& work, bool backwards) {
@@ -250,7 +251,7 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 // ---- a warpgroup that multiplies queries by keys --------------------------------------------------------------------
 
 // The two blocks of 8 queries that a warp has: blocks w and 7 - w for warp w. Block n needs the scores of n + 1 blocks
-// of 8 keys, so that each warp has 9.
+// of 8 keys (BACKWARDS: 8 - n), so that each warp has 9.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A_ij = scale D_ij q_i . k_j, from products d of queries and keys: a lane has query g of both
