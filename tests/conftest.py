@@ -8,6 +8,7 @@ pytest --exhaustive                                 every case of every product,
 """
 
 import functools
+import gc
 import os
 import random
 import sys
@@ -286,6 +287,19 @@ def pytest_ignore_collect(collection_path, config):
     """`pytest -m quick` imports only the files that have such cases: the others take longer than the cases do."""
     if config.option.markexpr == QUICK and collection_path.suffix == ".py" and not is_quick(collection_path):
         return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without Python's search for cycles, which looks at all cases again and again while more are made, and takes a
+    third of the time. Nor does it look at them afterwards.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def thins_at_once(config):

@@ -113,9 +113,8 @@ def imports(path):
     package = ("linattn_np", *path.relative_to(PACKAGE).parent.parts)
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        top = node in tree.body
         if isinstance(node, ast.Import):
-            yield from ((alias.name, top) for alias in node.names)
+            yield from ((alias.name, node in tree.body) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = (
                 ".".join((*package[: len(package) - node.level + 1], *filter(None, [node.module])))
@@ -123,7 +122,7 @@ def imports(path):
                 else node.module
             )
             inside = node.level and (PACKAGE.parent / base.replace(".", "/")).is_dir()
-            yield from ((f"{base}.{alias.name}" if inside else base, top) for alias in node.names)
+            yield from ((f"{base}.{alias.name}" if inside else base, node in tree.body) for alias in node.names)
 
 
 MODULES = {
