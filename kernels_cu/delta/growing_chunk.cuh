@@ -1,16 +1,30 @@
-// what      Prepares a chunk of the delta rules with gates of channels token by token, where gates let a state grow:
-//           decayed tokens would leave the range of float16, in which other chunks have them.
-// math      Z_j is what remains of token j's key. It begins as k_j. At each later token t, with its decay D:
-//           KDA: Z_j <- D Z_j - beta_t k_t (k_t . D Z_j);   RWKV-7: Z_j <- D Z_j + b_t (a_t . Z_j), and the same from
-//           b_j on. Z_j after the last token is Z; q_t . Z_j is B_tj, from b_j on H_tj; products with k_t, or a_t, are
-//           what residuals are made of. E, W: as in channel_prepare.cu and dplr_prepare.cu
-// shapes    a warp has a row of Z at a time, a lane 4 of its channels; E and W by BlockTask
+// what      Prepares a chunk of the delta rules with gates of channels token by token. It is for chunks with a decay
+//           above GROWTH. Other chunks of 16-bit data are prepared from tokens times products of decays in float16;
+//           here these would leave its range
+// math      D is the decay of each channel at token t. Z_j is what remains of what token j writes along. It begins as
+//           k_j. At each later token t:
+//           KDA: Z_j <- D Z_j - beta_t k_t (k_t . D Z_j);   RWKV-7: Z_j <- D Z_j + b_t (a_t . Z_j), and the same for a
+//           second Z_j, which begins as b_j.
+//           score_tj = q_t . Z_j, after token t. Matrices as in prepared.cuh, R the first of residuals, L the second:
+//           KDA: B_tj = beta_j score_tj, Z = beta_j Z_j after the last token; GRADIENT: both without beta_j;
+//                R_tj = I_tj - (k_t . D Z_j) beta_j
+//           RWKV-7: B and Z by the Z_j from k_j, H and Zb by those from b_j; L_tj = a_t . Z_j from k_j,
+//                R_tj = I_tj + a_t . Z_j from b_j
+//           E_t = -(decay from the chunk's start through t) k_t (KDA), (decay through t - 1) a_t (RWKV-7)
+//           W_t = w_scale (decay through t) q_t + sum over j <= t of H_tj E_j. Here H has the factor w_scale, and KDA
+//           has B with beta_j in its place
+// shapes    a warp has a row of Z at a time, a lane 4 of its channels. Of E and W a thread has the 4 tokens and 4
+//           channels of its BlockTask
 // barriers  one: E and H are written
-// numerics  float32, in the recurrence's order
+// numerics  float32. Z, scores and residuals in the recurrence's order. E and W by products of decays from the chunk's
+//           start: these products must be finite in float32. W is computed from E as stored, in T
+// limits    blocks of 2 BK threads
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
-constexpr float GROWTH = 1.28f;  // float16 holds chunks whose decays are below it: 1.28^32 = 2697
+// The largest decay in chunks whose decayed tokens are held in float16. These tokens, of lengths below 2, then grow by
+// at most 1.28^32 = 2696 over a chunk.
+constexpr float GROWTH = 1.28f;
 
 // Whether one of a thread's decays is above GROWTH.
 __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
@@ -20,69 +34,73 @@ __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
   return largest > GROWTH;
 }
 
-// Prepares the chunk in the tiles q, k, a, b, g; KDA has k for a and b. KDA alone has betas, and lengths of keys and of
-// queries. H: memory for this function.
+// Prepares the chunk in the tiles q, k, a, b, g, in shared memory; KDA passes k as a and b. KDA alone (not TWO_WRITES)
+// has betas, and lengths of keys and of queries, which may be normalized. Everything in `to` is stored but beta. H:
+// shared memory [BT][LD] that overlaps with no other argument.
 template <bool TWO_WRITES, bool GRADIENT, int BK, typename T, typename G>
 __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_WRITES, GRADIENT>::Type& to, const T* q,
                                                const T* k, const T* a, const T* b, const G* g, const Lengths* lengths,
                                                const float* betas, float (*H)[LD], float w_scale) {
-  constexpr int WARPS = BK / 16;
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32;
+  // What token t is multiplied by: 1 over its length if it is normalized. kind: 0 for keys, 1 for queries.
   const auto inverse_length = [&](int kind, int t) {
     return TWO_WRITES ? 1.f : lengths[kind].factor[t] * lengths[kind].power[t];
   };
   const auto beta = [&](int t) { return TWO_WRITES ? 1.f : betas[t]; };
   const BlockTask<BK> task;
-  float4 since = {1.f, 1.f, 1.f, 1.f}, W[BLOCK];
+  float4 from_start = {1.f, 1.f, 1.f, 1.f}, W[BLOCK];  // from_start: the decay through the token
 #pragma unroll 1
-  for (int t = 0; t < task.first; ++t) since = times(since, decays_at(place<BK>(g, t, task.c)));
+  for (int t = 0; t < task.first; ++t) from_start = times(from_start, decays_at(place<BK>(g, t, task.c)));
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const int t = task.first + n;
-    const float4 before = since, row = unpack_four(task.at(a, n));
-    since = times(since, decays_at(task.at(g, n)));
-    put_four(task.at(to.E, n), TWO_WRITES ? times(before, row) : times(-inverse_length(0, t), times(since, row)));
-    W[n] = times(w_scale * inverse_length(1, t), times(since, unpack_four(task.at(q, n))));
+    const float4 before = from_start, row = unpack_four(task.at(a, n));
+    from_start = times(from_start, decays_at(task.at(g, n)));
+    put_four(task.at(to.E, n), TWO_WRITES ? times(before, row) : times(-inverse_length(0, t), times(from_start, row)));
+    W[n] = times(w_scale * inverse_length(1, t), times(from_start, unpack_four(task.at(q, n))));
   }
-  if (task.block == BLOCKS - 1) *reinterpret_cast<float4*>(to.decay + task.c) = since;
+  if (task.block == BLOCKS - 1) *reinterpret_cast<float4*>(to.decay + task.c) = from_start;
 
   const int lane = own_lane(), c = 4 * lane;
-  const auto four = [&](const auto* tile, int t) { return c < BK ? unpack_four(place<BK>(tile, t, c)) : float4{}; };
+  const auto own_channels = [&](const auto* tile, int t) {
+    return c < BK ? unpack_four(place<BK>(tile, t, c)) : float4{};
+  };
 #pragma unroll 1
   for (int n = threadIdx.x >> 5; n < (1 + TWO_WRITES) * BT; n += WARPS) {
-    const int j = n % BT, kind = n / BT;  // kind 1 begins as b_j
-    float4 z = times(inverse_length(0, j), four(kind ? b : k, j));
+    const int j = n % BT, start = n / BT;  // 0: Z_j begins as k_j; 1: as b_j
+    float4 z = times(inverse_length(0, j), own_channels(start ? b : k, j));
 #pragma unroll 1
     for (int t = 0; t < BT; ++t) {
-      float found = 0.f, score = 0.f;
+      float read = 0.f, score = 0.f;  // what token t reads from Z_j: k_t . D Z_j, or a_t . Z_j
       if (t > j) {
-        const float4 gates = four(g, t), decay = decays_at(&gates.x), key = four(b, t);
+        const float4 gates = own_channels(g, t), decay = decays_at(&gates.x), key = own_channels(b, t);
         if (!TWO_WRITES) z = times(decay, z);
-        add_product(found, four(a, t), z);
-        found = inverse_length(0, t) * warp_sum(found);
+        add_product(read, own_channels(a, t), z);
+        read = inverse_length(0, t) * warp_sum(read);
         if (TWO_WRITES) z = times(decay, z);
-        const float4 change = times((TWO_WRITES ? 1.f : -beta(t) * inverse_length(0, t)) * found, key);
+        const float4 change = times((TWO_WRITES ? 1.f : -beta(t) * inverse_length(0, t)) * read, key);
         z = {z.x + change.x, z.y + change.y, z.z + change.z, z.w + change.w};
       }
       if (t >= j) {
-        add_product(score, four(q, t), z);
+        add_product(score, own_channels(q, t), z);
         score = inverse_length(1, t) * warp_sum(score);
       }
       if (lane) continue;
-      if (kind == TWO_WRITES) H[t][j] = w_scale * beta(j) * score;
+      if (start == TWO_WRITES) H[t][j] = w_scale * beta(j) * score;
       if constexpr (GRADIENT) {
-        put_split(to.B[kind].at(t, j), score);
-        put_split(to.residual_matrix[TWO_WRITES && !kind].at(t, j),
-                  float(kind == TWO_WRITES && t == j) + (TWO_WRITES ? found : -beta(j) * found));
-      } else if (kind == 0) {
+        put_split(to.B[start].at(t, j), score);
+        put_split(to.residual_matrix[TWO_WRITES && !start].at(t, j),
+                  float(start == TWO_WRITES && t == j) + (TWO_WRITES ? read : -beta(j) * read));
+      } else if (start == 0) {
         put_split(to.B.at(t, j), beta(j) * score);
       }
     }
-    if (c < BK) put_four(place<BK>(to.Z[kind], j, c), times(GRADIENT ? 1.f : beta(j), z));
+    if (c < BK) put_four(place<BK>(to.Z[start], j, c), times(GRADIENT ? 1.f : beta(j), z));
   }
   if constexpr (GRADIENT)
-    for (int kind = 0; kind <= TWO_WRITES; ++kind)
-      clear_padding<2 * BK>(to.B[kind]), clear_padding<2 * BK>(to.residual_matrix[kind]);
-  else clear_padding<2 * BK>(to.B);
+    for (int start = 0; start <= TWO_WRITES; ++start)
+      clear_padding<THREADS>(to.B[start]), clear_padding<THREADS>(to.residual_matrix[start]);
+  else clear_padding<THREADS>(to.B);
   __syncthreads();  // E and H are written
 #pragma unroll 1
   for (int j = 0; j < BT; ++j) {
