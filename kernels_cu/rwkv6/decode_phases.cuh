@@ -1,17 +1,21 @@
 // what      The phases of a decoding step of RWKV-6: which weights each of them multiplies by, and how their rows are
-//           distributed over blocks.
+//           distributed over blocks. rwkv7/decode_phases.cuh has the same for RWKV-7; a kernel includes one of them.
+// limits    H N = D, a multiple of 8. Outputs of a matrix that is multiplied in tiles are padded to whole tiles of 16.
+//           Arrays are aligned to 16 bytes, for bulk copies and prefetches
 #include "rwkv6/decode_tiles.cuh"
 
-constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;  // of a unit of the mix
-constexpr int VECTORS = 2;                                  // mixes of a norm whose operands a block has at once
-constexpr bool KEEPS_NORM = false;                          // whether it computes mixes later, too
+// A unit of the phase MIX is CHANNELS channels of one of the five mixes; SPLITS threads share a channel's sum over A.
+constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;
+constexpr int VECTORS = 2;          // how many mixes of a norm a block computes at once (FFN_INPUTS has two)
+constexpr bool KEEPS_NORM = false;  // whether a block keeps LN(x) to compute other mixes of it later
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
 // S is the type of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N channels; A, W:
 // ranks of the five mixes and of the decay; F: channels inside the channel mix; V: tokens of the vocabulary. Weights
-// have [L, n, rows, K] numbers, their scales [L, n, rows]; _down and _up are first and second matrices of low rank;
-// kvrg: of key, value, receptance and gate. Words (Handed) are results that blocks hand to each other.
+// have [L, matrices, outputs, inputs] numbers, their scales [L, matrices, outputs]; _down and _up are first and second
+// matrices of low rank, the latter [L, matrices, inputs, outputs] of type Up; kvrg: of key, value, receptance and gate.
+// Handed is the type of the words by which blocks hand results to each other; decode_few.cu says what each array has.
 template <typename T, typename S> struct Args {
   typedef typename MultipliedAs<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
@@ -22,40 +26,41 @@ template <typename T, typename S> struct Args {
   const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
   float *att_shift, *ffn_shift;
   S* wkv;
-  const i64* slots;  // the sequence's row of the states; null: 0
+  const i64* slots;  // which of the pool's P states is the sequence's; null: the first
   Handed<T>*xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate;
   float *x, *logits;
-  u32* arrived;
+  u32* arrived;  // of each block: how many layers it has computed, over all launches
   i64 L, P, D, H, N, A, W, F, V;
-  i64 staged;       // numbers of an input in the staging area at a time
-  i64 first, last;  // phases to compute, counted over all layers
+  i64 staged;       // how many numbers of a product's vector the staging area holds at a time
+  i64 first, last;  // phases [first, last) are computed; layer * PHASES + phase is a phase's number, L * PHASES HEAD's
   double eps, group_eps;
   i64* tokens;     // the likeliest token, the lowest of equal ones; null: not wanted
-  u64* likeliest;  // of each block, and how many blocks have stored theirs
-  u32* brought;
+  u64* likeliest;  // one number: the largest key_of (decode_layers.cuh) of blocks so far; 0 before a launch
+  u32* brought;    // one number: how many blocks it is of; 0 before a launch
 };
 
-// The block's share of a phase's tiles. All blocks have about as many tiles of a layer. Blocks that compute a head's
-// time mix have no tiles of the gate; the tiles of MIX_DOWN start at a block that has no unit of the mix after it.
+// The block's share of a phase's tiles. All blocks have about as many tiles of a layer. If there are fewer heads than
+// half of the blocks, those that compute a head's time mix have no tiles of the gate. The tiles of MIX_DOWN start at
+// block `blocks - blocks / 3`: from there on, blocks have no unit of the phase MIX if there are at most so many units.
 template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
-  const u32 with_keys = min(blocks, u32(F));
+  const u32 with_keys = min(blocks, u32(F));  // blocks that have tiles of the channel mix's key
   switch (phase) {
     case MIX_DOWN:
       return share_to_first(tiles_of(5 * args.A), (block + blocks / 3) % blocks, blocks);
     case INPUTS: {
-      const int wanted = tiles_of(args.W) + 3 * D;  // all but the gate, which is needed after the time mix only
+      const int early = tiles_of(args.W) + 3 * D;  // all but the gate's, which are needed after the time mix only
       const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
       const Tiles gates = block < heads ? Tiles{} : share_to_last(D, block - heads, blocks - heads);
-      return share_to_first(wanted, block, blocks).then(gates.from(wanted));
+      return share_to_first(early, block, blocks).then(gates.from(early));
     }
     case OUTPUT:
-    case FFN_VALUE:
+    case FFN_VALUE:  // the same rows: a thread adds to numbers of args.x that it has written itself
       return block < with_keys ? share_to_first(D, block, with_keys) : Tiles{};
     case FFN_INPUTS:
-      // A block has the gate of the rows whose `value` it computes. Every block here has keys: a block that has all
-      // keys knows that all blocks have read the shift.
+      // A block has the gate of the rows whose `value` it computes. Only blocks with tiles of keys take part: whoever
+      // has received all keys then knows that each of these blocks has read the shift, which may be overwritten.
       if (block >= with_keys) return {};
       return share_to_first(F, block, with_keys).then(share_to_first(D, block, with_keys).from(F));
     case HEAD:
@@ -64,7 +69,7 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
   return {};
 }
 
-// The place of a tile of a phase that the other version does not share.
+// The place of a tile of MIX_DOWN, INPUTS or FFN_INPUTS, the phases with weights that RWKV-7 lacks or has otherwise.
 template <typename T, typename S>
 __device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
@@ -78,40 +83,46 @@ __device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i
 __device__ __forceinline__ bool is_normed(int phase) {
   return phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
 }
-// By weights.
+// Whether the phase is a product of weights in tiles.
 __device__ __forceinline__ bool multiplies(int phase) { return phase != MIX && phase != TIME_MIX; }
 
-// Which of the phase's vectors a tile multiplies by.
+// Which of the phase's vectors a tile multiplies by. FFN_INPUTS: mixes for the key, the receptance; INPUTS: for the
+// decay, key, value, receptance, gate.
 template <typename T, typename S> __device__ __forceinline__ int input_of(const Args<T, S>& args, int phase, int tile) {
   if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
-  const int tiles = tiles_of(args.D), first = tile - tiles_of(args.W);  // of key, value, receptance and gate
-  if (phase != INPUTS || first < 0) return 0;
-  return 1 + (first >= tiles) + (first >= 2 * tiles) + (first >= 3 * tiles);
+  // kvrg_tile: the tile's number among those of key, value, receptance and gate; below 0 for the decay's.
+  const int tiles = tiles_of(args.D), kvrg_tile = tile - tiles_of(args.W);
+  if (phase != INPUTS || kvrg_tile < 0) return 0;
+  return 1 + (kvrg_tile >= tiles) + (kvrg_tile >= 2 * tiles) + (kvrg_tile >= 3 * tiles);
 }
 
+// The parameters of a normed phase (`is_normed`), with the mix of vector `input`; HEAD mixes nothing.
 template <typename T, typename S>
 __device__ __forceinline__ Norm norm_of(const Args<T, S>& args, i64 layer, int phase, int input) {
-  const i64 at = layer * args.D, state = state_row(args, layer) * args.D;
+  const i64 layer_offset = layer * args.D, state = state_row(args, layer) * args.D;
   Norm norm;
-  norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * at;
-  norm.maa = phase == HEAD ? nullptr : phase == MIX_DOWN ? args.maa_x + at : args.ffn_maa + 2 * at + input * args.D;
+  norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * layer_offset;
+  norm.maa = phase == HEAD       ? nullptr
+             : phase == MIX_DOWN ? args.maa_x + layer_offset
+                                 : args.ffn_maa + 2 * layer_offset + input * args.D;
   norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + state;
   return norm;
 }
 
-// Starts copying to L2 what a phase reads beside its tiles.
+// Starts copying to L2 what the block reads in a phase beside its tiles, and in block 0 what all blocks read. For one
+// warp.
 template <typename T, typename S>
 __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 layer, int phase) {
-  const int lane = threadIdx.x & 31, row = int(args.D * 4);
-  const i64 at = layer * args.D;
+  const int lane = threadIdx.x & 31, row_bytes = int(args.D * 4);
+  const i64 layer_offset = layer * args.D;
   if (is_normed(phase)) prefetch_norm(norm_of(args, layer, phase, 0), phase == FFN_INPUTS ? 2 : 1, args.D);
   if (blockIdx.x == 0) {
     if (phase == TIME_MIX) {
-      if (lane == 0) prefetch_l2(args.ln_x + 2 * at, 2 * row);
-      if (lane == 1) prefetch_l2(args.decay + at, row);
-      if (lane == 2) prefetch_l2(args.bonus + at, row);
+      if (lane == 0) prefetch_l2(args.ln_x + 2 * layer_offset, 2 * row_bytes);
+      if (lane == 1) prefetch_l2(args.decay + layer_offset, row_bytes);
+      if (lane == 2) prefetch_l2(args.bonus + layer_offset, row_bytes);
     } else if (phase == MIX) {
-      if (lane == 0) prefetch_l2(args.maa + 5 * at, 5 * row);
+      if (lane == 0) prefetch_l2(args.maa + 5 * layer_offset, 5 * row_bytes);
     }
   }
   if (phase == MIX) {
