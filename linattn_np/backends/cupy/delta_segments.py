@@ -5,8 +5,8 @@ into segments. A segment changes the state S before it to F S + G, and the gradi
 F^T dS + G': F [K, K] is the result of a walk from the identity with values of zeros; G and G' are the results of walks
 from zeros, or from the sequence's initial state and dht. A first launch computes F, G and G' of all segments, a second
 one joins them to the states and gradients from which segments start, and a third one computes the outputs of all
-segments at the same time. F of a sequence's first and last segment is not needed, nor is G of its last one. Two
-segments are no faster than one.
+segments at the same time. F of a sequence's first and last segment is not needed, nor is G of its last one, nor G'
+of its first one. Two segments are no faster than one.
 
 Sizes: N sequences, H heads of values, K channels, V columns, P segments of a sequence.
 """
@@ -32,37 +32,38 @@ from .plan import FLOAT32, ceil_div
 
 
 def chunk_kernels(problem, device, gradient, segments=1):
-    """(the kernel that prepares chunks, the walk), both portable. `gradient`: whether the walk has both directions."""
+    """(the kernel that prepares chunks, the walk): those for every GPU, not Hopper's own. `gradient`: whether the walk
+    has both directions; `segments`: of a sequence. The first kernel is the same for any number of them."""
     walk_class, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
-    heads, rule = walk_class.directions * N * H * segments, rule_of(problem.op)
-    walk = walk_class.fitting(problem.dtype, K, V, rule, heads, device)
+    walks, rule = walk_class.directions * N * H * segments, rule_of(problem.op)  # walks that run at the same time
+    walk = walk_class.fitting(problem.dtype, K, V, rule, walks, device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
     return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
 
 
 def rule_of(op):
-    """The template argument `Rule` of an operator, or of a step."""
+    """The template argument `Rule` of an operator, or of an operator's step."""
     if "a" in op.arrays:
         return DPLR
     return KDA if any("K" in op.arrays[name].split() for name in op.decays) else GATED_DELTA
 
 
 def gate_dtype(problem):
-    """The dtype in which kernels read gates and beta: that of the caller's arrays if all have one, else float32."""
+    """The dtype in which kernels read gates and beta: that of the caller's arrays if they share one, else float32."""
     dtypes = {problem[name].dtype for name in (*problem.op.decays, *problem.op.strengths)}
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
 class SegmentCut:
-    """The base of both cuts, which have `segments`: how many a sequence is cut into."""
+    """The base of both cuts. Subclasses set `problem`, and `segments`: how many a sequence is cut into."""
 
     @property
     def tiles(self):
-        """The sizes that `explain` shows besides those of kernels."""
+        """The number of segments, if sequences are cut: `explain` shows it beside the tiles of kernels."""
         return {"segments": self.segments} if self.segments > 1 else {}
 
     def spans(self, tokens):
-        """The token ranges of all segments, multiples of so many `tokens`; None if sequences are not cut."""
+        """The token ranges of all segments, as long as a multiple of `tokens`; None if sequences are not cut."""
         return self.problem.spans.segments(self.segments, tokens) if self.segments > 1 else None
 
 
@@ -75,7 +76,7 @@ class CutInChunks(SegmentCut):
 
     def __init__(self, problem, device, gradient=False):
         self.problem, self.device = problem, device
-        self.prepare, self.walk = chunk_kernels(problem, device, gradient)
+        self.prepare, self.walk = chunk_kernels(problem, device, gradient)  # of `walk`, `time` needs the class alone
         self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), self.walk.CHUNK)
         self.segments = min((1, *range(3, min(self.chunks // 4, 64) + 1)), key=self.time)
         self.walk = chunk_kernels(problem, device, gradient, self.segments)[1]
@@ -98,7 +99,7 @@ class CutInChunks(SegmentCut):
 
     @property
     def pass_time(self) -> float:
-        """An estimate for a pass: the kernel that prepares chunks, and the walks."""
+        """An estimate for the kernel that prepares chunks, and the walks, if the channels of a token share a gate."""
         N, H = self.problem.shape("N H")
         return N * H * self.chunks * self.PREPARE_TIME / self.device.multiprocessors + self.time(self.segments)
 
@@ -108,31 +109,34 @@ class CutInChunks(SegmentCut):
     def launch_walk(self, draft, shape, read, states, written):
         """Launches the walk; and before it, if sequences are cut, what computes the states from which segments start.
 
-        read, states, written : arguments of the walk by name; those of `states` are [N, H, K, V]
+        read, states, written : arguments of the walk by name; those of `states` are [N, H, K, V]. `written`: what only
+            a walk with outputs writes
         """
-        (K, V), P, walk, segments = (shape.K, shape.V), self.segments, self.walk, shape.B * shape.count
+        # shape.count: segments of all sequences of a batch row
+        (K, V), P, walk, all_segments = (shape.K, shape.V), self.segments, self.walk, shape.B * shape.count
         read, tiles, starts = read | {"shape": shape, "P": P}, walk.directions * walk.grid(V), None
         if P > 1:
             F, starts = memory_of_segments(draft, shape, walk.directions, FLOAT32)
             first_states = {name: x for name, x in states.items() if name in ("initial", "dht")}
-            blocks = segments * shape.H * (tiles + walk.grid(K))
+            blocks = all_segments * shape.H * (tiles + walk.grid(K))
             draft.launch(replace(walk, outputs=False), blocks, **read, **first_states, starts=starts, F=F)
             join_segments(draft, F, starts, P)
-        draft.launch(walk, segments * shape.H * tiles, **read, **states, **written, starts=starts)
+        draft.launch(walk, all_segments * shape.H * tiles, **read, **states, **written, starts=starts)
 
 
 def memory_of_segments(draft, shape, directions, dtype):
-    """(F of all segments, `starts`): new arrays. Walks write G to `starts`, in the place of the next segment;
-    `join_segments` overwrites it with the state from which that segment starts."""
-    segments, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
-    F = draft.empty((segments, H, K, 4 * ceil_div(K, 4)), dtype)
-    return F, draft.empty((directions, segments, H, K, V), dtype)
+    """(F of all segments, `starts`): new arrays. Walks write G to `starts`, in the place of the next segment, and G' in
+    that of the previous one; `join_segments` overwrites them with the state, or the gradient, from which the walk of
+    that segment starts. Rows of F are padded to a multiple of 4 numbers: it is copied 16 bytes at a time."""
+    all_segments, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
+    F = draft.empty((all_segments, H, K, 4 * ceil_div(K, 4)), dtype)
+    return F, draft.empty((directions, all_segments, H, K, V), dtype)
 
 
 def join_segments(draft, F, starts, P):
     """Launches the kernel that joins P segments of each sequence; both arrays are those of `memory_of_segments`."""
-    directions, segments, H, K, V = starts.shape
-    join, N = DeltaJoinSegments(starts.dtype, channels(K)), segments // P
+    directions, all_segments, H, K, V = starts.shape
+    join, N = DeltaJoinSegments(starts.dtype, channels(K)), all_segments // P
     blocks = directions * N * H * ceil_div(V, join.BV)
     draft.launch(join, blocks, F=F, starts=starts, N=N, P=P, H=H, K=K, V=V)
 
@@ -140,17 +144,18 @@ def join_segments(draft, F, starts, P):
 class CutByToken(SegmentCut):
     """How walks token by token over some heads of a call are cut.
 
-    instance : the first template arguments of kernels
+    instance : the first template arguments of kernels: Rule, the dtype of data, that of gates
     heads : how many heads are computed at a time
     backward : the kernel of gradients, or None for a forward pass
 
-    Times are in microseconds. A pair is (the time of a token in a block that has a multiprocessor for itself; the time
-    that each of many blocks adds to it on a multiprocessor). They are estimates, not fitted: on an H200 walks take 2 to
-    10 times as long. Of 26 walks that were timed there, none became slower by the cuts that they choose.
+    Times are in microseconds. A pair is (a token's time in a block that is alone on a multiprocessor; its time per
+    block where many share a multiprocessor). The larger of two counts: the first; and the second times the blocks of a
+    multiprocessor. The times are not fitted: on an H200 walks take 2 to 10 times as long. Of 26 walks that were timed
+    there, none became slower by the cuts that the times choose.
     """
 
     FORWARD_TIMES = {1: (0.16, 0.08), 2: (0.2, 0.13), 4: (0.3, 0.22)}  # by columns of a lane
-    BACKWARD_TIMES, SUMMARY_TIMES = (0.6, 0.35), (0.3, 0.15)  # of gradients; of what a segment does to a gradient
+    BACKWARD_TIMES, SUMMARY_TIMES = (0.6, 0.35), (0.3, 0.15)  # of the backward walk; of the walk for G' alone
     SEGMENT_TIME, CHANNEL_TIME, LAUNCHES_TIME = 1.5, 0.03, 15.0  # to join a segment; more for each channel; launches
     SHORTEST = 32  # tokens of a segment; it also has at least as many tokens as a state has channels
     MOST = 128  # segments
@@ -196,14 +201,14 @@ class CutByToken(SegmentCut):
         return replace(draft.shape(self.problem, spans=self.spans(tokens or 1), chunk=tokens), H=self.heads)
 
     def launch_starts(self, draft, read) -> dict:
-        """Launches what computes the states from which segments start, if sequences are cut. Returns the arguments of
-        walks that say so. `read`: as in `launch_by_token`."""
+        """Launches what computes the states from which segments start, if sequences are cut. Returns the walks'
+        arguments `starts` and `P`. `read`: as in `launch_by_token`."""
         P, shape = self.segments, read["shape"]
         if P == 1:
             return {"starts": None, "P": 1}
         F, starts = memory_of_segments(draft, shape, 1 if self.backward is None else 2, self.problem.compute_dtype)
         segment_args = {"starts": starts, "P": P}
-        launch_by_token(draft, self.forward, read | segment_args, shape.K, F=F)
+        launch_by_token(draft, self.forward, read | segment_args, shape.K, F=F)  # given F, it has no outputs
         if self.backward:
             launch_by_token(draft, replace(self.backward, outputs=False), read | segment_args)
         join_segments(draft, F, starts, P)
