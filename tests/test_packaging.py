@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -108,8 +109,17 @@ def test_import_is_fast_and_loads_no_array_library(module):
 
 
 # -- arrows ---------------------------------------------------------------------------------------------------------
-def imports(path):
-    """(module, at the top) of every import in a file; relative ones as absolute names."""
+MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def imports(module):
+    """(name, at the top) of every import in a module's file; relative ones as absolute names."""
+    return [*imports_of(MODULES[module])]
+
+
+def imports_of(path):
+    """The same, of a file."""
     package = ("linattn_np", *path.relative_to(PACKAGE).parent.parts)
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -124,10 +134,6 @@ def imports(path):
             inside = node.level and (PACKAGE.parent / base.replace(".", "/")).is_dir()
             yield from ((f"{base}.{alias.name}" if inside else base, node in tree.body) for alias in node.names)
 
-
-MODULES = {
-    path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))
-}
 
 # What knows a model by its face alone; a training names one kind as its default.
 AROUND = (
@@ -428,7 +434,7 @@ def test_imports_point_downwards(module):
     room = room_of(module)
     assert room, f"linattn_np/{module}.py stands in no room of this test's table"
     ours, libraries = ROOMS[room]
-    for name, _ in MODULES[module]:
+    for name, _ in imports(module):
         top = name.split(".")[0]
         if top == "linattn_np":
             inner = name.removeprefix("linattn_np").removeprefix(".")
@@ -447,7 +453,7 @@ def test_no_circle_of_imports():
         """The module of that name, or the package that it is a name of."""
         return names.get(name) or names.get(name.rpartition(".")[0])
 
-    needs = {module: {needed(name) for name, _ in found} - {module, None} for module, found in MODULES.items()}
+    needs = {module: {needed(name) for name, _ in imports(module)} - {module, None} for module in MODULES}
     graphlib.TopologicalSorter(needs).prepare()  # CycleError names a circle
     assert needs["models/batch"] - {"errors", "typing"} == {
         "models/number_checks",
@@ -461,7 +467,7 @@ def test_no_circle_of_imports():
 def test_array_libraries_are_imported_where_they_are_used():
     """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
     at_the_top = {
-        module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)
+        module for module in MODULES if any(name.split(".")[0] in LAZY and top for name, top in imports(module))
     }
     assert at_the_top <= {
         "backends/numba/runtime",
@@ -481,13 +487,13 @@ def test_array_libraries_are_imported_where_they_are_used():
     }
     assert not any(
         name.startswith("linattn_np.interop")
-        for module, found in MODULES.items()
+        for module in MODULES
         if not module.startswith("interop/")
-        for name, _ in found
+        for name, _ in imports(module)
     )
 
 
 def test_arrow_test_sees_imports():
-    assert ("linattn_np.declarations", True) in MODULES["ops/gla"]
-    assert ("linattn_np.problem", True) in MODULES["contract"]
-    assert any(name == "cupy" and not top for name, top in MODULES["backends/cupy/device"])
+    assert ("linattn_np.declarations", True) in imports("ops/gla")
+    assert ("linattn_np.problem", True) in imports("contract")
+    assert any(name == "cupy" and not top for name, top in imports("backends/cupy/device"))
