@@ -28,11 +28,11 @@ template <typename T, typename S> struct Args {
   u32* arrived;
   i64 L, P, D, H, N, W, A, G, Q, F, V;
   i64 staged;       // numbers of an input in the staging area at a time
-  i64 first, last;  // phases to compute, counted over all layers
+  i64 first, last;  // phases [first, last) are computed; layer * PHASES + phase is a phase's number, L * PHASES HEAD's
   double eps, group_eps;
   i64* tokens;     // the likeliest token, the lowest of equal ones; null: not wanted
-  u64* likeliest;  // of each block, and how many blocks have stored theirs
-  u32* brought;
+  u64* likeliest;  // one number: the largest key_of (decode_layers.cuh) of blocks so far; 0 before a launch
+  u32* brought;    // one number: how many blocks it is of; 0 before a launch
 
   __device__ __forceinline__ int rank(int opening) const {
     return int(opening == DECAY ? W : opening == RATE ? A : opening == GATE ? G : Q);
@@ -42,7 +42,7 @@ template <typename T, typename S> struct Args {
 };
 
 __device__ __forceinline__ bool is_normed(int phase) { return phase == INPUTS || phase == FFN_INPUTS || phase == HEAD; }
-// By weights.
+// Whether the phase multiplies by weights.
 __device__ __forceinline__ bool multiplies(int phase) { return phase != TIME_MIX; }
 
 // A tile of the inputs: its mix; its matrix, the openings' before those of value, key and receptance; its place there.
