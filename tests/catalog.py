@@ -26,8 +26,6 @@ from linattn_np.backends.cupy.delta_hopper import (
     DeltaScalarBackwardStatesSm90,
     DeltaScalarBackwardTokensSm90,
     DeltaScalarForwardSm90,
-    DplrForwardSm90,
-    KdaForwardSm90,
 )
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
@@ -170,9 +168,6 @@ def delta_rules():
         yield DeltaScalarForwardSm90(T, K, V)
         yield DeltaScalarBackwardStatesSm90(T, K, V)
         yield DeltaScalarBackwardTokensSm90(T, K, V)
-        for G in (T, SINGLE):
-            yield KdaForwardSm90(T, G, K, V)
-            yield DplrForwardSm90(T, G, K, V)
 
 
 def steps_of_several():

@@ -17,9 +17,7 @@ import numpy as np
 from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SIZES, SMALL, synthetic
 from test_delta_on_hopper import call as delta_call
-from test_delta_on_hopper import channel_call as delta_call_of_channels
 from test_delta_on_hopper import drawn as delta_tokens
-from test_delta_on_hopper import drawn_with_channel_gates as delta_tokens_of_channels
 from test_delta_on_hopper import gradients as delta_gradients
 from test_rwkv_on_cuda import random_weights
 from test_training_kernels import SEEDS, adamw, model, on_device
@@ -45,7 +43,7 @@ from linattn_np import (
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, softmax_tiles, source
-from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90, DplrForwardSm90, KdaForwardSm90
+from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90
 from linattn_np.declarations import (
     DELTA_RULE_STEPS,
     DELTA_RULES,
@@ -316,10 +314,6 @@ def delta_rules_on_hopper(rng, device):
         yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
         do = rng.standard_normal(tokens[2].shape).astype(dtype)
         yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128)
-        for kernel_class, H in ((KdaForwardSm90, 2), (DplrForwardSm90, 4)):
-            kernel = kernel_class(dtype, SINGLE if K == V else dtype, K, V)
-            tokens, beta = delta_tokens_of_channels(rng, kernel, 1, H, 4, 261, K, V, "growth", "alike", "sigmoid")
-            yield delta_call_of_channels(device, kernel, tokens, beta, K**-0.5, state, bounds)
 
 
 EIGHT_BITS = np.dtype(np.int8)

@@ -105,15 +105,11 @@ def targets(instances):
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
 #   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
 #   delta/backward_chunks  sm_100  an address of half-precision rows, 128 channels
-# delta/sm90/kda_forward and dplr_forward spill where 128 channels and columns leave 72 registers to threads that make
-# operands, and up to 40 bytes of 64 and 64 with float32 gates.
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 72,
     ("gated/sm90/backward_keys", "sm_90a"): 200,
-    ("delta/sm90/kda_forward", "sm_90a"): 72,
-    ("delta/sm90/dplr_forward", "sm_90a"): 332,
     ("gated/forward", "sm_80"): 8,
     ("gated/forward", "sm_90"): 120,
     ("gated/forward", "sm_100"): 144,
@@ -126,13 +122,8 @@ SPILLED = {
 
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
-# theirs to functions out of line, for gates that grow; the delta rule's two have what they spill there.
-STACK = {
-    "gated/sm90/backward_queries": 224,
-    "gated/sm90/backward_keys": 272,
-    "delta/sm90/kda_forward": 16,
-    "delta/sm90/dplr_forward": 80,
-}
+# theirs to functions out of line, for gates that grow.
+STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 272}
 
 
 @pytest.fixture

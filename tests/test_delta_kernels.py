@@ -363,7 +363,7 @@ def test_explained(op, rng):
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
     assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
-    assert list(plan.reasons) == ["by Hopper's own kernel", "by Hopper's own kernel for gates of channels"]
+    assert list(plan.reasons) == ["by Hopper's own kernel"]
     assert list(back.reasons) == ["by Hopper's own kernels"]
 
 

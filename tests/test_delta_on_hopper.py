@@ -6,35 +6,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulator import EmulatedDevice
-from planned import host, names, plan_of, results
+from planned import host, names, plan_of
 from reference import double, exact_vjp, rms
-from test_delta_kernels import (
-    FEW_TOKENS,
-    HARD,
-    HARD_LIMITS,
-    Case,
-    hard_call,
-    terms_of_columns,
-    terms_of_later_tokens,
-)
+from test_delta_kernels import terms_of_columns, terms_of_later_tokens
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 import linattn_np
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy.delta_hopper import (
-    DeltaScalarForwardSm90,
-    DplrForwardSm90,
-    KdaForwardSm90,
-    launch_backward,
-    launch_channel_forward,
-    launch_forward,
-)
+from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90, launch_backward, launch_forward
 from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, describe_parts
-from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE, KDA, RWKV7
+from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
 from linattn_np.varlen import Spans
 
-HALF, SINGLE, DOUBLE = map(np.dtype, (np.float16, np.float32, np.float64))
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 # Whole errors of o and of the state. X, W, Z, o, and S as it is read and as it was read before, are rounded once to so
 # many bits, and none is larger than the result: six errors of 2^-9 / sqrt 3 (float16: 2^-12) each, whose squares add up
 # to 2.8e-3 (3.5e-4). A state that forgets little gathers more of them: twice that.
@@ -241,161 +226,6 @@ def test_gradients_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # 
     check_gradients(hopper, rng, dtype, sizes, gates, keys, "sigmoid", normalized=keys == "alike")
 
 
-# -- gates of channels -------------------------------------------------------------------------------------------------
-def drawn_with_channel_gates(rng, kernel, B, H, HV, T, K, V, gates, keys, beta):
-    """The arrays of KDA, or of RWKV-7, by the kernels' names, with `beta` of KDA alone."""
-    dtype, is_kda = kernel.dtype, isinstance(kernel, KdaForwardSm90) and not isinstance(kernel, DplrForwardSm90)
-    q, k, v, _, strength = drawn(rng, B, H, HV, T, K, V, DOUBLE, "none", keys, beta)
-    trained = -np.exp(-3.3 + 2 * rng.standard_normal((B, HV, T, K)))
-    some = rng.random(trained.shape) < 0.05
-    g = {
-        "none": 0 * trained,
-        "weak": 0.01 * trained,
-        "trained": trained,
-        "-5": np.full(trained.shape, -5.0),
-        "-20": np.full(trained.shape, -20.0),
-        "some -inf": np.where(some, -np.inf, trained),
-        "some -1e30": np.where(some, -1e30, trained),
-        "resets": np.where(rng.random((B, HV, T, 1)) < 0.05, -np.inf, trained),
-        # Two chunks of four have a gate above 1/4, which no decayed token in float16 would hold.
-        "growth": np.where(np.isin(np.arange(T), (5, 40))[:, None], rng.uniform(0, 1.5, trained.shape), trained),
-    }[gates]
-    tokens = {"q": q, "k": k, "v": v}
-    if not is_kda:  # removal keys are those of the draw; what is written is along keys of its own
-        write = rng.standard_normal((B, H, T, K))
-        tokens |= {"k": write / np.linalg.norm(write, axis=-1, keepdims=True), "a": -k, "b": strength[..., None] * k}
-    tokens = {name: x.astype(dtype) for name, x in tokens.items()} | {"g": g.astype(kernel.gate)}
-    return tokens, strength.astype(kernel.gate) if is_kda else None
-
-
-def channel_call(device, kernel, tokens, beta, scale, state=None, bounds=None, **how):
-    """[o, the final states]."""
-    v, K = tokens["v"], tokens["q"].shape[-1]
-    B, H, T, V = v.shape
-    arrays = {name: device.upload(x) for name, x in (tokens | {"beta": beta, "state": state}).items() if x is not None}
-    parts, given, memory = describe_parts(device, call=arrays)
-    x, draft, spans = vars(parts.call), Draft(), Spans(np.array(bounds or [0, T]))
-    problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
-    width = (V, K) if how.get("transposed") else (K, V)
-    o, final = draft.like(x["v"]), draft.empty((spans.count * B, H, *width), SINGLE)
-    described = {name: x[name] for name in tokens}
-    shape = draft.shape(problem, chunk=32)
-    launch_channel_forward(draft, kernel, described, o, shape, scale, x.get("state"), final, beta=x.get("beta"), **how)
-    return [host(y) for y in CompiledPlan(replace(draft.plan((o, final)), given=given), device)(memory)[0]]
-
-
-def channel_recurrence(tokens, beta, scale, state, bounds, normalized=False):
-    """[o, the final states] in float64. KDA is RWKV-7 with a_t = e^g_t k_t, b_t = -beta_t k_t, and beta_t k_t for k."""
-    group = tokens["v"].shape[1] // tokens["q"].shape[1]
-    x = {name: y.astype(float) for name, y in tokens.items()}
-    if normalized:
-        x |= {name: of_length_one(x[name]) for name in "qk"}
-    x |= {name: np.repeat(x[name], group, 1) for name in "qk"}
-    decay = np.exp(x["g"])
-    if beta is not None:
-        written = beta.astype(float)[..., None] * x["k"]
-        x |= {"a": decay * x["k"], "b": -written, "k": written}
-    o, S = np.zeros(x["v"].shape), state.astype(float)
-    spans = [(0, *ends) for ends in zip(bounds, bounds[1:])] if bounds else [(b, 0, o.shape[2]) for b in range(len(o))]
-    for n, (b, start, stop) in enumerate(spans):
-        for t in range(start, stop):
-            q, k, v, a, erased = (x[name][b, :, t] for name in "qkvab")
-            found = np.einsum("hkv,hk->hv", S[n], a)
-            S[n] = decay[b, :, t, :, None] * S[n] + erased[..., None] * found[:, None] + k[..., None] * v[:, None]
-            o[b, :, t] = scale * np.einsum("hkv,hk->hv", S[n], q)
-    return o, S
-
-
-def check_channels(device, rng, kernel, sizes, gates, keys, beta, bounds=None, transposed=False, normalized=False):
-    B, _, HV, _, K, V = sizes
-    tokens, strength = drawn_with_channel_gates(rng, kernel, *sizes, gates, keys, beta)
-    how = {"transposed": transposed}
-    if normalized:
-        tokens |= {name: (5 * tokens[name].astype(float)).astype(kernel.dtype) for name in "qk"}
-        how["normalized"] = True
-    state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
-    given = state.swapaxes(-1, -2).copy() if transposed else state
-    o, final = channel_call(device, kernel, tokens, strength, K**-0.5, given, bounds, **how)
-    wanted = channel_recurrence(tokens, strength, K**-0.5, state, bounds, normalized)
-    whole, row, end = errors((o, final.swapaxes(-1, -2) if transposed else final), wanted)
-    limit = LIMIT[kernel.dtype]
-    assert whole < limit and end < limit and row < 5 * limit, (whole, row, end)
-
-
-CHANNEL_CASES = (  # sizes (B, H, heads of v, T, K, V); gates; keys; beta; the ends of packed sequences
-    ((1, 1, 2, 77, 128, 72), "trained", "random", "sigmoid", None),
-    ((1, 1, 1, 133, 128, 128), "some -inf", "random", "1", [0, 5, 5, 70, 133]),
-    ((1, 1, 1, 133, 128, 128), "resets", "alike", "1", [0, 5, 5, 70, 133]),
-    ((1, 1, 1, 100, 128, 128), "weak", "alike", "1", None),
-    ((1, 1, 1, 100, 128, 128), "none", "random", "sigmoid", None),
-    ((1, 1, 1, 65, 128, 128), "-20", "alike", "1.99", None),
-    ((1, 1, 1, 65, 128, 128), "-5", "random", "sigmoid", None),
-    ((1, 1, 1, 64, 128, 128), "some -1e30", "random", "1.99", None),
-    ((2, 1, 1, 33, 104, 128), "trained", "alike", "sigmoid", None),
-    ((1, 1, 1, 40, 128, 128), "trained", "random", "0", None),
-    ((1, 1, 1, 130, 128, 128), "growth", "random", "sigmoid", None),
-    ((2, 2, 2, 70, 8, 16), "growth", "alike", "1", None),
-    ((1, 2, 2, 1, 72, 8), "trained", "random", "1", None),
-)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CHANNEL_CASES)
-@pytest.mark.parametrize("kernel_class", (KdaForwardSm90, DplrForwardSm90))
-def test_forward_with_channel_gates(hopper, rng, kernel_class, sizes, gates, keys, beta, bounds):  # noqa: F811
-    B, H, HV, *rest = sizes
-    is_kda = kernel_class is KdaForwardSm90
-    kernel = kernel_class(BFLOAT16, SINGLE if gates == "trained" else BFLOAT16, 128, 128)
-    if not is_kda:  # it reads before a state decays: 1.99 would enlarge states, which gates of -20 do not prevent
-        sizes, beta = (B, HV, HV, *rest), "1" if beta == "1.99" else beta
-    normalized = is_kda and keys == "alike" and gates == "trained"
-    check_channels(
-        hopper, rng, kernel, sizes, gates, keys, beta, bounds, transposed=gates == "trained", normalized=normalized
-    )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("gates", "keys"), [("trained", "random"), ("weak", "alike"), ("some -inf", "alike"), ("growth", "random")]
-)
-@pytest.mark.parametrize(("K", "V"), WIDTHS)
-@pytest.mark.parametrize("gate", (None, SINGLE))
-@pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize("kernel_class", (KdaForwardSm90, DplrForwardSm90))
-def test_forward_with_channel_gates_of_every_instance(hopper, rng, kernel_class, dtype, gate, K, V, gates, keys):  # noqa: F811
-    """With more columns than a block has, and more chunks than stages."""
-    kernel = kernel_class(dtype, gate or dtype, K, V)
-    H = 1 if kernel_class is KdaForwardSm90 else 2
-    check_channels(hopper, rng, kernel, (1, H, 2, 230, K - 8, V + 64), gates, keys, "sigmoid")
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize(("op", "qk_l2norm"), [(KDA, False), (KDA, True), (RWKV7, False)])
-@pytest.mark.parametrize("dtype", LIMIT, ids=str)
-@pytest.mark.parametrize("hard", HARD)
-def test_channel_gates_with_hard_keys(hopper, rng, hard, op, qk_l2norm, dtype):  # noqa: F811
-    """As exact as the kernels of every card: `test_chunks_with_hard_keys`."""
-    arrays, start, *_ = hard_call(hard, qk_l2norm, dtype, rng, op)
-    options = {"qk_l2norm": True} if qk_l2norm else {}
-    wanted = getattr(linattn_np, op.name)(
-        *map(double, arrays), initial_state=double(start), output_final_state=True, mode="recurrent", **options
-    )
-    found = results(op, arrays, hopper, start, final=True, **options)
-    for what, x, y in zip(("o", "state"), found, wanted, strict=True):
-        limit = 1.3 * HARD_LIMITS[dtype] * (FEW_TOKENS if hard == "growth" else 1)
-        assert rms(double(x) - y) < limit * rms(y), what
-
-
-def test_channel_gates_of_chunks_that_enlarge_a_state(hopper, rng):  # noqa: F811
-    """Transitions of a chunk beyond float16: as in test_delta_kernels.py."""
-    arrays, start, *_ = Case(RWKV7, H=1, T=32, K=64, dtype=BFLOAT16, gate="weak", gate_dtype=SINGLE).drawn(rng)
-    arrays = (*arrays[:4], *((8 * double(x)).astype(BFLOAT16) for x in arrays[4:]))
-    wanted, state = linattn_np.rwkv7(*map(double, arrays), initial_state=double(start), output_final_state=True)
-    assert rms(state) > 1e7
-    for x, y in zip(results(RWKV7, arrays, hopper, start, final=True), (wanted, state), strict=True):
-        assert rms(double(x) - y) < 32 * 2**-9 * rms(y)
-
-
 CHUNKS, ON_EVERY_CARD, TOKENS = (
     ["delta_sm90_scalar_forward"],
     ["delta_prepare", "delta_scan"],
@@ -426,54 +256,6 @@ def test_which_calls_go_by_it(sizes, dtype, capability, how, kernels):
     for problem in (GATED_DELTA_RULE.bind((q, q, v, g, g), **how), DELTA_RULE.bind((q, q, v, g), **how)):
         plan = plan_of(problem, device)
         assert names(plan) == kernels and plan.mode == ("recurrent" if kernels == TOKENS else "chunk")
-
-
-CHANNEL_KERNELS = {KDA: ("kda", "channel"), RWKV7: ("dplr", "dplr")}  # in the names of Hopper's kernel, of the portable
-
-
-@pytest.mark.parametrize("op", CHANNEL_KERNELS, ids=lambda op: op.name)
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "capability", "own"),
-    [
-        ((1, 2, 40, 128, 64), BFLOAT16, 90, True),
-        ((1, 2, 40, 64, 200), HALF, 90, True),
-        ((1, 2, 40, 64, 64), BFLOAT16, 80, False),
-        ((1, 2, 40, 64, 64), SINGLE, 90, False),
-        ((1, 2, 40, 60, 64), BFLOAT16, 90, False),  # rows are no whole 16 bytes
-        ((1, 140, 4096, 64, 64), BFLOAT16, 90, True),
-    ],
-)
-def test_which_calls_with_channel_gates_go_by_it(op, sizes, dtype, capability, own):
-    B, H, T, K, V = sizes
-    q, v, beta = (np.zeros(shape, dtype) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
-    of_hopper, portable = CHANNEL_KERNELS[op]
-    problem = op.bind((q, q, v, q, beta) if op is KDA else (q, q, q, v, q, q))
-    found = names(plan_of(problem, EmulatedDevice(capability)))
-    assert found == ([f"delta_sm90_{of_hopper}_forward"] if own else [f"delta_{portable}_prepare", "delta_scan"])
-
-
-@pytest.mark.parametrize("op", CHANNEL_KERNELS, ids=lambda op: op.name)
-def test_calls_with_channel_gates_on_strided_views(hopper, rng, op):  # noqa: F811
-    """Reversed tokens, and tokens before heads; rows are parts of longer ones."""
-    B, H, T, K, V = 1, 2, 70, 64, 72
-    kernel = (KdaForwardSm90 if op is KDA else DplrForwardSm90)(BFLOAT16, SINGLE, 64, 128)
-    tokens, beta = drawn_with_channel_gates(rng, kernel, B, H, H, T, K, V, "trained", "random", "sigmoid")
-    state = rng.standard_normal((B, H, K, V)).astype(SINGLE)
-    arrays = [tokens[name] for name in ("qkvg" if op is KDA else "qgkvab")] + ([] if beta is None else [beta])
-
-    def tokens_before_heads(x):
-        return x.swapaxes(1, 2).copy().swapaxes(1, 2)
-
-    def part_of_longer_rows(x):
-        return np.concatenate((x, x[..., :8]), -1)[..., : x.shape[-1]]
-
-    for view in (lambda x: x[:, :, ::-1], tokens_before_heads, part_of_longer_rows):
-        views = [view(x) for x in arrays]
-        found = results(op, views, hopper, state, final=True)
-        exact = [x.astype(DOUBLE) for x in views]
-        wanted = getattr(linattn_np, op.name)(*exact, initial_state=state, output_final_state=True, backend="numpy")
-        for x, y in zip(found, wanted, strict=True):
-            assert rms(double(x) - y) <= LIMIT[BFLOAT16] * rms(y)
 
 
 PORTABLE = ["delta_prepare", "delta_backward_states", "delta_backward_chunks"]

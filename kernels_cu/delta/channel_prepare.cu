@@ -21,7 +21,6 @@
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
-#include "delta/kda_block.cuh"
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -34,6 +33,8 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
 };
 
+enum Kind { OF_K, OF_Q };
+
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   union {
     T k[BT * BK];
@@ -41,17 +42,17 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     T q[BT * BK];
-    OperandType<T, f16> ke[BT * BK];
+    Operand<T, f16> ke[BT * BK];
     T Z[BT * BK];
     T W[BT * BK];
   };
   union {
     G g[BT * BK];
-    Matrix<OperandType<T, f16>> A;
+    Matrix<Operand<T, f16>> A;
   };
   union {
     struct {
-      OperandType<T, f16> rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
+      Operand<T, f16> rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
     };
     struct {
       float from_start[BT][BK + 8];  // q' decayed from the chunk's start
@@ -60,12 +61,38 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     float block_decays[BLOCKS][BK];
-    Matrix<OperandType<T, f16>> N_transposed;  // of N'
+    Matrix<Operand<T, f16>> N_transposed;  // of N'
   };
   float M[BT][LD];
   Lengths lengths[2];
   float beta[BT], weight[BT];  // weight: -beta p^2
 };
+
+// The sums of a block: scores numbered by PairOfBlock (j <= i: of queries, strict: of keys); then squares of keys, and
+// of queries. Sets `decays` and `keys` to the block's.
+constexpr int SQUARES = PAIRS_OF_BOTH, SUMS = SQUARES + 2 * BLOCK;
+
+template <int BK, typename T, typename G>
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g, float4 (&decays)[BLOCK],
+                                                           float4 (&keys)[BLOCK]) {
+  const BlockTask<BK> task;
+  float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
+  float4 decayed[BLOCK];  // keys of the block, decayed to token i
+#pragma unroll
+  for (int i = 0; i < BLOCK; ++i) {
+    const float4 query = unpack_four(task.at(q, i)), key = keys[i] = unpack_four(task.at(k, i));
+    decays[i] = decays_at(task.at(g, i));
+#pragma unroll
+    for (int j = 0; j <= i; ++j) {
+      decayed[j] = j == i ? key : times(decayed[j], decays[i]);
+      add_product(sums[PairOfBlock::with_self(i, j)], query, decayed[j]);
+      if (j < i) add_product(sums[PairOfBlock::before(i, j)], key, decayed[j]);
+    }
+    add_product(sums[SQUARES + BLOCK * OF_K + i], key, key),
+        add_product(sums[SQUARES + BLOCK * OF_Q + i], query, query);
+  }
+  return sums;
+}
 
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
@@ -181,7 +208,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const auto with_powers = [&](int j, float factor, float2 x) {
     return float2{factor * k_lengths.power[j] * x.x, factor * k_lengths.power[j + 1] * x.y};
   };
-  multiply_triangles<THREADS, OperandType<T, f16>>(
+  multiply_triangles<THREADS, Operand<T, f16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         const float2 x = with_powers(j, q_lengths.power[i], sum[0]);
@@ -190,7 +217,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
       },
       s.N_transposed);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS, OperandType<T, f16>>(
+    multiply_triangles<THREADS, Operand<T, f16>>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           const float2 x = with_powers(j, k_lengths.power[i], sum[0]);

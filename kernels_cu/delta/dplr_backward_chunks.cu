@@ -41,12 +41,12 @@ template <typename T, typename G> struct Args {
 enum Token { Q_ROW, A_ROW, K_COLUMN, B_COLUMN };
 enum Value { DO, DU, V_, U };  // multiply rows q, rows a, columns k, columns b
 
-template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, OperandType<T, bf16>> {
+template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Operand<T, bf16>> {
   union {
     T tokens[4][BT * TILE];
     // Rows q and a after a border, decayed from it; columns k and b before it, decayed to it. A number is the sum of
     // two.
-    OperandType<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
+    Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
   union {

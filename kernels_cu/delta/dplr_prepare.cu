@@ -43,7 +43,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     T columns[2][BT * BK];  // k and b
-    OperandType<T, f16> to_end[2][BT * BK];
+    Operand<T, f16> to_end[2][BT * BK];
     T Z[2][BT * BK];
   };
   union {
@@ -52,17 +52,17 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
       G g[BT * BK];
     };
     struct {
-      Matrix<OperandType<T, f16>> QB;  // Aqb'
-      float QK[BT][LD];                // Aqk'
+      Matrix<Operand<T, f16>> QB;  // Aqb'
+      float QK[BT][LD];            // Aqk'
     };
   };
   union {
     struct {
-      OperandType<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
+      Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
     };
     struct {
-      float from_start[BT][BK + 8];                            // q' decayed from the chunk's start
-      Matrix<OperandType<T, f16>> N_transposed, L_transposed;  // of N' and L' divided by `largest`
+      float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
+      Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L' divided by `largest`
     };
   };
   union {
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // N', L' and qd are in shared memory
 
   const float L_scale = s.largest[0], N_scale = s.largest[1];
-  multiply_triangles<THREADS, OperandType<T, f16>>(
+  multiply_triangles<THREADS, Operand<T, f16>>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
         const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {

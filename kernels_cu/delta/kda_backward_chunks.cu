@@ -46,11 +46,11 @@ enum Term { Q_ROW, K_ROW, K_COLUMN };  // of dq; of dk, as k reads the state; of
 enum Value { DO, W, E, E_ERROR };      // of rows q; of rows k; of columns k, rounded; the rounding errors of E
 enum Token { TOKEN_Q, TOKEN_K };
 
-template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, OperandType<T, bf16>> {
+template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Operand<T, bf16>> {
   union {
     T tokens[2][BT * TILE];
     // Rows q and k after a border, decayed from it; columns k before it, decayed to it. A number is the sum of two.
-    OperandType<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
+    Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
   union {

@@ -22,7 +22,7 @@ template <typename OfSingle, typename OfHalf> struct Chosen<single, OfSingle, Of
 };
 template <typename T> using Word = typename Chosen<T, float2, u32>::Type;
 // The type of operands that are Half for 16-bit data T, since others would not hold them.
-template <typename T, typename Half> using OperandType = typename Chosen<T, single, Half>::Type;
+template <typename T, typename Half> using Operand = typename Chosen<T, single, Half>::Type;
 
 // Two numbers as a word, rounded to T.
 template <typename T> __device__ __forceinline__ Word<T> word_of(float x, float y) {

@@ -43,11 +43,11 @@ template <typename T, int BK> struct alignas(16) Shared {
     T W[BT * BK];
   };
   Matrix<T> B, Z_from_keys;  // Z = Z_from_keys k
-  Matrix<OperandType<T, bf16>> A;
+  Matrix<Operand<T, bf16>> A;
   float M[BT][LD];
   union {
-    float decay_between[BT][LD];            // the decay from token j to token i; 0 for i < j
-    Matrix<OperandType<T, bf16>> turned_N;  // the transpose of N
+    float decay_between[BT][LD];        // the decay from token j to token i; 0 for i < j
+    Matrix<Operand<T, bf16>> turned_N;  // the transpose of N
   };
   float inverse_length[2][BT];  // of keys and of queries, or 1
   float beta[BT], decay_from_start[BT], decay_to_end[BT];
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   }
   __syncthreads();  // N is in shared memory
 
-  multiply_triangles<THREADS, OperandType<T, bf16>>(
+  multiply_triangles<THREADS, Operand<T, bf16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         put_split_pair(s.B.at(i, j), s.beta[j] * sum[0].x, s.beta[j + 1] * sum[0].y);
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
       },
       s.turned_N);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS, OperandType<T, bf16>>(
+    multiply_triangles<THREADS, Operand<T, bf16>>(
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * sum[0].x,

@@ -15,11 +15,10 @@ from dataclasses import replace
 import numpy as np
 
 from ... import declarations
-from .delta_hopper import ChannelsOnHopper, ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
+from .delta_hopper import ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
-    KERNEL_NAMES,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
     DplrBackwardChunks,
@@ -33,6 +32,7 @@ from .gated_kernels import CHANNELS, TILES
 from .kernel import FLOATS, Kernel, no_kernels, padded
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
+KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
 BYTES = np.dtype(np.uint8)
 IN_CHUNKS = "in chunks"  # the name of this way in explanations
@@ -184,7 +184,7 @@ class InChunks:
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
 
 
-FORWARD_WAYS = (ScalarOnHopper, ChannelsOnHopper, InChunks, TokenByToken)
+FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

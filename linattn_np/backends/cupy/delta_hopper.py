@@ -7,16 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...declarations import DELTA_RULE, GATED_DELTA_RULE, KDA, RWKV7
+from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
-from .delta_kernels import KERNEL_NAMES, sum_parts
+from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks
 from .gated_kernels import PANEL, SM90, TILES
 from .kernel import DOUBLE, TiledKernel
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
-
-PANEL_BYTES = 128  # of a row of a tile that tensor cores read
-OTHER_CARD = "the card is another, or kernels of every card are asked for"
 
 
 class DeltaScalarForwardSm90(TiledKernel):
@@ -71,41 +68,6 @@ class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
         return 1
 
 
-class KdaForwardSm90(TiledKernel):
-    """o and the final state if every channel has a gate, by a block for BV columns of every (sequence, head of
-    values)."""
-
-    file = "delta/sm90/kda_forward"
-    arguments = members(
-        "maps+rows q k g v o, rows beta, shape, pointers? initial final, "
-        "integers group state_k state_v wide_beta normalized, reals scale"
-    )
-    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
-    arch = SM90
-    CHUNK: ClassVar[int] = 32
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-    BV: int
-
-    @property
-    def threads(self):
-        return 2 * self.BK + 2 * self.BV + 128
-
-    @property
-    def resident(self):
-        return 2 if self.BK + self.BV == 128 else 1
-
-
-class DplrForwardSm90(KdaForwardSm90):
-    """`KdaForwardSm90` for RWKV-7, which erases along the vectors a and b."""
-
-    file = "delta/sm90/dplr_forward"
-    arguments = members(
-        "maps+rows q k a b g v o, shape, pointers? initial final, integers state_k state_v, reals scale"
-    )
-
-
 def why_no_chunks(problem) -> str | None:
     """Why no card can compute a call in chunks, whatever its gates are; None if some can."""
     if problem.mode == "recurrent":
@@ -118,32 +80,17 @@ def why_no_chunks(problem) -> str | None:
 
 
 def why_not_on_hopper(problem, device) -> str | None:
-    """Why Hopper's own kernels for gates that channels share cannot compute a call; None if they can."""
+    """Why Hopper's own kernels cannot compute a call; None if they can."""
     if device.capability != 90:
-        return OTHER_CARD
+        return "the card is another, or kernels of every card are asked for"
     if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
         return "every channel has a gate of its own"
-    return why_no_boxes(problem, "qkv")
-
-
-def why_no_boxes(problem, names) -> str | None:
-    """Why Hopper's own kernels cannot read a call's arrays of these names, or compute in chunks; None if they can."""
     if problem.dtype == FLOAT32:
         return "the data are float32, and these kernels multiply half precision"
     if reason := why_no_chunks(problem):
         return reason
-    if not mappable_once_copied([problem[name] for name in names]):
+    if not mappable_once_copied([problem[name] for name in "qkv"]):
         return "rows are no whole pieces of 16 bytes, or there are none"
-    return None
-
-
-def why_too_few_heads(problem, device, chunk_time) -> str | None:
-    """Why segments, by the kernels of every card, are faster than one that cuts no sequences; None if they are not.
-    chunk_time: microseconds per chunk of a block that has a multiprocessor for itself."""
-    (N, H, V), cut = problem.shape("N H V"), CutInChunks(problem, device)
-    few_blocks = N * H * ceil_div(V, PANEL) <= device.multiprocessors
-    if few_blocks and cut.segments > 1 and cut.chunks * chunk_time > cut.pass_time:
-        return f"few heads of long sequences are faster in {cut.segments} segments"
     return None
 
 
@@ -155,7 +102,13 @@ class ScalarOnHopper:
 
     @staticmethod
     def why_not(problem, device) -> str | None:
-        return why_not_on_hopper(problem, device) or why_too_few_heads(problem, device, ScalarOnHopper.CHUNK_TIME)
+        if reason := why_not_on_hopper(problem, device):
+            return reason
+        (N, H, V), cut = problem.shape("N H V"), CutInChunks(problem, device)
+        few_blocks = N * H * ceil_div(V, PANEL) <= device.multiprocessors
+        if few_blocks and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.pass_time:
+            return f"few heads of long sequences are faster in {cut.segments} segments"
+        return None
 
     @staticmethod
     def plan(problem, device):
@@ -169,47 +122,11 @@ class ScalarOnHopper:
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
 
 
-class ChannelsOnHopper:
-    """Plans a call of KDA or RWKV-7 by Hopper's own kernel, for half-precision data that tensor maps can describe. Cuts
-    no sequences."""
-
-    name = "by Hopper's own kernel for gates of channels"
-    CHUNK_TIMES = {KDA: 4.2, RWKV7: 7.0}  # as ScalarOnHopper.CHUNK_TIME: estimates, not measured
-
-    @staticmethod
-    def why_not(problem, device) -> str | None:
-        if device.capability != 90:
-            return OTHER_CARD
-        if problem.op not in (KDA, RWKV7):
-            return "channels share a gate, or there are none"
-        boxes = [name for name in problem.arrays if name != "beta"]
-        chunk_time = ChannelsOnHopper.CHUNK_TIMES[problem.op]
-        return why_no_boxes(problem, boxes) or why_too_few_heads(problem, device, chunk_time)
-
-    @staticmethod
-    def plan(problem, device):
-        draft = Draft()
-        tokens = {KERNEL_NAMES.get(name, name): draft.mapped(x, name) for name, x in problem.arrays.items()}
-        beta, shape = tokens.pop("beta", None), draft.shape(problem, chunk=KdaForwardSm90.CHUNK)
-        o, final, initial = draft.output(problem, mappable), draft.final(problem), draft.initial(problem)
-        kernel_class = DplrForwardSm90 if problem.op == RWKV7 else KdaForwardSm90
-        kernel = kernel_class(problem.dtype, tokens["g"].dtype, *tile_sizes(shape, device.multiprocessors))
-        normalized = problem.options.get("qk_l2norm", False)
-        launch_channel_forward(
-            draft, kernel, tokens, o, shape, problem.scale, initial, final, beta=beta, normalized=normalized
-        )
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
-
-
 def forward_kernel(dtype, shape, multiprocessors) -> DeltaScalarForwardSm90:
-    return DeltaScalarForwardSm90(dtype, *tile_sizes(shape, multiprocessors))
-
-
-def tile_sizes(shape, multiprocessors) -> tuple[int, int]:
-    """(BK, BV) of forward kernels: PANEL = 64 columns per block if V is no more, or if each of these blocks has a
-    multiprocessor for itself; else 128. TILES are the sizes 64 and 128."""
+    """The instance with PANEL = 64 columns per block if V is no more, or if each of these blocks has a multiprocessor
+    for itself; else with 128. TILES are the sizes 64 and 128."""
     few_blocks = all_heads(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
-    return TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few_blocks]
+    return DeltaScalarForwardSm90(dtype, TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few_blocks])
 
 
 def all_heads(shape) -> int:
@@ -231,48 +148,24 @@ def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, trans
     )
 
 
-def launch_channel_forward(
-    draft, kernel, tokens, o, shape, scale, initial, final, beta=None, transposed=False, normalized=False
-):
-    """`launch_forward` if every channel has a gate. `tokens`: q, k, v, g, and a and b of RWKV-7, by name. beta and
-    normalized: of KDA alone."""
-    draft.launch(
-        kernel,
-        all_heads(shape) * ceil_div(shape.V, kernel.BV),
-        **mapped(kernel, **tokens, o=o),
-        **state_args(shape, scale, transposed),
-        **({} if beta is None else key_args(tokens["q"], beta, shape, normalized)),
-        initial=initial,
-        final=final,
-    )
-
-
 def mapped(kernel, **arrays) -> dict:
     """The arguments that describe arrays [B, H, T, D]: tensor maps, and rows for tokens that their boxes do not
     cover."""
-    maps = {
-        name: TensorMap(x, PANEL_BYTES // x.dtype.itemsize, kernel.CHUNK, swizzled=True) for name, x in arrays.items()
-    }
+    maps = {name: TensorMap(x, PANEL, kernel.CHUNK, swizzled=True) for name, x in arrays.items()}
     return maps | {f"{name.removesuffix('_')}_rows": x for name, x in arrays.items()}
 
 
 def token_args(q, g, beta, shape, scale, normalized, transposed=False) -> dict:
-    """The arguments that all kernels for gates that channels share have."""
-    gates = {"g": None if g is None else g[..., None], "wide_gate": g is None or g.dtype == FLOAT32}
-    return state_args(shape, scale, transposed) | key_args(q, beta, shape, normalized) | gates
-
-
-def state_args(shape, scale, transposed) -> dict:
     """The arguments that all of these kernels have."""
-    strides = (1, shape.K) if transposed else (shape.V, 1)
-    return {"shape": shape, "scale": scale, "state_k": strides[0], "state_v": strides[1]}
-
-
-def key_args(q, beta, shape, normalized) -> dict:
-    """The arguments of kernels that erase what the state holds for a key."""
     return {
+        "shape": shape,
+        "scale": scale,
+        "g": None if g is None else g[..., None],
         "beta": beta[..., None],
         "group": shape.H // q.shape[1],
+        "state_k": 1 if transposed else shape.V,
+        "state_v": shape.K if transposed else 1,
+        "wide_gate": g is None or g.dtype == FLOAT32,
         "wide_beta": beta.dtype == FLOAT32,
         "normalized": normalized,
     }

@@ -21,7 +21,6 @@ from .gated_kernels import TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel, padded
 from .plan import FLOAT32, ceil_div
 
-KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
 
