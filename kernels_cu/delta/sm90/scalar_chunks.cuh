@@ -11,11 +11,27 @@
 //           taken from the last to the first
 //           BACKWARD_TOKENS: R = (I + M diag(beta))^-1, in the places of N, for residuals: N diag(beta) = diag(beta) R.
 //           Z and X as in FORWARD
-// shapes    S, the type: the including kernel's struct of shared memory, which has S::PASS, S::STAGES, S::BK and S::BV,
-//           stages, gates, upcoming, and the barriers of stages; stages have queries_keys, minus_beta_M, N, N_to_end,
-//           D. An offset, in bytes, is that of a 16-byte piece in a panel (see Panel)
+// shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S, the
+//           struct of its shared memory, and passes Args, that of its arguments. S has
+//           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
+//           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, minus_beta_M, N,
+//             N_to_end and D. gates[STAGES]: Gates; in BACKWARD_TOKENS they also have query_inverse and key_to_end,
+//             arrays of a number for each token. upcoming: Upcoming
+//           - barriers full, decays_ready, scores_ready, inverse_ready, operands_ready and outputs_ready, one for each
+//             stage, and values_full, for move_chunks also one for each: see scalar_forward_storage.cuh
+//           - for make_operands, which BACKWARD_TOKENS does not use: Panel<T> minus_BE[2], of even and odd chunks
+//           Args has shape; scale; g and beta, Rows of one number for each token, g.p null without gates, beta.p never;
+//           wide_gate and wide_beta, whether these are float32 (otherwise T); normalized (see Gates). For move_chunks,
+//           which BACKWARD_TOKENS does not use: q, q_rows, k, k_rows; group, how many value heads share a head of q and
+//           k
+// numerics  products of T are summed in float32. W, X and Z are rounded to T. A, B, N and M's block at the lower left
+//           are split: sums of two numbers of T, a rounded one and its rounding error. A number of them beyond T's
+//           range (65504 in float16) becomes NaN: infinity and a rounding error of -infinity. N's diagonal blocks of 16
+//           tokens come from substitution in float32. A decay is a product of the decays of the tokens in between,
+//           never a quotient. A token's decay that is infinite or NaN also makes NaN of zeros of D, for keys after the
+//           query
 // limits    sm_90a; bfloat16 or float16
-constexpr int CHUNK = 32;  // tokens
+constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "warpgroup.cuh"
 #include "fragments.cuh"
 #include "half_products.cuh"
@@ -31,7 +47,8 @@ template <typename T> using Panel = T[CHUNK][64];
 // then.
 template <typename T, int BK, int BV> struct alignas(1024) Stage {
   using Element = T;
-  T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, later overwritten by W; rows 32 to 63: keys
+  // The first member, for start_scores. Rows 0 to 31: queries, later overwritten by W; rows 32 to 63: keys.
+  T queries_keys[BK / 64][2 * CHUNK][64];
   union {
     struct {
       // On its diagonal the two blocks [16, 16] of -diag(beta) M. M's block at the lower left is stored at the upper
@@ -42,12 +59,12 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
     Panel<T> Z[BK / 64];
   };
   union {
-    Panel<T> N_to_end;  // N_ij beta_j L_i, [j, i], split: for Z. BACKWARD_STATES: without beta
+    Panel<T> N_to_end;  // element [i, j] of N below times key_end_factors[i] of Gates; [j, i], split: for Z
     Panel<T> B;         // [query, key], split
   };
   union {
     float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
-    Panel<T> N;          // N_ij beta_j, [j, i], split: for B. BACKWARD_STATES: without beta
+    Panel<T> N;          // FORWARD: N_ij beta_j, BACKWARD_STATES: N_ij; [j, i], split: for B
   };
   Tile<T, BV> values;  // v, overwritten by o; BACKWARD_STATES: do, overwritten by dv
 };
@@ -56,8 +73,10 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
 // lengths |q| and |k|: the factors include the inverse lengths, since shared memory holds q and k undivided.
 struct alignas(16) Gates {
   float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; if not args.normalized, scale and 1
-  float query_start_factors[CHUNK], key_start_factors[CHUNK];  // times the decay from the chunk's start to the token
-  float key_end_factors[CHUNK];  // L_i, the decay from after the token to the chunk's end, times the key's factor
+  // Times E_i, the decay from the chunk's start through the token. BACKWARD_STATES: key_start_factors also times beta.
+  float query_start_factors[CHUNK], key_start_factors[CHUNK];
+  // The key's factor times L_i, the decay from after the token to the chunk's end. BACKWARD_TOKENS: also times beta.
+  float key_end_factors[CHUNK];
   float beta[CHUNK];
   alignas(16) float chunk_decay;  // E_32, over the whole chunk
 };
@@ -95,9 +114,9 @@ template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded
   return pack<T>(x - values.x, y - values.y);
 }
 
-// One lane arrives for its warp: at barriers behind which wgmma, matrix instructions or copies of boxes use what the
-// warp has read and written. Where loads, stores or copies by threads do, each lane arrives, since racecheck orders
-// what a lane has done by that lane's own arrival alone.
+// One lane arrives for its warp. For barriers whose waiters touch the memory that the warp has read or written only by
+// wgmma, ldmatrix, stmatrix or copies of boxes. If they touch it by loads, stores or copies of single threads, each
+// lane must arrive: racecheck, a tool that finds races, orders by an arrival only what that lane itself has done.
 __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
@@ -115,12 +134,12 @@ template <class S> __device__ __forceinline__ int first_token(const WorkTile& wo
 
 // Fills each stage with q and k, then `in` (v, or do), of a chunk; before `in`, stores `out` (o, or dv) of the stage's
 // previous chunk. column: the first of the block's columns of V.
-template <class S, class A, typename T>
-__device__ __forceinline__ void move_chunks(S& s, const A& args, const TensorMap& in, const Rows<const T>& in_rows,
+template <class S, class Args, typename T>
+__device__ __forceinline__ void move_chunks(S& s, const Args& args, const TensorMap& in, const Rows<const T>& in_rows,
                                             const TensorMap& out, const Rows<T>& out_rows, const WorkTile& work,
                                             int column) {
   WorkTile keys = work;
-  keys.head /= int(args.group);
+  keys.head /= int(args.group);  // value heads that share a head of q and k
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token - S::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
@@ -151,10 +170,11 @@ __device__ __forceinline__ void move_chunks(S& s, const A& args, const TensorMap
 
 // ---- matrices [16, 16] in panels ------------------------------------------------------------------------------------
 
-// Byte offset, for a matrix [16, 16] at (0, 0) of a panel, of the row whose address this lane gives to an instruction:
-// left: to `ldmatrix_x4` for a left operand, to `stmatrix_x4` for a product, and to `ldmatrix_x4_trans` for a right
-// operand [k, n] stored by rows; right: to `ldmatrix_x4` for a right operand that is stored by columns.
+// The row of a matrix [16, 16] at (0, 0) of a panel whose address this lane gives to an instruction, as a byte offset:
+// to `ldmatrix_x4` for a left operand, to `stmatrix_x4` for a product, and to `ldmatrix_x4_trans` for a right operand
+// [k, n] stored by rows.
 __device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
+// The same to `ldmatrix_x4` for a right operand that is stored by columns.
 __device__ __forceinline__ int right_operand_offset(int lane) {
   return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
 }
@@ -171,7 +191,8 @@ __device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
 template <bool BACKWARDS> struct TokenScalars {
   u32 bits[CHUNKS_AHEAD];
 
-  // token: this lane's in the first of the chunks.
+  // token: this lane's in the first of the chunks. Zeros for tokens outside of the sequence, and if from.p is null:
+  // there are no gates, and the decay of a gate of 0 is 1.
   template <typename T>
   __device__ __forceinline__ void load(const Rows<const void>& from, bool is_float32, const WorkTile& work, int token,
                                        T) {
@@ -216,10 +237,11 @@ __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64],
 }
 
 // Fills each stage's D and Gates.
-template <class S, class A> __device__ __forceinline__ void compute_decays(S& s, const A& args, const WorkTile& work) {
+template <class S, class Args>
+__device__ __forceinline__ void compute_decays(S& s, const Args& args, const WorkTile& work) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31;
-  const bool is_float32[2] = {args.wide_gate != 0, args.wide_beta != 0};
+  const bool is_float32[2] = {args.wide_gate != 0, args.wide_beta != 0};  // of gates, and of betas
   TokenScalars<S::PASS == BACKWARD_STATES> g, beta;
   const int first = first_token<S>(work, 0) + lane;
   g.load(args.g, is_float32[0], work, first, T{}), beta.load(args.beta, is_float32[1], work, first, T{});
@@ -253,7 +275,8 @@ template <class S, class A> __device__ __forceinline__ void compute_decays(S& s,
     const float* const decays = s.upcoming.decay[chunk % CHUNKS_AHEAD];
     const int D_row = swizzled_offset(lane, 0);  // row of D of this lane's query
     // From the last key to the first: the decay from after the key through the query, this lane's. It stays 0 for keys
-    // after the query, is 1 for the query's own token, and is multiplied by one more token's decay for each key before.
+    // after the query (NaN after a decay that is infinite or NaN), is 1 for the query's own token, and is multiplied by
+    // one more token's decay for each key before.
     float product = 0.f, next_decay = 1.f;
 #pragma unroll 2
     for (int piece = 7; piece >= 0; --piece) {
@@ -354,10 +377,11 @@ __device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_b
   }
 }
 
-// Fills in.N = N diag(beta) and in.N_to_end, the same with rows times L_i, of every other chunk from `first` on. N has
-// four blocks [16, 16]: N11 and N22 by substitution, N21 = -N22 diag(beta) M21 N11 by products, N12 = 0. Both matrices
-// are stored transposed: a row for each key j. Other passes than FORWARD have no beta on the right of N; the beta of
-// N21's formula is then in the stored block -M21 (see store_scores).
+// Fills in.N and in.N_to_end of every other chunk from `first` on. in.N: N diag(beta) (FORWARD), N (BACKWARD_STATES), R
+// (BACKWARD_TOKENS). in.N_to_end: the same, element [i, j] times gates.key_end_factors[i]. Both are stored transposed:
+// a row for each key j. N has four blocks [16, 16]: N11 and N22 by substitution, N21 = -N22 diag(beta) M21 N11 by
+// products, N12 = 0. For N21 store_scores has stored -M21 (FORWARD: the beta is in the stored N22), -beta_i M21_ij
+// (BACKWARD_STATES) or -M21_ij beta_j (BACKWARD_TOKENS: R21 = -R22 M21 diag(beta) R11).
 template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
@@ -372,11 +396,12 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     barrier_wait(s.scores_ready[ring.stage], ring.parity);
     float x[16];
     substitute(x, in.minus_beta_M, lane);
-    const auto store_split_row = [&](Panel<T>& to, const float (&x)[8], int offset) {
+    const auto store_split_row = [&](Panel<T>& to, const float (&row)[8], int offset) {
       u32 rounded[4], rest[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m)
-        rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_errors<T>(rounded[m], x[2 * m], x[2 * m + 1]);
+        rounded[m] = pack<T>(row[2 * m], row[2 * m + 1]),
+        rest[m] = rounding_errors<T>(rounded[m], row[2 * m], row[2 * m + 1]);
       *reinterpret_cast<uint4*>(at_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
       *reinterpret_cast<uint4*>(at_offset(to, offset ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
       __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
@@ -391,7 +416,8 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
       store_split_row(in.N_to_end, numbers, column ^ 16 * half);
-      if (second_block)  // N12 = 0: keys of the second block and queries of the first
+      // N12 = 0: keys of the second block and queries of the first. part 0: rounded elements, 1: rounding errors.
+      if (second_block)
         for (int part = 0; part < 2; ++part) {
           *reinterpret_cast<uint4*>(at_offset(in.N_to_end, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
           if constexpr (S::PASS == BACKWARD_TOKENS)  // other passes do not read N12
@@ -399,7 +425,8 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
         }
     }
     __syncwarp();
-    // (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T; the last factor has the beta of M21's rows.
+    // FORWARD: (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T; the last factor has the beta of
+    // M21's rows. Other passes: the same product of what is stored.
     u32 left[2][4], right[2][4];
     float y[2][4] = {};
 #pragma unroll
@@ -465,6 +492,8 @@ template <class Stage> __device__ __forceinline__ int descriptor_offset(Stage& s
 
 // Issues d = [q; k] k^T, a product [64, 32].
 template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
+  // queries_keys is the stage's first member: the offset of the first panel's keys in the stage is also their distance
+  // from the panel's queries, in every panel.
   const u64 descriptor = stage_descriptor(in);
 #pragma unroll
   for (int c = 0; c < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++c) {
@@ -477,15 +506,15 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 
 // Stores the scores of a chunk from d = [q; k] k^T: warps 0 and 1 have the rows of A, warps 2 and 3 those of M. A is
 // stored split, and the diagonal blocks [16, 16] of -diag(beta) M in float32. The block below the diagonal, which warp
-// 3 has, is stored split where M12 = 0 would be, and FORWARD without beta, as -M21: see `invert`. BACKWARD_TOKENS: of
-// -M diag(beta) in place of -diag(beta) M, and without A.
+// 3 has, is stored split where M12 = 0 would be, and FORWARD without beta, as -M21: see `invert`. BACKWARD_TOKENS
+// stores no A, and -M diag(beta) in place of -diag(beta) M, in the block below the diagonal too.
 template <class S>
 __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, Values& d, int lane, int warp,
                                              int left_offset) {
   using T = typename S::T;
   const int row = 16 * (warp & 1) + lane / 4,
             pair_offset = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
-  const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows 16 to 31 of M
+  const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows of A; rows 16 to 31 of M
   auto& in = s.stages[ring.stage];
   barrier_wait(s.decays_ready[ring.stage], ring.parity);
   const auto& gates = s.gates[ring.stage];
@@ -545,6 +574,7 @@ __device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, i
 }
 
 // Computes a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j to minus_BE, for W.
+// BACKWARD_STATES: of B = A N, and -B_ij beta_j E_j. part 0: rounded elements, 1: rounding errors.
 template <typename T, class Stage>
 __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, Stage& in, const Gates& gates, int row,
                                           int column, int lane, int left_offset) {
@@ -578,8 +608,8 @@ __device__ __forceinline__ void start_split_product(Values& y, const Operand& x,
   for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
 
-// Issues y[channel, j] = sum_i x[channel, i] matrix[i, j]: of rows 0 to 15 and 16 to 31 of rounded elements, then of
-// their rounding errors.
+// Issues y[channel, j] = sum_i x[channel, i] matrix[i, j]. Order of the four steps: rows 0 to 15 of the rounded
+// elements, rows 16 to 31 of them, then the same rows of the rounding errors.
 template <typename T>
 __device__ __forceinline__ void start_transposed_split_product(Values& y, const Operand& x, u64 matrix) {
 #pragma unroll
@@ -590,6 +620,7 @@ __device__ __forceinline__ void start_transposed_split_product(Values& y, const 
 // In each iteration: A and M of chunk + 2; Z, the product of keys and N_to_end; B; W = scale E q + the product of keys
 // and minus_BE, the matrix -B_ij E_j. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
 template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
+  static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
   // Scores of chunk + 2 are computed while the product for W runs, with BK = 128. With 64 they come after it: two
@@ -716,11 +747,11 @@ __device__ __forceinline__ void start_state_update(float (&state)[BK / 2], const
 // ---- the roles of a block -------------------------------------------------------------------------------------------
 
 // Initialises the barriers of stages and of values, then has each warp do its part: consume() by a warpgroup for every
-// 64 columns, make_operands() by a warpgroup, copy_chunks() by a warp. One thread has initialised a kernel's further
-// barriers before.
-template <class S, class A, class Consume, class Operands, class Copy>
-__device__ __forceinline__ void run_roles(S& s, const A& args, const WorkTile& work, Consume consume,
-                                          Operands make_operands, Copy copy_chunks) {
+// 64 columns, compute_operands() by a warpgroup, copy_chunks() by a warp. Before the call one thread must have
+// initialised the kernel's other barriers.
+template <class S, class Args, class Consume, class Operands, class Copy>
+__device__ __forceinline__ void run_roles(S& s, const Args& args, const WorkTile& work, Consume consume,
+                                          Operands compute_operands, Copy copy_chunks) {
   using InRole = Registers<S::PASS, S::BK, S::BV>;
   constexpr auto ROLES = InRole::ROLES;
   if (threadIdx.x == 0) {
@@ -741,7 +772,7 @@ __device__ __forceinline__ void run_roles(S& s, const A& args, const WorkTile& w
   } else if (threadIdx.x < CONSUMERS<S::BV> + OPERAND_THREADS) {
     if constexpr (ROLES.operands > InRole::AT_FIRST) registers_up<ROLES.operands>();
     else registers_down<ROLES.operands>();
-    make_operands();
+    compute_operands();
   } else {
     registers_down<ROLES.other>();
     const int warp = threadIdx.x / 32 % 4;
