@@ -348,16 +348,6 @@ const char* launch(void (*entry)(), Sizes sizes, long long blocks, int count, si
 
 // ---- products ---------------------------------------------------------------------------------------------
 
-// Looked up, since the conversion of each is a call.
-struct Halves {
-  float all[1 << 16];
-  Halves() {
-    for (int bits = 0; bits < 1 << 16; ++bits) all[bits] = to_float(f16{u16(bits)});
-  }
-};
-static const Halves halves;
-template <> float Packed<f16>::value(u32 bits, int i) { return halves.all[u16(bits >> 16 * i)]; }
-
 typedef float Four __attribute__((vector_size(16)));
 
 // Adds K products to each of eight sums: those of a row of A and as many rows of B, which lie `stride` floats apart.
