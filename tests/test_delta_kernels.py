@@ -344,6 +344,22 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype,
         assert rms(x - y) <= limit * (3 if y.ndim == 3 else 1) * size, name
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, SINGLE, DOUBLE], ids=str)
+@pytest.mark.parametrize("op", [DELTA_RULE, GATED_DELTA_RULE, KDA], ids=lambda op: op.name)
+def test_negative_strengths_token_by_token(backend, op, dtype, rng):
+    """A token then adds to what its key has read. In chunks: HARD["strengthened"]."""
+    arrays, start, do, dht = Case(op, groups=2, H=1, T=40, dtype=dtype, gate="weak", mode="recurrent").drawn(rng)
+    at = list(op.arrays).index("beta")
+    arrays[at] = -arrays[at]
+    function = getattr(linattn_np, op.name)
+    *wanted, gradients = exact_vjp(function, arrays, do, dht, initial_state=start)
+    given = {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "recurrent"}
+    found, pull = backend.run(vjp, function, *map(backend.asarray, arrays), **given)
+    found = *found, *pull(backend.asarray(do), backend.asarray(dht))
+    for what, x, y in zip(("o", "state", *op.arrays, "h0"), found, (*wanted, *gradients), strict=True):
+        assert_close(what, backend.tohost(x), y, dtype, rows=4)
+
+
 PREPARE = {KDA: "delta_channel_prepare", RWKV7: "delta_dplr_prepare"}
 
 
