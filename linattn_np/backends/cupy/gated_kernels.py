@@ -360,7 +360,7 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
     """dq, du and the queries' terms of dg (`query_share`), forwards in time. It stores states in `checkpoints`, and
     what `GatedBackwardKeysSm90` needs of each chunk in `query_sums`. With `joined`, sequences have three segments, of
-    which a block computes the last two as one. With `adds`, it adds to what dq and `query_share` hold."""
+    which a block computes the last two as one. With `adds`, it adds to what dq holds."""
 
     file = "gated/sm90/backward_queries"
     arguments = members(
