@@ -107,6 +107,8 @@ def targets(instances):
 #   delta/backward_chunks  sm_100  an address of half-precision rows, 128 channels
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
+# All of this is NVRTC 13.5's. 13.0, which torch's wheels bring, also spills 8 to 76 bytes where 13.5 does not.
+SPILLS_OF = (13, 5)
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 72,
     ("gated/sm90/backward_keys", "sm_90a"): 200,
@@ -138,6 +140,9 @@ def test_kernels_fit_their_registers(file, exhaustive, seed):
     usage = nvrtc.measured(lambda kernels: disk.anywhere(source.program(kernels)), targets(instances))
     for target, kernels in instances.items():
         assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
+    if nvrtc.release() < SPILLS_OF:
+        pytest.skip(f"compiled, but registers are compared with those of NVRTC {SPILLS_OF[0]}.{SPILLS_OF[1]} or newer")
+    for target in instances:
         for expression, used in usage[target].items():
             assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
             assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, 0), f"{expression} on {target}"
