@@ -63,7 +63,7 @@ __device__ __forceinline__ bool is_last(const WorkTile& work, i64 P, bool backwa
 // The index of this segment's state among the states from which the segments of both directions start. A block has one
 // of `tiles` tiles of a state.
 __device__ __forceinline__ i64 slot_of(const WorkTile& work, bool backwards, u32 tiles = 1) {
-  return (backwards ? gridDim.x / tiles / 2 : 0) + work.pair;
+  return (backwards ? gridDim.x / tiles / 2 : 0) + work.sequence_head;
 }
 
 // Loads the given state, or zeros, if this is a sequence's first segment, and stores it among the segments' states.

@@ -8,17 +8,19 @@
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
-// A chunk's rows of some array, D values wide: panels of 128 bytes a row in the tensor cores' 128-byte swizzle.
+// A chunk's rows of an array, D numbers wide, in shared memory: a panel has 128 bytes of every row, in the tensor
+// cores' 128-byte swizzle (swizzled.cuh).
 template <typename X> constexpr int PANEL = 128 / sizeof(X);
 template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
-// A block's work: one head of one sequence. shape.count sequences are packed in a batch row of T tokens.
+// A block's work: one head of one sequence. shape.count sequences are packed in a batch row of T tokens; `sequence`
+// counts those of all batch rows. Where the host cuts sequences into segments, each segment is such a sequence.
 struct WorkTile {
   i32 sequence, batch, head;
   i32 start, tokens;  // the sequence's first token in the batch row, and its number of tokens
   i32 T;              // tokens of a batch row
-  i64 pair;           // sequence * heads + head
-  i64 chunk;          // where the arrays that have a row for each chunk have the first chunk of this head and sequence
+  i64 sequence_head;  // sequence * heads + head
+  i64 chunk_row;      // in arrays with a row for each chunk: the row of this head and sequence's first chunk
 };
 
 // A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
@@ -43,9 +45,9 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
   return PANEL<X>;
 }
 
-// Calls f(shared, global, inside) for every 16 bytes of a tile: their address in shared memory, their address in
-// memory, and whether they lie within the first `rows` rows and `columns` columns. `memory`: the address of the tile's
-// first element; its rows are `stride` elements apart. The loop is not unrolled, which keeps the code short.
+// Calls f(shared, global, inside) for this lane's pieces of 16 bytes of a tile: their address in shared memory, their
+// address in memory, and whether they lie within the first `rows` rows and `columns` columns. `memory`: the address of
+// the tile's first element; its rows are `stride` elements apart. The loop is not unrolled, which keeps the code short.
 template <typename X, int PANELS, typename P, class F>
 __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* memory, i64 stride, int rows,
                                            int columns, F f) {
@@ -61,24 +63,25 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P
   }
 }
 
-// Whether a chunk can be copied as whole boxes of CHUNK tokens, by tensor maps: either all these tokens are the
-// sequence's, or the sequence ends where the batch row ends. Beyond the row's end such copies read zeros and write
-// nothing.
+// Whether a chunk, whose first token is the sequence's token `token`, can be copied as whole boxes of CHUNK tokens, by
+// tensor maps: either all these tokens are the sequence's, or the sequence ends where the batch row ends. Beyond the
+// row's end such copies read zeros and write nothing.
 __device__ __forceinline__ bool fills_boxes(const WorkTile& work, int token) {
   return work.tokens - token >= CHUNK || work.start + work.tokens == work.T;
 }
 
-// Whether an array has a negative stride of tokens, which tensor maps do not allow.
+// Whether an array has a negative stride of tokens, which tensor maps do not allow. each_array: as each_input below.
 template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
   bool found = false;
   each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.t < 0; });
   return found;
 }
 
-// Starts to copy a chunk to shared memory, from its first token `token` of the sequence. each_input(f) calls f(tile,
-// its tensor map, its rows, its width, its first column) for every array. `full` must be initialised for 32 arrivals:
-// all lanes arrive, lane 0 by barrier_expect, which also adds the bytes of the copies; the phase ends when all bytes
-// are there. Tokens after the sequence's end are zeros.
+// Starts to copy a chunk to shared memory; `token`: the chunk's first token, counted from the sequence's. each_input(f)
+// calls f(tile, tensor map, rows, width, first column) for every array: its tile in shared memory; its tensor map and
+// its rows in memory, which are `width` numbers wide; and which of a row's numbers the tile's first column is.
+// `full` must be initialised for 32 arrivals: all lanes arrive, lane 0 by barrier_expect, which also adds the bytes of
+// the copies; the phase ends when all bytes are there. Tokens after the sequence's end are zeros.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work, int token, Inputs each_input) {
   if (fills_boxes(work, token) && !runs_backwards(each_input)) {
@@ -106,8 +109,8 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work,
 }
 
 // Copies a chunk's results from shared memory to memory, and returns when the shared memory may be overwritten.
-// each_output is as each_input above; its f may take one more argument: whether results are added to what the array
-// holds.
+// each_output is as each_input above; its f may take one more argument, `adds`: whether results are added to what the
+// array holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Outputs each_output) {
   if (fills_boxes(work, token) && !runs_backwards(each_output)) {
@@ -268,7 +271,7 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
   static_assert(BV / 16 % PART == 0);
   constexpr int PARTS = BV / 16 / PART;
-  u32 rounded[2][PART][4], rest[2][PART][4];
+  u32 rounded[2][PART][4], remainders[2][PART][4];
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
@@ -278,10 +281,10 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
         float &a = from[2 * m], &b = from[2 * m + 1];
         if (!READ_FIRST) a *= decays[m & 1], b *= decays[m & 1];
         rounded[part & 1][n][m] = pack<bf16>(a, b);
-        if (EXACT) rest[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
+        if (EXACT) remainders[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
         if (READ_FIRST) a *= decays[m & 1], b *= decays[m & 1];
       }
-      if (EXACT) f(part * PART + n, rounded[part & 1][n], rest[part & 1][n]);
+      if (EXACT) f(part * PART + n, rounded[part & 1][n], remainders[part & 1][n]);
     }
   };
   const auto multiply = [&](int part) {
@@ -290,7 +293,7 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
       const int tile = part * PART + n;
       const u64 b = wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
       wgmma<bf16, CHUNK, false>(x, rounded[part & 1][n], b, tile > 0);
-      if (EXACT) wgmma<bf16, CHUNK, false>(x, rest[part & 1][n], b, true);
+      if (EXACT) wgmma<bf16, CHUNK, false>(x, remainders[part & 1][n], b, true);
     }
     wgmma_commit();
   };
@@ -317,13 +320,12 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
 }
 
 // Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`. `pairs` has a number for each query i
-// and key j of the chunk. BY_KEY: y[channel, j] = sum_i x[channel, i] pairs[i, j]. REST: with a chunk of 32 tokens a
-// panel may hold pairs as the sum of two bfloat16 numbers, rounded values in columns 0 to 31 and remainders in columns
-// 32 to 63; REST multiplies the remainders.
-template <bool BY_KEY, bool REST = false>
+// and key j of the chunk. BY_KEY: y[channel, j] = sum_i x[channel, i] pairs[i, j]. REMAINDERS: the product takes
+// columns 32 to 63 of `pairs`, where a chunk of 32 tokens may have the remainders of the pairs in columns 0 to 31.
+template <bool BY_KEY, bool REMAINDERS = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
-  static_assert(!REST || CHUNK == 32);
-  const u64 b = wgmma_tile(pairs, 16, 1024) + (REST ? 64 / 16 : 0);
+  static_assert(!REMAINDERS || CHUNK == 32);
+  const u64 b = wgmma_tile(pairs, 16, 1024) + (REMAINDERS ? 64 / 16 : 0);
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s)
     wgmma<bf16, CHUNK, BY_KEY>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);

@@ -7,7 +7,7 @@
 //           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j, P_j row j of P
 // shapes    q k [B, H, T, K], do dv [B, HV, T, V], g beta [B, HV, T] of any strides; dht, the gradient of the final
 //           states, and dh0, that of the initial ones, [sequences, HV, K, V] float32; state_gradients: a state [BV of
-//           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk`)
+//           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk_row`)
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes P, dv and dS,
 //           and stores dS. The others as in scalar_forward.cu
@@ -60,7 +60,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
   const int column = first + 16 * warp + lane / 4;
   const int channel_offset = channel_operand_offset(lane, warp % 4), left_offset = left_operand_offset(lane);
-  const i64 states = work.pair * args.shape.K * args.shape.V;
+  const i64 states = work.sequence_head * args.shape.K * args.shape.V;
   float dS[BK / 2] = {};
   if (args.dht)
     each_transposed<BK>(dS, args.dht + states, args, args.shape, column,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
 #pragma unroll
       for (int panel = 0; panel < BK / 64; ++panel)
         tensor_store(args.state_gradients, s.rounded[warp][panel], 64 * panel,
-                     i32(work.chunk + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
+                     i32(work.chunk_row + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
     decay_state(dS, gates.chunk_decay);
     wgmma_fence();
     const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys

@@ -14,8 +14,8 @@
 //           j < t, beta_j (A_ij F_ij + M_ij G_ij) of pairs j < t <= i, and <S, dS>, the sum of all S dS, times the
 //           chunk's decay. No sum is a difference of two larger ones, nothing is divided by a decay or by beta
 // shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; args.shape.H is
-//           HV. state_gradients: dS [BV, BK], transposed, for every chunk (`WorkTile::chunk`) and head of v. If heads
-//           of v share a head of q, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: each head's
+//           HV. state_gradients: dS [BV, BK], transposed, for every chunk (`WorkTile::chunk_row`) and head of v. If
+//           heads of v share a head of q, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: each head's
 //           gradients with respect to q and k, or to the normalized q and k if args.normalized; sum_parts.cu adds them
 // grid      a block for every (sequence, head of v), sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
@@ -163,7 +163,7 @@ __device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& arg
       for (int panel = 0; panel < S::BK / 64; ++panel)
         for (int column = 0; column < S::BV; column += 64)
           tensor_load(s.state_gradient[panel][column], args.state_gradients, s.state_gradient_full, 64 * panel,
-                      i32(work.chunk + token / CHUNK) * S::BV + column, 0, 0);
+                      i32(work.chunk_row + token / CHUNK) * S::BV + column, 0, 0);
     }
     __syncwarp();
   };
@@ -559,7 +559,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
             own_offset = shifted_offset(left_operand_offset(lane), 16 * warp, 0);
   float state[BK / 2] = {};
   if (args.initial)
-    each_transposed<BK>(state, args.initial + work.pair * args.shape.K * args.shape.V, args, args.shape,
+    each_transposed<BK>(state, args.initial + work.sequence_head * args.shape.K * args.shape.V, args, args.shape,
                         16 * warp + lane / 4, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
   Ring<2> values_ring;

@@ -35,7 +35,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
   const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
   const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
-  const i64 states = work.pair * args.shape.K * args.shape.V;
+  const i64 states = work.sequence_head * args.shape.K * args.shape.V;
   float state[BK / 2] = {};
   if (args.initial)
     each_transposed<BK>(state, args.initial + states, args, args.shape, column,

@@ -1,32 +1,35 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
-//           state before it. Decays [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to
-//           query i, L_j from key j to the chunk's end (decays.cuh).
+//           state before it. Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j +
+//           1 to i, E_i over those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
 //           A_ij = scale q_i . D_ij k_j, dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i, A_ii = scale q_i . u k_i)
 //           dk_j = sum_i dA_ij D_ij q_i + L_j dS v_j (RWKV-6: + u q_j scale do_j . v_j)
 //           dv_j = sum_i A_ij do_i + (L_j k_j) dS
-//           dg_t = share_t + sum_{j<t} k_j L_j dS v_j + D sum_v S dS; share_t, the query share of backward_queries, is
-//           sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i scale E_i S do_i (RWKV-6: i > t)
-//           D sum_v S dS = c - sum_j k_j L_j dS v_j, c = sum_v S' dS; the chunk before: c = D sum_v S dS + query_sums
+//           dg_t = query_share_t + sum_{j<t} k_j L_j dS v_j + D sum_v S dS, where backward_queries.cu has computed
+//           query_share_t = sum_{j<t<=i} q_i dA_ij D_ij k_j + sum_{i>=t} q_i scale E_i S do_i (RWKV-6: i > t)
+//           D sum_v S dS = c - sum_j k_j L_j dS v_j, with c = sum_v S' dS, which is carried from chunk to chunk: for
+//           the chunk before, c <- D sum_v S dS + query_sums
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
 //           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
 //           backward_queries.cu: query_share, which may be dg itself; query_sums [B, H, chunks, K + FLAGS], of each
-//           channel sum_i q_i scale E_i S do_i, whose 9 lowest bits hold a unit, the power of 2 that query_share counts
-//           in (query_share.cuh), and then a byte for each warp, 1 if the chunk is to be computed token by token; ends
-//           [N P, H, K], c of a segment's last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token
-//           (states.cuh)
+//           channel sum_i q_i scale E_i S do_i, whose 9 lowest bits hold the channel's unit: a power of 2 of which
+//           query_share is multiples (query_share.cuh); after the K sums a byte for each warp, 1 if the chunk is to be
+//           computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S before
+//           every CHECKPOINT_EVERY-th token (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A and dv; last,
 //           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
-//           and BV: K and V rounded up
+//           and BV: K and V rounded up to 64 or 128
 // smem      backward_keys_storage.cuh
-// barriers  backward_keys_storage.cuh
+// barriers  backward_keys_storage.cuh. Iterations of a block count the chunks of all its segments; an iteration's stage
+//           is its number modulo STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's
+//           barriers
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c. kept_ratio is infinite, or 2^-7 (ROUNDING) if a later chunk is
-//           computed token by token, since its growth may make such a rest matter
+//           unless it is larger than kept_ratio c. kept_ratio is infinite; but 2^-7 (ROUNDING) once a later chunk is
+//           computed token by token, whose growth may have made dS so large that D sum_v S dS is more than rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/backward_keys_storage.cuh"
@@ -40,7 +43,7 @@ constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 // be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
-// Whether a further warpgroup makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
+// Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
@@ -55,8 +58,8 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
   return largest;
 }
 
-// Whether the chunk is computed token by token (growth.cuh): because of a flag of backward_queries (gates are too far
-// above 0, or float16 does not hold a query share), or because dS exceeds float16's range. All threads get the same
+// Whether the chunk is computed token by token (growth.cuh): because backward_queries.cu set a flag (gates are too far
+// above 0, or float16 does not hold query_share), or because dS exceeds float16's range. All threads get the same
 // result; the vote tells the compiler so.
 template <typename T, typename Shared>
 __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
@@ -64,29 +67,29 @@ __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration
                     s.flags[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
 }
 
-// Whether a later segment of the sequence has a chunk with a flag of backward_queries. Thread `thread` of COUNT reads
-// some chunks' flags and returns whether one is set. The threads read flags of all segments at the same time: one
-// segment after the other would take a memory latency each.
+// Thread `thread` of COUNT returns whether a flag is set of those chunks of later segments of the sequence whose flags
+// it reads; the threads together read all. They read flags of all segments at the same time: one segment after the
+// other would take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
-  const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
-  const int after = int(args.P - 1 - last / H % args.P);  // later segments of the sequence
-  const int each = max(1, COUNT / max(1, after));         // threads for each later segment
+  const i64 last = segment_of<true>(args.shape, args.P, args.joined).last_sequence_head, H = args.shape.H;
+  const int later = int(args.P - 1 - last / H % args.P);   // later segments of the sequence
+  const int threads_each = max(1, COUNT / max(1, later));  // for each later segment
   bool found = false;
-  for (int n = 1 + thread / each; n <= after; n += COUNT / each) {
+  for (int n = 1 + thread / threads_each; n <= later; n += COUNT / threads_each) {
     const WorkTile work = segment_at(args.shape, u32(last + n * H), args.P);
-    for (int chunk = thread % each; chunk * CHUNK < work.tokens; chunk += each) {
-      const float* row = args.query_sums + (work.chunk + chunk) * (args.shape.K + FLAGS);
+    for (int chunk = thread % threads_each; chunk * CHUNK < work.tokens; chunk += threads_each) {
+      const float* row = args.query_sums + (work.chunk_row + chunk) * (args.shape.K + FLAGS);
       found |= *reinterpret_cast<const WarpFlags<BK>*>(row + args.shape.K) != 0;
     }
   }
   return found;
 }
 
-// Calls f(iteration, first token of the chunk) for the chunks of a segment, from the last to the first. chunks: how
-// many chunks of other segments this block has computed before; `iteration` counts on from there.
-template <class F> __device__ __forceinline__ void each_chunk(int tokens, int chunks, F f) {
-  int iteration = chunks;
+// Calls f(iteration, first token of the chunk) for the chunks of a segment, from the last to the first. chunks_before:
+// how many chunks of other segments this block has computed before; `iteration` counts on from there.
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, int chunks_before, F f) {
+  int iteration = chunks_before;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
@@ -94,7 +97,8 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 // ---- a warpgroup that makes A and dv: a warp has 8 queries of A, and 16 of every 64 columns of dv ------------------
 
 // Computes A. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of different
-// sub-chunks: 16 queries by 8 keys for warps 0 and 2, 8 by 8 for the others.
+// sub-chunks. Warps 0 and 2: queries 16 to 31 by 8 keys from 0, or 8, on. Warps 1 and 3: the queries of sub-chunk 1, or
+// 3, by the keys of the sub-chunk before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                        int warp, int lane) {
@@ -102,7 +106,9 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   const bool has_16_queries = warp % 2 == 0;
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
   const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
-  const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
+  const auto put = [&](int offset, float score) {
+    *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(score);
+  };
   // within: products of `query` and the two keys of the warp's sub-chunk. across: of queries lane / 4 and lane / 4 + 8
   // and keys 2 key_pair and the next, from `queries` and `keys` on. self_score: q . u k of the sub-chunk's `query`.
   float within[2], across[4], self_score = 0.f;
@@ -115,11 +121,11 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
     self_score = channel_sum(self_score);
   }
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
-  barrier_arrive(s.within);  // the queries within sub-chunks have been read: dk and dg may overwrite them
+  barrier_arrive(s.within);  // the operands of pairs within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
-  // A is [key, query] in rows of 128 bytes, swizzled. From a score's offset that of the next key, which is odd, is an
-  // XOR with 16 and 128 bytes further on, that of 8 queries later an XOR with 32.
-  int score = score_offset(8 * warp, 8 * warp, lane);
+  // A is [key, query] in rows of 128 bytes, swizzled. From the offset of a score with an even key, that of the next key
+  // is the offset XOR 16, plus 128 bytes; that of 8 queries later is the offset XOR 32.
+  int score = score_offset(8 * warp, 8 * warp, lane);  // the offset of the lane's first score
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
     const float diagonal = ReadOrder::reads_before_write ? scale * self_score : to_scores * within[p];
@@ -133,7 +139,8 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   fence_async();
 }
 
-// Starts the product (L_j k_j) dS for dv's 64 columns from 64 `panel` on, and does not wait for its result.
+// Starts the product (L_j k_j) dS for dv's columns 64 panel to 64 panel + 63, and does not wait for its result. in.k
+// has the decayed keys L_j k_j, s.dS a copy of dS in T.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                          int panel) {
@@ -146,16 +153,16 @@ __device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedu
   wgmma_commit();
 }
 
-// Waits for the product that start_dv started, adds sum_i A_ij do_i, and stores dv over v. down: that product's dS had
-// been multiplied by 1 / down, since float16 does not hold all of dS's range. offset: lane_offset() (decays.cuh).
+// Waits for the product that start_dv started, adds sum_i A_ij do_i, and stores dv over v. down: s.dS had been
+// multiplied by 1 / down, since float16 does not hold all of dS's range. offset: lane_offset() (decays.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                           int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];  // do's columns as left operands: a lane's queries 2t and 2t + 1 of each sub-chunk
-  Operand gradient;
-  load_operand(gradient, in.do_[panel], offset);
+  Operand do_operand;
+  load_operand(do_operand, in.do_[panel], offset);
   each_neighbours([&](int n, int h) {  // queries in the order of A's columns
-    const float2 two = unpack<T>(neighbours_of(gradient, n, h));
+    const float2 two = unpack<T>(neighbours_of(do_operand, n, h));
     columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
   });
   if (IS_NARROW<T>) {
@@ -205,8 +212,9 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
     }
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  each_segment<Schedule, true>(
-      args, [&](const Segment& segment, int chunks) { each_chunk(segment.tokens, chunks, compute_chunk); });
+  each_segment<Schedule, true>(args, [&](const Segment& segment, int chunks_before) {
+    each_chunk(segment.tokens, chunks_before, compute_chunk);
+  });
 }
 
 // ---- a warpgroup that makes dA and copies chunks: a warp has 8 queries of dA, and copies one or two of the arrays ---
@@ -222,8 +230,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31, count = 0;  // count: with InTurn, the chunks whose copies have been started
-  // Where the chunk of an iteration lies: with InTurn a tile of its own, else the block's segment, in which token_of is
-  // the chunk's first token.
+  // Where the chunk of an iteration lies: token_of is its first token in place_of. With InTurn place_of starts at the
+  // chunk; else it is the block's segment.
   const auto place_of = [&](int iteration) -> const WorkTile& {
     if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
     else return s.segment;
@@ -258,31 +266,33 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K, 0, args.adds);
     });
   };
-  const auto chunk_of = [&](int iteration) {  // the chunk's row of query_sums
-    return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
+  const auto sums_row_of = [&](int iteration) {  // the chunk's row of query_sums
+    return place_of(iteration).chunk_row + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
   };
   const auto query_sum_of = [&](int iteration) {  // the chunk's query sum of this lane's channel
-    const i64 chunk = chunk_of(iteration);
-    return 32 * warp + lane < K ? args.query_sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
+    const i64 row = sums_row_of(iteration);
+    return 32 * warp + lane < K ? args.query_sums[row * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
   const auto flags_of = [&](int iteration) {
-    const i64 chunk = chunk_of(iteration);
-    return *reinterpret_cast<const WarpFlags<BK>*>(args.query_sums + chunk * (K + FLAGS) + K);
+    const i64 row = sums_row_of(iteration);
+    return *reinterpret_cast<const WarpFlags<BK>*>(args.query_sums + row * (K + FLAGS) + K);
   };
   const auto make_dA = [&](int iteration, float query_sum, WarpFlags<BK> flags) {
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int query = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
-    float products[CHUNK / 2];  // do . v of the query and keys 8 n + 2 (lane & 3) + 0, 1
-    // v and do are in shared memory; so the previous chunk in this stage has been stored, and its dA read.
+    float products[CHUNK / 2];  // [4n + p]: do . v of the query and key 8n + 2 (lane & 3) + p, p = 0, 1
+    // v and do are in shared memory. They were copied after the stage's previous chunk had been stored, so its dA has
+    // been read.
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(products, in.do_, in.v);
     const float factor = TF32_CORRECTION * scale;
-    const int after = query - 2 * (lane & 3), pair = pair_index(query, 2 * (lane & 3));  // after the lane's first key
+    const int first_key = 2 * (lane & 3), distance = query - first_key, pair = pair_index(query, first_key);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      const auto value = [&](int j, float x) {
-        if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, query) = scale * x;
-        return pair_value(j < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
+      // Returns dA of `query` and first_key + j; product: of their do and v.
+      const auto value = [&](int j, float product) {
+        if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
+        return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
       };
       if (n > warp) continue;
       const float2 two = {value(8 * n, products[4 * n]), value(8 * n + 1, products[4 * n + 1])};
@@ -302,17 +312,17 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
   if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
-  const auto compute_chunk = [&](int iteration, int token, bool goes_on) {
+  const auto compute_chunk = [&](int iteration, int token, bool has_next) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
-    const float query_sum = goes_on ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
-    const WarpFlags<BK> flags = goes_on ? flags_of(iteration + 1) : 0;
+    const float query_sum = has_next ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
+    const WarpFlags<BK> flags = has_next ? flags_of(iteration + 1) : 0;
     if (!HAS_SCORE_WARPGROUP<BK>) {
       barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
       if (computes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
       else make_A<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
-    if (goes_on) make_dA(iteration + 1, query_sum, flags);
+    if (has_next) make_dA(iteration + 1, query_sum, flags);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp copies to the memory whose results it has just stored
     __syncwarp();
@@ -325,10 +335,12 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// Computes a segment. chunks: how many chunks of other segments this block has computed before.
+// Computes a segment, or two that are joined (states.cuh). segment.sequence_head and segment.last_sequence_head: the
+// indices of the first and of the last of them in dht and ends. chunks_before: how many chunks of other segments this
+// block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args,
-                                        const Segment& segment, int chunks) {
+                                        const Segment& segment, int chunks_before) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
@@ -353,12 +365,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     __syncwarp();  // all lanes have read `kept_ratio` of the previous segment
     if (lane == 0) kept_ratio = infinity();
   }
-  const bool joins = segment.last != segment.pair;  // whether it is two segments: then a state is stored after it
-  float dS[BV / 2], u[2] = {}, carried[2] = {};     // carried: c, of this lane's two channels
-  load_state<BV>(dS, args.dht ? args.dht + segment.last * K * args.shape.V : nullptr, args.shape, channel);
+  const bool is_joined = segment.last_sequence_head != segment.sequence_head;  // then a state is stored after it
+  float dS[BV / 2], u[2] = {}, carried[2] = {};  // carried: c, of this lane's two channels
+  load_state<BV>(dS, args.dht ? args.dht + segment.last_sequence_head * K * args.shape.V : nullptr, args.shape,
+                 channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[segment.head * K + channel + 8 * h];
-    if (args.dht && inside[h] && !joins) carried[h] = args.ends[segment.pair * K + channel + 8 * h];
+    if (args.dht && inside[h] && !is_joined) carried[h] = args.ends[segment.sequence_head * K + channel + 8 * h];
   }
 
   const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
@@ -371,7 +384,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
     // From a stored state, c is computed anew, so that its rounding errors do not add up.
-    if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || joins)) {
+    if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || is_joined)) {
       const float4* from =
           checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY);
       carried[0] = carried[1] = 0.f;
@@ -385,8 +398,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
     Gates<G, true> gates;
-    Operand q, k, keys;
-    StateOperand<T> queries;
+    Operand q, k, keys;       // keys: L_j k_j
+    StateOperand<T> queries;  // scale E_i q_i
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
@@ -429,9 +442,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
       const auto add_self_pair = [&](int i, float query, float key) {
         if constexpr (ReadOrder::reads_before_write) {
-          const float x = u[i / 2] * query;
-          self_scores[i % 2] = fmaf(x, key, self_scores[i % 2]);
-          self_terms[i] = (i % 2 ? weights.y : weights.x) * x;
+          const float u_query = u[i / 2] * query;
+          self_scores[i % 2] = fmaf(u_query, key, self_scores[i % 2]);
+          self_terms[i] = (i % 2 ? weights.y : weights.x) * u_query;
         }
       };
       decay_within<false, T>(queries_within, keys_within, query_decays[n], key_decays[n], q, k, n, add_self_pair);
@@ -453,26 +466,27 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       scale_state<BV>(dS, dS_scale.down, dS_scale.down);
       for (float& x : from_state) x *= dS_scale.down;
     }
-    __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
-    Chunk start;
+    __syncwarp();      // keeps the compiler from computing all decays first, for which registers are too few
+    Chunk from_start;  // decays of queries from the start of their sub-chunk; outer_decays: of keys to its end
     decays_to_end(outer_decays, gates, counts());
-    decays_from_start(start, gates, counts());
-    decays_of<ReadOrder>(decays, start, outer_decays);
+    decays_from_start(from_start, gates, counts());
+    decays_of<ReadOrder>(decays, from_start, outer_decays);
     // float16 and GLA only: the decay of the chunk's first gate is below 2^-8. Queries decayed from the chunk's start
     // would leave float16's range: they are multiplied by `up`, and so is dS while they are added to it.
-    const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(start);
+    const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(from_start);
     QueryScale query_scale;
     float to_state[2] = {scale, scale};
     if (first_gate_strong) {
-      query_scale = scale_of_queries<ReadOrder, T>(start);
+      query_scale = scale_of_queries<ReadOrder, T>(from_start);
       scale_state<BV>(dS, query_scale.up[0], query_scale.up[1]);
       for (int h = 0; h < 2; ++h) to_state[h] *= query_scale.up[h];
     }
-    decay_queries<false, T>(queries_across, q, start, decays, to_state, [&](auto... x) { queries.put(x...); });
+    decay_queries<false, T>(queries_across, q, from_start, decays, to_state, [&](auto... x) { queries.put(x...); });
     decay_keys<false, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
-      const float2 two = state_values<T>(x, y);
+      const float2 rounded = state_values<T>(x, y);
       neighbours_of(keys, n, h) = pack<T>(x, y);
-      dg[n][2 * h] = two.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = two.y * from_state[4 * n + 2 * h + 1];
+      dg[n][2 * h] = rounded.x * from_state[4 * n + 2 * h];
+      dg[n][2 * h + 1] = rounded.y * from_state[4 * n + 2 * h + 1];
     });
     put_across(s.by8[warpgroup], s.by16[warpgroup], queries_across, keys_across, offset);
     store_operand(in.k[warpgroup], keys, offset);
@@ -511,8 +525,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
           const int i = 2 * h + p;
-          const float x = from_state[4 * n + i];
-          float at_end = n == 3 ? x : decays.after(n, h) * x;  // dk's terms without the decay to the sub-chunk's end
+          const float state_sum = from_state[4 * n + i];
+          // dk's terms without the decay to the sub-chunk's end.
+          float at_end = n == 3 ? state_sum : decays.after(n, h) * state_sum;
           if (n == 1) at_end += sums_across.by16[1][i];
           if (n == 2) at_end += sums_across.by8[1][i];
           if (n == 0) at_end += fmaf(decays.sub[1][h], sums_across.by16[0][i], sums_across.by8[0][i]);
@@ -564,7 +579,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_wait(s.scores, iteration & 1);
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  int iteration = chunks, token = (segment.tokens - 1) / CHUNK * CHUNK;
+  int iteration = chunks_before, token = (segment.tokens - 1) / CHUNK * CHUNK;
   // compute_by_token is rare: it is outside of the inner loop, in which registers are scarce.
 #pragma unroll 1
   while (segment.tokens && token >= 0) {
@@ -613,7 +628,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   if (warpgroup < BK / 64) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 184 : 200>();
     each_segment<Schedule, true>(
-        args, [&](const Segment& segment, int chunks) { consume<ReadOrder>(s, args, segment, chunks); });
+        args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
   } else if (HAS_SCORE_WARPGROUP<BK> && warpgroup == BK / 64) {
     registers_down<64>();
     make_A_and_dv<ReadOrder>(s, args);

@@ -1,5 +1,6 @@
-// what      The arguments and the shared memory of Hopper's second backward pass, backward_keys.cu. Its symbols: dS,
-//           the gradient of the state; A, the scores of a chunk's queries and keys; dA, their gradient.
+// what      The arguments and the shared memory of backward_keys.cu, the second pass of Hopper's backward of GLA and
+//           RWKV-6. Its symbols: dS, the gradient of the state; A, the scores of a chunk's queries and keys; dA, their
+//           gradient, scale do_i . v_j of query i and key j <= i. A chunk has 32 tokens in four sub-chunks of 8.
 // smem      ChannelStage: a chunk's arrays of K channels, copied by the copying warps, read by consumers, which
 //           overwrite q by dk and g by dg; ValueStage: likewise its arrays of V columns, v is overwritten by dv;
 //           Shared: the decayed queries and keys of the chunk and dS for dv, written by consumers and read by the warps
@@ -7,8 +8,8 @@
 // barriers  mbarriers. full, arrived: a ChannelStage, a ValueStage has been copied; done: the chunk's results are
 //           stored; dA_stored: dA is stored and, in float32, v; operands: the decayed queries and keys and dS for dv
 //           are stored, and the product of dS and v has ended; within: the queries and keys within sub-chunks have been
-//           read; scores: A is stored. "Within sub-chunks" are the queries and keys that are decayed from the middle of
-//           their sub-chunk, for pairs in one sub-chunk
+//           read; scores: A is stored. Queries and keys "within sub-chunks" are those times their decays from the
+//           middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"
@@ -32,12 +33,12 @@ template <typename T, typename G> struct Args {
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
-  Tile<T, BK> q, k;  // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the end
+  Tile<T, BK> q, k;  // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the chunk's end
   Tile<G, BK> g, query_share;  // g: then the other half of the queries within sub-chunks, then dg
 };
 template <typename T, int BV> struct alignas(1024) ValueStage {
   Tile<T, BV> v, do_;  // v: then dv
-  Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
+  Pairs dA;  // dA_ij is at pair_at(dA, i, j) (decays.cuh). RWKV-6: scale do_i . v_i of token i: self_weight_at(dA, i)
 };
 
 // A byte for every consumer warp, from backward_queries.cu: see FLAGS in query_share.cuh.
@@ -49,8 +50,9 @@ template <> struct WarpFlagsOf<64> {
 };
 template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 
-// RWKV-6: the sums of q_i . u k_i over a lane's channels, for two tokens of each sub-chunk, for every consumer warp. If
-// gates are float32, they overwrite the second half of a warpgroup's g, which queries within sub-chunks do not need.
+// RWKV-6: for every consumer warp, sub-chunk and lane, the sums over the lane's two channels of q_i u k_i, of the
+// lane's two tokens i. If gates are float32, the sums overwrite the second half of a warpgroup's g, which queries
+// within sub-chunks do not need.
 using SelfScoreParts = float2[SUBCHUNKS][32];
 template <typename G, int BK> struct SelfScores {
   SelfScoreParts parts[BK / 16];
@@ -67,21 +69,25 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as fit
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
-  T dS[BK / 64][BV][64];        // [column of V, channel], swizzled
-  FloatTile<BV> float_v;        // v of the next chunk, for products with dS in tf32
-  Tile<float, BK> keys_within;  // at within_offset; of every four channels the middle two are swapped
-  Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
-  float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
+  T dS[BK / 64][BV][64];  // [column of V, channel], swizzled
+  FloatTile<BV> float_v;  // v of the next chunk, for products with dS in tf32
+  // Keys within sub-chunks [token, channel], at within_offset (backward_scores.cuh). Of every four channels the middle
+  // two are swapped.
+  Tile<float, BK> keys_within;
+  // [token, channel]: decayed queries or keys of pairs in different sub-chunks (Across in decays.cuh). by8: queries in
+  // the rows of sub-chunks 1 and 3, keys in those of 0 and 2; by16: queries in those of 2 and 3, keys in those of 0, 1.
+  Tile<T, BK> by8, by16;
+  float A[CHUNK][CHUNK];  // [key, query], at score_offset (backward_scores.cuh)
   // [iteration % 2]: the largest magnitude of each warp's part of dS. Consumers write a row again two iterations later,
-  // after they have waited for `within`, which its readers have arrived at. At a multiple of 16 bytes, since the
-  // assembler joins loads to pieces of 16: others would include a number of the other row.
+  // after they have waited for `within`, at which the row's readers have arrived. Aligned to 16 bytes, since the
+  // assembler joins loads into pieces of 16 bytes: unaligned pieces would include a number of the other row.
   alignas(16) float largest[2][BK / 16];
   SelfScores<G, BK> self_scores;
-  float query_sums[2][BK];  // [iteration % 2]: the chunk's
-  WarpFlags<BK> flags[2];   // [iteration % 2]: the chunk's
+  float query_sums[2][BK];  // [iteration % 2]: the chunk's sums, from backward_queries.cu
+  WarpFlags<BK> flags[2];   // [iteration % 2]: the chunk's bytes, from there, too
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
   float kept_ratio[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
-  WorkTile segment;                                     // OneEach: the block's; registers are scarce
+  WorkTile segment;                                     // OneEach: the block's; here, since registers are scarce
   ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], dA_stored[VALUE_STAGES], operands, within, scores;
 };

@@ -7,7 +7,7 @@
 enum Lookup { OFFSETS, FROM_MIDDLE, MASKS };
 template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) == 2 ? 3 : 1;
 template <int COUNT, int BK> struct Lookups {
-  uint4 tables[COUNT - 1 + BK / 64][128];  // OFFSETS of each warpgroup, the others of both
+  uint4 tables[COUNT - 1 + BK / 64][128];  // OFFSETS for each warpgroup; then the others, the same for all warpgroups
 
   // offset: lane_offset(), which is a different multiple of 16 bytes for every thread of a warpgroup.
   __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {
@@ -18,16 +18,18 @@ template <int BK> struct Lookups<0, BK> {
   __device__ __forceinline__ uint4 at(int, int, int) { return {}; }
 };
 
-// Computes an entry for this thread. OFFSETS: the offsets at which this thread stores queries and keys within
-// sub-chunks (in bytes), its index in dA, and Counts::read. FROM_MIDDLE: Counts::read_from_middle and
-// written_to_middle. MASKS: earlier_tokens, identity_of_lane and Counts::written.
+// Computes an entry for this thread. OFFSETS: the byte offsets at which it stores queries (x) and keys (y) within
+// sub-chunks; its index in dA, PairReader::column (z); Counts::read (w). FROM_MIDDLE: the operands of
+// Counts::read_from_middle (x, y) and written_to_middle (z, w). MASKS: the operand of earlier_tokens (x, y),
+// identity_of_lane (z), Counts::written (w). Functions: decays.cuh, states.cuh, query_share.cuh, backward_scores.cuh.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const Counts<ReadOrder, G, true> counts;
   if (what == OFFSETS) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
-    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // swaps the middle two of four channels
+    // Swaps the middle two of four channels: flips both bits of the channel if they differ.
+    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;
     return {u32(queries_within<T, G, BK>(warp / 2) + within), u32(warp / 2 * CHUNK * 128 + (within ^ key_order)),
             u32(pair_index(2 * t, lane >> 2)), u32(counts.read)};
   }
@@ -41,7 +43,7 @@ __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   return {counted[0], counted[1], identity_of_lane(), u32(counts.written)};  // in the registers that products take
 }
 
-// The functions of Counts (decays.cuh) that are needed here, from looked-up values.
+// The functions of Counts (decays.cuh) that backward_keys.cu calls, from looked-up values. middle: FROM_MIDDLE.
 template <class ReadOrder, typename G> struct LookedUpCounts {
   using Order = ReadOrder;
   uint4 middle;

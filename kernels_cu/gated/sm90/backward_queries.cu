@@ -1,12 +1,13 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
-//           Computes dq, du, and the query share `query_share` of dg, the log gates' gradient, for the second pass.
+//           Computes dq, du, and query_share: the part of dg, the log gates' gradient, that needs S. The second pass
+//           (backward_keys.cu) adds the part that needs dS, the gradient of S.
 //           ReadOrder (read_order.cuh) chooses the operator: reads_before_write is true for RWKV-6, false for GLA
 // math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it; i, j and t are its tokens.
-//           Decays [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to query i, L_j from
-//           key j to the chunk's end (decays.cuh).
+//           Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
+//           those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
 //           dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);  from_state_i = scale E_i S do_i
 //           dq_i = sum_j dA_ij D_ij k_j + from_state_i (RWKV-6: + u k_i scale do_i . v_i)
-//           share_t = sum_{i>=t} q_i (sum_{j<t} dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t), computed as
+//           query_share_t = sum_{i>=t} q_i (sum_{j<t} dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t), computed as
 //           sum_{i>=t} q_i (sum_j dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t) - sum_{j>=t} k_j sum_i dA_ij D_ij q_i
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
 // shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V]. query_share has the memory of an array of g's type
@@ -16,21 +17,23 @@
 //           du [N P, H, K]: their terms of du
 //           ends [N P, H, K]: sum_v (the state at the end) dht
 //           query_sums [B, H, chunks, K + FLAGS]: first K sums, of each channel sum_i q_i from_state_i. If the
-//           channel's query_share is in multiples of a unit, a power of 2, the sum's 9 lowest bits hold this unit. Then
-//           FLAGS numbers' worth of bytes, one for each warp: 1 if the second pass is to compute the chunk token by
-//           token
+//           channel's query_share is in multiples of a unit, a power of 2, the sum's 9 lowest bits hold this unit. The
+//           FLAGS numbers after them are bytes, one for each warp: 1 if the second pass is to compute the chunk token
+//           by token
 //           checkpoints [B, H, T / CHECKPOINT_EVERY + 1, BK, BV]: the states before every CHECKPOINT_EVERY-th token
-//           (states.cuh). BK and BV: K and V rounded up
+//           (states.cuh). BK and BV: K and V rounded up to 64 or 128
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
 // smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and float_do; consumers
-//           read all of it, and overwrite q by dq and g by query_share, which the copying warp then stores
+//           read all of it, and overwrite q by dq and g by query_share, which the copying warp then stores. Iterations
+//           of a block count the chunks of all its segments; an iteration's stage is its number modulo STAGES, and it
+//           waits for phase (number / STAGES) of that stage's barriers
 // barriers  mbarriers of each stage. arrived: v and do have been copied; full: q, k and g have; dA_stored: dA and
 //           float_do are stored; done: consumers have read the stage and stored its results. The warps that arrive at
 //           dA_stored have waited for arrived, so consumers need not
 // numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. The two sums that make
-//           share_t have products of the same rounded numbers, so that pairs with both tokens after t cancel but for
-//           float32's rounding. The state: states.cuh
+//           query_share_t have products of the same rounded numbers, so that pairs with both tokens after t cancel but
+//           for float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV of a launch, multiples of 8; BK and BV of 64, 128; rows start
 //           on 16 bytes
@@ -48,21 +51,22 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;  // segments of a sequence
   // Only if P = 3: whether each sequence and head has two blocks. One computes segment 0, the other segments 1 and 2 as
-  // one; then Segment::pair is the number of segment 1, and Segment::last that of segment 2. In the second pass one
-  // computes segment 2, the other segments 0 and 1.
+  // one. In the second pass one computes segment 2, the other segments 0 and 1.
   i64 joined;
   i64 adds;  // whether dq is added to what dq holds: its sum over the columns of V that earlier launches had
 };
 
+// One chunk. Tile<X, D> (warpgroup.cuh): the chunk's tokens, D numbers of type X each.
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BK> q, k;  // q is overwritten by dq
   Tile<G, BK> g;     // overwritten by query_share
   Tile<T, BV> v, do_;
-  FloatTile<BV> float_do;  // do in float32, for products with the state
-  Pairs dA;                // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
+  FloatTile<BV> float_do;  // do in float32, for products with the state: columns in the order of states.cuh
+  Pairs dA;  // dA_ij is at pair_at(dA, i, j) (decays.cuh). RWKV-6: scale do_i . v_i: self_weight_at(dA, i)
 };
 
 constexpr int STAGES = 3;
+// Schedule: OneEach or InTurn (states.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   ChunkPlaces<Schedule, false, STAGES + 1> places;  // InTurn: of the chunks that are being copied
@@ -72,14 +76,16 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 
 // ---- a warp that copies chunks -------------------------------------------------------------------------------------
 
-// Copies every chunk of the block to its stage, and its results from there to memory.
+// Copies every chunk of the block to its stage, and its results from there to memory. `next`: the number of the
+// iteration whose inputs are copied, STAGES ahead of `iteration`, whose results are stored; token: the chunk's first
+// token, counted from that of `work`.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
   const auto store = [&](int iteration, const WorkTile& work, int token) {
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
     store_chunk(work, token, [&](auto f) {
-      f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
+      f(out.q, args.dq, args.dq_rows, K, 0, args.adds);  // 0: the tile's first column
       f(out.g, args.query_share, args.query_share_rows, K);
     });
   };
@@ -141,30 +147,31 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // ---- three warps that make dA ---------------------------------------------------------------------------------------
 
-// Makes dA and float_do for the chunks of a segment of `tokens` tokens. chunks: how many chunks of other segments this
-// block has computed before; block: the warp's number, 0 to 2, and that of its 16 x 16 block of dA.
+// Makes dA and float_do for the chunks of a segment of `tokens` tokens. chunks_before: how many chunks of other
+// segments this block has computed before; block: the warp's number, 0 to 2, and that of its 16 x 16 block of dA.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
+__device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks_before, float scale,
                                         int block, int lane) {
 #pragma unroll 1
-  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
+  for (int iteration = chunks_before; (iteration - chunks_before) * CHUNK < tokens; ++iteration) {
     // Hides where `lane` comes from: addresses are computed again, which is cheaper than to hold them in registers.
     forget(lane);
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    // v and do are in shared memory. Before they were copied, consumers had arrived at `done`: they have read dA and
-    // float_do of this stage's previous chunk, which are overwritten below.
-    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);
+    // Also means that consumers have read dA and float_do of this stage's previous chunk, which are overwritten below:
+    // v and do were copied only after the consumers had arrived at `done`.
+    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are in shared memory
     float products[2][4];
     pair_products(products, in.do_, in.v, block, lane);
-    // Products of dA take queries or keys cut off to tf32, which makes them smaller on average: dA makes up for that.
+    // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
     const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
-      const int after = query - key, pair = pair_index(query, key);
-      const auto value = [&](int j, float x) {  // the value of `query` and key + j
-        if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, query) = scale * x;
-        return pair_value(j < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
+      const int distance = query - key, pair = pair_index(query, key);
+      // Returns dA of `query` and key + j; product: of their do and v.
+      const auto value = [&](int j, float product) {
+        if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
+        return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
       };
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -184,8 +191,9 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 // (decays.cuh): [n][2h + p] is sub-chunk n of 8 tokens, channel g + 8h, token 2t + p. Operands hold the same numbers,
 // two tokens in a register (neighbours_of).
 
-// A lane's results of a chunk: dq, and query_share: each token's terms of share_t, q's less k's, before the sum over
-// tokens. In RWKV-6 query_share has q's terms and key_terms k's: share_t counts queries from t + 1 on, keys from t on.
+// A lane's results of a chunk. Until the sum over tokens, query_share has each token's terms of that sum: GLA: q_i
+// times its sum less k_i times its sum (see math); RWKV-6: the former alone, and key_terms the latter, since
+// query_share_t counts queries from t + 1 on and keys from t on.
 struct Gradients {
   Chunk dq, query_share, key_terms;
 };
@@ -203,30 +211,31 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, offset);
   }
 };
-// HOLDS_INPUTS: registers hold a chunk's TokenOperands until their last use; otherwise registers are too few, and they
-// are loaded twice: first for pairs within sub-chunks, with clamped gates, then for all else. LOADS_EARLY: they are
-// first loaded at the end of the previous chunk's iteration.
+// HOLDS_INPUTS: registers hold a chunk's TokenOperands until their last use. Otherwise registers are too few, and the
+// operands are loaded twice: first for pairs within sub-chunks, with clamped gates, then for all else. LOADS_EARLY: the
+// first load is at the end of the previous chunk's iteration.
 template <typename G, int BV> constexpr bool HOLDS_INPUTS = sizeof(G) == 2 && BV == 64;
 template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
-// Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: gates were loaded so; counts: which gates
-// the sum for each decay has (decays.cuh); pairs: dA's memory.
+// Sets `results` to the terms of pairs within sub-chunks, and adds their terms to du. CLAMPED: gates were loaded so;
+// counts: which gates the sum for each decay has (decays.cuh); dA reads `pairs`; u, du: of this lane's two channels.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void set_pairs_within(Gradients& d, const TokenOperands<T, G>& tokens,
+__device__ __forceinline__ void set_pairs_within(Gradients& results, const TokenOperands<T, G>& tokens,
                                                  const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
                                                  const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    // Decays from the sub-chunk's middle; over_keys: sums over keys for each query; over_queries: the reverse.
+    // queries, keys: times their decays from the sub-chunk's middle (decays.cuh). Without the other token's factor,
+    // over_keys: sum_j dA_ij k_j for each query i; over_queries: sum_i dA_ij q_i for each key j.
     SubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
     float self_terms[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 self_weight = ReadOrder::reads_before_write ? self_weights(pairs, n) : float2{};
-    const auto add_self_pair = [&](int i, float q, float k) {
+    const auto add_self_pair = [&](int i, float q, float k) {  // i: 2h + p
       if (!ReadOrder::reads_before_write) return;
-      const float x = (i % 2 ? self_weight.y : self_weight.x) * k;
-      du[i / 2] = fmaf(q, x, du[i / 2]);
-      self_terms[i] = u[i / 2] * x;
+      const float weighted_key = (i % 2 ? self_weight.y : self_weight.x) * k;
+      du[i / 2] = fmaf(q, weighted_key, du[i / 2]);
+      self_terms[i] = u[i / 2] * weighted_key;
     };
     decays_from_middle<CLAMPED>(query_decays, key_decays, tokens.gates, counts, n);
     decay_within<true, T>(queries, keys, query_decays, key_decays, tokens.queries, tokens.keys, n, add_self_pair);
@@ -235,28 +244,28 @@ __device__ __forceinline__ void set_pairs_within(Gradients& d, const TokenOperan
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float key_term = keys[i] * over_queries[i];
-      d.dq[n][i] = fmaf(query_decays[i], over_keys[i], self_terms[i]);
-      if (ReadOrder::reads_before_write) d.key_terms[n][i] = key_term;
-      d.query_share[n][i] =
+      results.dq[n][i] = fmaf(query_decays[i], over_keys[i], self_terms[i]);
+      if (ReadOrder::reads_before_write) results.key_terms[n][i] = key_term;
+      results.query_share[n][i] =
           ReadOrder::reads_before_write ? queries[i] * over_keys[i] : fmaf(queries[i], over_keys[i], -key_term);
     }
   }
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
-// Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; offset: lane_offset(). Sets
-// `by_token`, whether the chunk must be computed token by token, and `decays`; then calls write_state(keys decayed to
-// the chunk's end). LOADS_AGAIN: loads `tokens` first, each operand where it is needed.
+// Adds to `results` the terms of pairs across sub-chunks and of the state. from_state: S do, without its factors;
+// offset: lane_offset(). Sets `by_token`, whether the chunk must be computed token by token, and `decays`; then calls
+// write_state(keys decayed to the chunk's end). LOADS_AGAIN: loads `tokens` again, each operand where it is needed.
 template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
-                                                 SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
-                                                 T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts,
-                                                 const PairReader& dA, float scale, bool& by_token, int offset,
-                                                 F write_state) {
+__device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperands<T, G>& tokens,
+                                                 const Values& from_state, SubChunkDecays& decays,
+                                                 G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
+                                                 const Counts<ReadOrder, G>& counts, const PairReader& dA, float scale,
+                                                 bool& by_token, int offset, F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
   // Decayed queries; decayed keys; sums over keys, for queries. by8[x] has the queries of sub-chunk 2x + 1, or the keys
-  // of 2x, which these queries take; by16[x] has the queries of 2 + x, or the keys of x: queries of 2 and of 3 take the
-  // keys of 0 and of 1.
+  // of 2x, with which these are paired; by16[x] has the queries of 2 + x, or the keys of x: queries of 2 and of 3 are
+  // paired with keys of 0 and of 1.
   Across queries_across, keys_across, sums_across = {};
   StateOperand<T> state_keys;
   Chunk outer_decays;  // first from keys to their sub-chunk's end, then from its start to queries
@@ -275,41 +284,46 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
   write_state(state_keys);
   if (LOADS_AGAIN) load_operand(queries, q, offset);
   decays_from_start(outer_decays, tokens.gates, counts);
-  // The second pass adds queries to dS. If T is float16 and the first gate of GLA's chunk is strong, it multiplies them
-  // by a power of 2, `up`, for float16's range; `down` is the inverse. The same rounded values are taken here.
+  // The second pass multiplies queries, rounded to T, by do and adds the products to dS. If T is float16 and the first
+  // gate of GLA's chunk is strong, it first multiplies the queries by a power of 2, `up`, for float16's range; `down`
+  // is the inverse. The same rounded values are taken here.
   const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
-  decay_queries<true, T>(
-      queries_across, queries, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
-      [&](int n, int h, float x, float y) {
-        const float2 two = state_values<T>(x, y);
-        const int i = 2 * h;
-        d.query_share[n][i] = fmaf(query_scale.down[h] * two.x, from_state[4 * n + i], d.query_share[n][i]);
-        d.query_share[n][i + 1] = fmaf(query_scale.down[h] * two.y, from_state[4 * n + i + 1], d.query_share[n][i + 1]);
-      });
+  decay_queries<true, T>(queries_across, queries, outer_decays, decays,
+                         {scale * query_scale.up[0], scale * query_scale.up[1]}, [&](int n, int h, float x, float y) {
+                           const float2 rounded = state_values<T>(x, y);
+                           const int i = 2 * h;
+                           results.query_share[n][i] =
+                               fmaf(query_scale.down[h] * rounded.x, from_state[4 * n + i], results.query_share[n][i]);
+                           results.query_share[n][i + 1] =
+                               fmaf(query_scale.down[h] * rounded.y, from_state[4 * n + i + 1],
+                                    results.query_share[n][i + 1]);
+                         });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      d.query_share[2 * x + 1][i] = fmaf(queries_across.by8[x][i], sums_across.by8[x][i], d.query_share[2 * x + 1][i]);
-      d.query_share[2 + x][i] = fmaf(queries_across.by16[x][i], sums_across.by16[x][i], d.query_share[2 + x][i]);
+      results.query_share[2 * x + 1][i] =
+          fmaf(queries_across.by8[x][i], sums_across.by8[x][i], results.query_share[2 * x + 1][i]);
+      results.query_share[2 + x][i] =
+          fmaf(queries_across.by16[x][i], sums_across.by16[x][i], results.query_share[2 + x][i]);
     }
   }
   each_neighbours([&](int n, int h) {
-    const float factor = scale * decays.before(n, h);  // the decay over all sub-chunks before n
+    const float factor = scale * decays.before(n, h);  // decays.before: over all sub-chunks before n
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
-      const float x = from_state[4 * n + i];
-      float at_start = factor * x;  // dq's terms without the decay from the sub-chunk's start
+      const float state_sum = from_state[4 * n + i];
+      float at_start = factor * state_sum;  // dq's terms without the decay from the sub-chunk's start
       if (n % 2) at_start += sums_across.by8[n / 2][i];
       if (n == 2) at_start += sums_across.by16[0][i];
       if (n == 3) at_start += decays.sub[2][h] * sums_across.by16[1][i];
-      d.dq[n][i] = fmaf(outer_decays[n][i], at_start, d.dq[n][i]);
+      results.dq[n][i] = fmaf(outer_decays[n][i], at_start, results.dq[n][i]);
     }
   });
   const auto subtract_term = [&](int n, int i, float key, float over_queries) {
-    if (ReadOrder::reads_before_write) d.key_terms[n][i] = fmaf(key, over_queries, d.key_terms[n][i]);
-    else d.query_share[n][i] = fmaf(-key, over_queries, d.query_share[n][i]);
+    if (ReadOrder::reads_before_write) results.key_terms[n][i] = fmaf(key, over_queries, results.key_terms[n][i]);
+    else results.query_share[n][i] = fmaf(-key, over_queries, results.query_share[n][i]);
   };
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
@@ -326,8 +340,8 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
   __syncwarp();
 }
 
-// query_terms_t <- sum_{i>t} query_terms_i - sum_{j>=t} key_terms_j over tokens of the chunk. all: the sum over all
-// tokens of query_terms - key_terms.
+// RWKV-6: query_terms_t <- sum_{i>t} query_terms_i - sum_{j>=t} key_terms_j over tokens of the chunk. all[h]: the sum
+// over all tokens of query_terms - key_terms, of the lane's channel h.
 __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk& key_terms, float (&all)[2]) {
   // Of the four lanes of a channel, lane t has tokens 2t and 2t + 1 of a sub-chunk. Its neighbour is lane t ^ 1; the
   // others are the other two lanes.
@@ -338,6 +352,7 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk
     all[h] = 0.f;
 #pragma unroll
     for (int n = SUBCHUNKS - 1; n >= 0; --n) {
+      // What the sum of the lane's first token has more than that of its second one.
       const float between = query_terms[n][2 * h + 1] - key_terms[n][2 * h];
       const float lane_sum = between + (query_terms[n][2 * h] - key_terms[n][2 * h + 1]);
       const float neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1), sum_of_two = lane_sum + neighbour;
@@ -351,12 +366,12 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk
   }
 }
 
-// Computes a segment, or two that are joined. segment.pair and segment.last: the places of the first and of the last of
-// them in initial, dht, ends and du; segment.chunk: that of its first chunk in query_sums. chunks: how many chunks of
-// other segments this block has computed before.
+// Computes a segment, or two that are joined. segment.sequence_head and segment.last_sequence_head: the indices of the
+// first and of the last of them in initial, dht, ends and du, equal for one segment; segment.chunk_row: that of its
+// first chunk in query_sums. chunks_before: how many chunks of other segments this block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args,
-                                        const Segment& segment, int chunks) {
+                                        const Segment& segment, int chunks_before) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = segment.tokens;
   const int checkpoint = first_checkpoint(args.shape, segment);
   // in_register keeps x in a register. With float16 data and gates and 128 columns, registers are too few to hold a
@@ -365,14 +380,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     return IS_NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
   };
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held_in_register(lane_offset());
-  const i64 K = args.shape.K, state = segment.pair * K * args.shape.V;
+  const i64 K = args.shape.K, state = segment.sequence_head * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
+  // Where the lane's numbers of dA's first 8 x 8 lie, for sums over keys and for sums over queries (PairReader).
   const int pair_row = held_in_register(pair_index(lane >> 2, 2 * t)),
             pair_column = held_in_register(pair_index(2 * t, lane >> 2));
 
-  float S[BV / 2], u[2] = {}, du[2] = {}, *query_sums = args.query_sums + segment.chunk * (K + FLAGS) + channel;
+  float S[BV / 2], u[2] = {}, du[2] = {}, *query_sums = args.query_sums + segment.chunk_row * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
   if (ReadOrder::reads_before_write)
     for (int h = 0; h < 2; ++h)
@@ -383,20 +399,21 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   // Starts the product S do of a chunk, and loads its inputs if LOADS_EARLY. After the last chunk its results are not
   // used.
   const auto start_chunk = [&](int iteration) {
-    if ((iteration - chunks) * CHUNK < tokens)
+    if ((iteration - chunks_before) * CHUNK < tokens)
       barrier_wait(s.dA_stored[iteration % STAGES], iteration / STAGES & 1);  // dA and float_do are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.float_do);
-    if ((iteration - chunks) * CHUNK < tokens)
+    if ((iteration - chunks_before) * CHUNK < tokens)
       barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
     if (LOADS_EARLY<ReadOrder, G, BV>)
       operands.template load<!HOLDS_INPUTS<G, BV>>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup],
                                                    offset);
   };
   if (!Schedule::in_turn || tokens)
-    start_chunk(chunks);  // an empty segment has no stage: another segment's chunk may be copied there just now
+    start_chunk(chunks_before);  // an empty segment has no stage: another segment's chunk may be copied there just now
 #pragma unroll 1
-  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, query_sums += K + FLAGS) {
+  for (int iteration = chunks_before; (iteration - chunks_before) * CHUNK < tokens;
+       ++iteration, query_sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients results;
     SubChunkDecays decays;
@@ -415,8 +432,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     };
     // Adds the chunk's keys to S. Called in the middle of the chunk, so that other work hides its product.
     const auto write_state = [&](StateOperand<T>& keys) {
-      // All else that is computed of such a chunk may be infinite or NaN, and is not used, except for the terms of du,
-      // which have no decays.
+      // If by_token, the rest of this function computes infinite or NaN numbers for the chunk, which are not used. Its
+      // terms of du, which have no decays, are.
       if (by_token) {
         compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA,
                                                           u, scale);
@@ -431,8 +448,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     add_pairs_across<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
                                                       counts, dA, scale, by_token, offset, write_state);
 
-    // sum_i q_i from_state_i: the sum over all tokens of the terms of share_t, in which q's and k's terms of each pair
-    // of the chunk cancel.
+    // sum_i q_i from_state_i of the lane's two channels, computed as the sum of all tokens' terms of query_share_t, in
+    // which q's and k's terms of each pair of the chunk cancel.
     float sum[2];
     u32 unit[2];  // IN_UNITS, which is G bfloat16: the exponents of the units; see query_share.cuh
     if (!by_token) {
@@ -455,14 +472,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    // After the last chunk, InTurn takes the same stage again: the next stage's copies, of another segment, may run.
-    start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
+    // After the last chunk, InTurn reads the same stage again: another segment may be copied to the next one just now.
+    start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks_before) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!by_token && t == 0 && inside[h]) query_sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
-    const int next = (iteration + 1 - chunks) * CHUNK;
+    const int next = (iteration + 1 - chunks_before) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
+      // The state before the segment's token `next`.
       float4* to = checkpoint_at<BK, BV>(args.checkpoints, checkpoint + next / CHECKPOINT_EVERY);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
@@ -472,10 +490,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   wgmma_wait<0>();
   wgmma_keep(from_state);
   float end_terms[2] = {};  // this lane's terms of sum_v S dht, S being the state after the last token, in two channels
-  // Whether a block of the second pass, which goes backwards, starts at the end of this segment.
-  const bool stores_end = args.dht && (!args.joined || segment.last != segment.pair);
+  // Whether a block of the second pass, which goes backwards, starts at the end of this block's tokens.
+  const bool stores_end = args.dht && (!args.joined || segment.last_sequence_head != segment.sequence_head);
   if (stores_end)
-    each_of_state<BV, true>(S, args.dht + segment.last * K * args.shape.V, args.shape, channel,
+    each_of_state<BV, true>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
                               const float2 two = *reinterpret_cast<const float2*>(from);
                               end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
@@ -484,11 +502,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   for (int h = 0; h < 2; ++h) {
     const float end_sum = channel_sum(end_terms[h]), du_sum = channel_sum(du[h]);
     if (t || !inside[h]) continue;
-    if (stores_end) args.ends[segment.last * K + channel + 8 * h] = end_sum;
+    if (stores_end) args.ends[segment.last_sequence_head * K + channel + 8 * h] = end_sum;
     if (!ReadOrder::reads_before_write) continue;
     // Of joined segments the first gets the terms of both.
-    if (segment.last != segment.pair) args.du[segment.last * K + channel + 8 * h] = 0.f;
-    args.du[segment.pair * K + channel + 8 * h] = du_sum;
+    if (segment.last_sequence_head != segment.sequence_head)
+      args.du[segment.last_sequence_head * K + channel + 8 * h] = 0.f;
+    args.du[segment.sequence_head * K + channel + 8 * h] = du_sum;
   }
 }
 
@@ -512,13 +531,13 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   if (threadIdx.x < CONSUMERS) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 216 : 232>();
     each_segment<Schedule, false>(
-        args, [&](const Segment& segment, int chunks) { consume<ReadOrder>(s, args, segment, chunks); });
+        args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
     return;
   }
   if constexpr (FEW_REGISTERS) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
   if (warp == 3) return move_chunks<ReadOrder>(s, args);
-  each_segment<Schedule, false>(args, [&](const Segment& segment, int chunks) {
-    make_dA<ReadOrder>(s, segment.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
+  each_segment<Schedule, false>(args, [&](const Segment& segment, int chunks_before) {
+    make_dA<ReadOrder>(s, segment.tokens, chunks_before, float(args.scale), warp, threadIdx.x & 31);
   });
 }

@@ -1,15 +1,20 @@
 // what      Products for scores of a chunk of 32 tokens: A, of decayed queries and keys, and dA, of do and v; and the
-//           layouts of their operands. For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu)
+//           layouts of their operands. For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu).
+//           Tile, Operand, SubChunk, Across and the lane's channels and tokens: decays.cuh. ChannelStage, keys_within,
+//           by8, by16: backward_keys_storage.cuh. Queries and keys "within sub-chunks" are those times their decays
+//           from the middle of their sub-chunk, for pairs in one sub-chunk
+// limits    sm_90a; T of bfloat16, float16
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
-// The byte offset of channel c of token `row` in a panel of 32 float32 channels. Eight tokens of 4 channels, and 8
-// channels of every second token, are in different banks.
+// The byte offset of channel c of token `row` in a panel [32 tokens][32 channels] of float32 operands within
+// sub-chunks. Four channels of eight neighbouring tokens, and 8 channels of every second token, are in different banks.
 __device__ __forceinline__ int within_offset(int row, int c) {
   return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
 }
 // The byte offset in ChannelStage of panel `panel`, 32 channels, of the queries within sub-chunks. These queries
-// overwrite q and g, which have been read: a warpgroup's first 32 channels its panel of q, the other 32 its part of g.
+// overwrite q and g, which have been read: the first 32 of a warpgroup's 64 channels overwrite its panel of q, the
+// other 32 its part of g.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
   return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
@@ -42,15 +47,16 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   wgmma_keep(d);
 }
 
-// d[query, key] of 16 queries from row `queries` on (or 8, twice, if not `sixteen`) and 8 keys from row `keys` on of x.
+// d[query, key] of the 8 keys from row `keys` of x on and 16 queries from row `queries` on. has_16_queries: if false,
+// the product takes 8 queries twice.
 template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen,
-                                                int keys, int lane) {
-  float other[4] = {};
+__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries,
+                                                bool has_16_queries, int keys, int lane) {
+  float d_of_second[4] = {};  // the sum over the second 16 channels of each step
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
   const int key = swizzled_offset(keys + (lane & 7), lane >> 3);
-  const int query = swizzled_offset(queries + (lane & (sixteen ? 15 : 7)), lane >> 4);
+  const int query = swizzled_offset(queries + (lane & (has_16_queries ? 15 : 7)), lane >> 4);
 #pragma unroll
   for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels a step
     const int flip = c % 2 * 64;
@@ -60,14 +66,15 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
     const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
     multiply_halves(d, a, first, T{});
     ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip ^ 32));
-    multiply_halves(other, a, second, T{});
+    multiply_halves(d_of_second, a, second, T{});
   }
-  for (int i = 0; i < 4; ++i) d[i] += other[i];
+  for (int i = 0; i < 4; ++i) d[i] += d_of_second[i];
 }
 
-// d[query, key] for the 8 queries and keys of a warp's sub-chunk, decayed from its middle. A lane loads 4 channels at
-// once, as depths t and t + 4 of two products. Queries: rows g of the first one (a[0], a[2]) are channels 0 and 2, rows
-// g + 8 of the second one channels 1 and 3; other rows are not used. keys_within swaps channels 1 and 2 to fit.
+// d[query, key] for the 8 queries and keys within a warp's sub-chunk: query g and keys 2t and 2t + 1, with g = lane /
+// 4, t = lane % 4. A lane loads 4 channels at once, as depths t and t + 4 of two products. One query operand `a` serves
+// both products: rows g (a[0], a[2]) hold channels 0 and 2 and are used in the first, rows g + 8 (a[1], a[3]) hold
+// channels 1 and 3 and are used in the second. keys_within swaps channels 1 and 2 to fit.
 template <int BK, typename T, typename G, class Stage>
 __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& keys_within, Stage& in, int warp,
                                                 int lane) {
@@ -87,17 +94,19 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
   for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
 }
 
-// Stores x, a warp's 16 channels of the queries or keys of sub-chunk n. first: the byte offset in `place` of this
-// lane's first value of sub-chunk 0. Its other channel is an XOR away; the next token is an XOR and a row away.
-template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int first, int n) {
+// Stores x, this lane's numbers of the queries or keys within sub-chunk n, at within_offset in `tiles`. first: the byte
+// offset in `tiles` of the lane's first number of sub-chunk 0. Its other channel is at that offset XOR 32; its other
+// token at that offset XOR 64, a row of 128 bytes later.
+template <class Tiles> __device__ __forceinline__ void put_within(Tiles& tiles, const SubChunk& x, int first, int n) {
   const auto put = [&](int flip, float value) {
-    *reinterpret_cast<float*>(at_offset(place, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
+    *reinterpret_cast<float*>(at_offset(tiles, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
   };
   put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }
 
-// Stores the operands of scores across sub-chunks. In each tile some sub-chunks have queries and the others keys: each
-// is stored in the rows of its own sub-chunk.
+// Stores a warp's channels of the operands of scores across sub-chunks: each token in its row. by8 has the queries of
+// sub-chunks 1 and 3 and the keys of 0 and 2; by16 the queries of 2 and 3 and the keys of 0 and 1. offset:
+// lane_offset().
 template <typename T>
 __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
                                            int offset) {
@@ -114,7 +123,8 @@ __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK]
   store_operand(by16, x, offset);
 }
 
-// Stores dS as an operand of dv: transposed, and rounded to T.
+// Stores a warp's 16 channels of dS as an operand of dv: transposed, [column of V, channel], and rounded to T. offset:
+// lane_offset().
 template <typename T, int BV>
 __device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&dS)[BV / 2], int warpgroup, int offset) {
   offset = opaque(warpgroup * int(sizeof *to) + offset);  // `opaque`: computed only once

@@ -1,53 +1,58 @@
 // what      States [K, V] in the registers of warpgroups, for Hopper's backward of GLA and RWKV-6: products with them,
-//           sums over a chunk's tokens, and how segments of sequences are distributed over blocks.
-// numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers, or in one float16 number.
-//           These roundings add up in the gate's gradient from chunk to chunk, so the first pass stores a state every
-//           CHECKPOINT_EVERY tokens, and the second pass starts again from each of them. A chunk's addition to a state
-//           is a product in T. In bfloat16 its queries or keys are two numbers: the gate's gradient is a difference
-//           of what both passes compute from them, and a rounding error of one pass alone would remain in it.
-//           float16 has no numbers below 6e-8: products of queries with a state take the queries times a power of 2
-//           that depends on the chunk's first gate, and dS, the state's gradient, times one that depends on its largest
-//           value.
+//           sums over a chunk's tokens, and how segments of sequences are distributed over blocks. There are two
+//           passes: the first (backward_queries.cu) goes forwards in time with the state S, the second
+//           (backward_keys.cu) backwards with its gradient dS. Both are "a state" here, called S.
+// shapes    A chunk has 32 tokens in four sub-chunks of 8. Lane 4 g + t of a warp has channels g and g + 8 of the
+//           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. Values, Operand,
+//           Chunk, SubChunk: decays.cuh, warpgroup.cuh
+// numerics  A product with a state takes the state in tf32, which has float32's range, or as two bfloat16 numbers, or
+//           as one float16 number. These roundings add up in the gate's gradient from chunk to chunk, so the first pass
+//           stores S every CHECKPOINT_EVERY tokens, and the second pass computes anew from each stored S what it
+//           carries. A chunk's addition to a state is a product in T. In bfloat16 its queries or keys are two numbers:
+//           the gate's gradient is a difference of what both passes compute from them, and a rounding error of one pass
+//           alone would remain in it. float16 has no numbers below 6e-8: where queries are added to dS they are
+//           multiplied by a power of 2 that depends on the chunk's first gate (QueryScale), and where dS is read, it is
+//           multiplied by one that depends on its largest value (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
 // The index from which a sequence's stored states are counted: the state before its token n * CHECKPOINT_EVERY has this
-// index + n. Only states with n >= 1 are stored, so that no two sequences of a batch row share one: the last
-// index of a sequence is at most its end / CHECKPOINT_EVERY, and the first of the next sequence is greater.
+// index + n. Only states with n >= 1 are stored, so that no two sequences of a batch row share an index: the last one
+// of a sequence is at most its end / CHECKPOINT_EVERY, and the first one of the next sequence is greater.
 __device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& work) {
   return int((work.batch * shape.H + work.head) * (shape.T / CHECKPOINT_EVERY + 1)) + work.start / CHECKPOINT_EVERY;
 }
-// The address of this thread's numbers S[0] ... S[3] of stored state `number`: a state is stored in the order of the
-// registers that hold it, and the next four numbers are 2 BK float4 later, one for every consumer thread.
+// The address of this thread's numbers S[0] ... S[3] of the stored state with index `number`. The thread's next four
+// numbers are 2 BK float4 later: a float4 for each of the 2 BK threads that hold the state.
 template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float* checkpoints, int number) {
   return reinterpret_cast<float4*>(checkpoints + i64(number) * (BK * BV)) + threadIdx.x;
 }
 
-// The segment of a sequence that a block of a pass computes. `joined`: a sequence has three segments; one block
-// computes the segment that the pass starts with, another block the other two as one, so that only the pass's first
-// segment needs a summary (the state that it leaves if it starts from zero; backward_segments.cu). The blocks of joined
-// segments come first. `last` is the number of the block's last segment in time, by which work_tile finds it. P:
-// segments of a sequence.
+// The segment of a sequence that a block of a pass computes; WorkTile::sequence counts segments, P of each sequence.
+// `joined`: a sequence has three segments; one block computes the segment that the pass starts with, another block the
+// other two as one, so that only the pass's first segment needs a summary (the state that it leaves if it starts from
+// zero; backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the number, as
+// WorkTile::sequence_head, of the block's last segment in time.
 struct Segment : WorkTile {
-  i64 last;
+  i64 last_sequence_head;
 };
 __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i64 P) {
   WorkTile work = work_tile(shape, block);
   const u32 segment = u32(work.sequence) % u32(shape.count);
-  // work_tile numbers chunks as if each segment had one more; here each sequence has, whatever its segments.
-  work.chunk += i64(segment / u32(P)) - segment;
+  // work_tile counts one row more than T / CHUNK for each segment; arrays here have one more for each sequence.
+  work.chunk_row += i64(segment / u32(P)) - segment;
   return work;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x < heads ? blockIdx.x : blockIdx.x - heads;
   const bool has_two = joined && blockIdx.x < heads;
-  // The backward pass starts with the segments that the forward pass computed last: some of their tokens are in L2.
+  // The second pass starts with the segments that the first pass computed last: some of their tokens are in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !has_two : has_two)) * H + n % H : in_order;
   Segment work = {segment_at(shape, block, P), block};
-  if (has_two) work.last += H, work.tokens += work_tile(shape, block + H).tokens;
+  if (has_two) work.last_sequence_head += H, work.tokens += work_tile(shape, block + H).tokens;
   return work;
 }
 
@@ -63,20 +68,20 @@ struct InTurn {
 __device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
 __device__ __forceinline__ int chunks_of(const WorkTile& work) { return (work.tokens + CHUNK - 1) / CHUNK; }
 
-// Calls f(segment, chunks that this block has computed before it) for each segment of this block.
+// Calls f(segment, number of chunks of the segments before it) for each segment of this block.
 template <class Schedule, bool BACKWARDS, class Args, class F>
 __device__ __forceinline__ void each_segment(const Args& args, F f) {
   if constexpr (!Schedule::in_turn) return f(segment_of<BACKWARDS>(args.shape, args.P, args.joined), 0);
-  int chunks = 0;
+  int chunks_before = 0;
 #pragma unroll 1
   for (u32 block = blockIdx.x; block < all_segments(args.shape); block += gridDim.x) {
     const Segment work = {work_tile(args.shape, block), block};
-    f(work, chunks);
-    chunks += chunks_of(work);
+    f(work, chunks_before);
+    chunks_before += chunks_of(work);
   }
 }
 
-// Iterates over the chunks of all sequences of this block; in shared memory, since registers are scarce.
+// Iterates over the chunks of all sequences of an InTurn block; in shared memory, since registers are scarce.
 template <bool BACKWARDS> struct Cursor {
   WorkTile work;
   u32 block;  // the segment's number; after the last chunk it is all_segments or more
@@ -93,7 +98,7 @@ template <bool BACKWARDS> struct Cursor {
   // The segment from this chunk on.
   __device__ __forceinline__ WorkTile rest() const {
     WorkTile x = work;
-    x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
+    x.start += token, x.tokens -= token, x.chunk_row += token / CHUNK;
     return x;
   }
   __device__ __forceinline__ void next(const Shape& shape) {
@@ -102,7 +107,8 @@ template <bool BACKWARDS> struct Cursor {
   }
 };
 
-// The places of the chunks that a warp copies, of which COUNT are being copied at the same time. OneEach needs none.
+// InTurn: the places of the chunks that a warp copies, of the COUNT last ones. A place is the rest of a sequence, from
+// the chunk on. OneEach needs none.
 template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
 template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
   WorkTile chunks[COUNT];  // the first member, so that at() adds nothing to the struct's address
@@ -113,7 +119,7 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
     if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
     __syncwarp();  // all lanes see the cursor
   }
-  // Takes the next chunk, which gets this number; false if there is none.
+  // Stores the place of the block's next chunk, which gets this number; false if there is none.
   __device__ __forceinline__ bool next(const Shape& shape, int number) {
     if (cursor.at_end(shape)) return false;
     __syncwarp();  // all lanes have read the cursor
@@ -123,8 +129,8 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
   }
 };
 
-// Whether T's exponents have fewer bits than float32's: float16's do. Its numbers have three more bits than bfloat16's,
-// and one of them is enough where a bfloat16 operand takes two.
+// Whether T's exponents have fewer bits than float32's: float16's do. One float16 number, of 11 bits, is enough where
+// an operand in bfloat16, of 8 bits, takes two numbers.
 template <typename T> constexpr bool IS_NARROW = false;
 template <> constexpr bool IS_NARROW<f16> = true;
 
@@ -140,8 +146,9 @@ __device__ __forceinline__ Scale scale_to_float16(float largest) {
 }
 
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
-// first gate stay in float16's range, and its inverse `down`, which the state is multiplied by; both 1 unless the
-// gate's decay is below 2^-8. outer_decays: from the start of a sub-chunk. RWKV-6's first query is not decayed.
+// first gate stay in float16's range, and its inverse `down`, by which their sum is multiplied; both 1 unless the
+// gate's decay is below 2^-8. outer_decays: of queries, from the start of their sub-chunk. RWKV-6: always 1, since its
+// first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -195,7 +202,7 @@ template <int BV> using FloatTile = Tile<float, BV>;
 // Writes a FloatTile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
-  // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
+  // PIECES: of 8 columns, in a row; ROWS: that a warp writes in a step; STEPS: for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
   // Of 8 lanes four have one row, and four the row which is that one XOR 5: in the tile's swizzle neither loads nor
   // stores have bank conflicts then.
@@ -204,8 +211,8 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
             target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
-    const int down = step / STEPS * 8 * 128,
-              flip = step % STEPS * (128 + 16);  // from `row` to the step's row, in bytes
+    // The step's row is this many bytes further on than `row`, after an XOR with `flip`.
+    const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);
     const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, (source ^ flip) + down));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
     *reinterpret_cast<float4*>(at_offset(to, (target ^ flip) + down)) = {a.x, b.x, c.x, d.x};
@@ -213,9 +220,9 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
   }
 }
 
-// Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32; a part sums over
-// BV / SUBCHUNKS columns. columns: registers for the part's copy of S. First waits for the previous part, whose copy of
-// S is in the same registers.
+// Starts part `part` of the product x[channel, token] = S tokens^T in tf32, which has SUBCHUNKS parts, since callers
+// start one beside the work of each sub-chunk; a part sums over BV / SUBCHUNKS columns. columns: registers for the
+// part's copy of S. First waits for the previous part, whose copy of S is in the same registers.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           FloatTile<BV>& tokens, int part) {
@@ -237,7 +244,7 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
 }
 
 // Starts a part of S tokens^T, as above, with S as two bfloat16 numbers (rounded numbers and rounding errors) and
-// tokens as they are in memory; calls put(n, rounded numbers) for the n-th 16 columns.
+// tokens in T; calls put(n, this lane's rounded numbers) for the n-th 16 columns of S.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           bf16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -263,8 +270,9 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// Starts a part of S tokens^T, as above, with S as one float16 number, in whose range the caller has scaled S. First
-// waits for the part before the previous one, whose copy of S is in the same registers.
+// Starts a part of S tokens^T, as above, with S as one float16 number: the caller has multiplied S by a power of 2 that
+// brings it into float16's range. First waits for the part before the previous one, whose copy of S is in the same
+// registers.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           f16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -329,9 +337,9 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOpera
   start_write<T, BV>(S, x.rounded, tokens);
   if (!IS_NARROW<T>) start_write<T, BV>(S, x.remainder, tokens);
 }
-// Two queries or keys with the values that they have in the product which adds them to a state. The other pass
-// multiplies them by their gradients. The gate's gradient is these products less those of the state: what should cancel
-// does only if both passes use the same values. Two bfloat16 numbers hold so much of x that x itself is taken.
+// Two queries or keys x and y, with the values that they have in the product which adds them to a state. One pass adds
+// them to its state, the other multiplies these values by products with its state; the gate's gradient is a difference
+// of both, whose terms cancel only if the values are the same. Two bfloat16 numbers hold so much of x that x is taken.
 template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
   return IS_NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
@@ -344,8 +352,7 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
 }
 
 // x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: from earlier_tokens. all: for each of
-// the lane's two channels the sum over all tokens. The sums are products of ones and x, which is split into two tf32
-// numbers.
+// the lane's two channels the sum over all tokens. The sums are products of x, as two tf32 numbers, and of ones.
 __device__ __forceinline__ void sum_earlier_tokens(Chunk& x, float (&all)[2], const u32 (&counted)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   SubChunk sum = {};
@@ -363,24 +370,26 @@ __device__ __forceinline__ void sum_earlier_tokens(Chunk& x, float (&all)[2], co
   all[0] = sum[0], all[1] = sum[2];
 }
 
-// Sets `counted` to 1 for those of a lane's two tokens of a sub-chunk that are before its token i, to 0 for others.
+// Sets `counted`, a right operand [token, i] of tf32 numbers, to 1 for tokens before token i of a sub-chunk, else to 0.
+// The lane has tokens 2t and 2t + 1 and i = lane / 4.
 __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   const u32 one = __float_as_uint(1.f);
   counted[0] = token < i ? one : 0, counted[1] = token + 1 < i ? one : 0;
 }
-// The sums of sum_earlier_tokens by shuffles, for places where a sum on tensor cores would wait for a product with a
-// state that they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
+// sum_earlier_tokens by shuffles, for places where a sum on tensor cores would wait for a product with a state that
+// they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
 template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
-  // Whether the sum of the neighbouring lane counts, and that of the other two of the four lanes with a channel.
+  // Of the four lanes with a channel, the neighbour is lane t ^ 1. Whether its tokens count in this lane's sums, and
+  // whether those of the other two lanes do.
   const bool neighbour_counts = t % 2 == !FROM_TOKEN_ON, other_two_count = t / 2 == !FROM_TOKEN_ON;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 0; step < SUBCHUNKS; ++step) {
       SubChunk& sums = x[FROM_TOKEN_ON ? SUBCHUNKS - 1 - step : step];
-      // Of the lane's two tokens: `more` is of the one whose sum has one more term.
+      // Of the lane's two tokens, `more` is the one whose sum has one term more.
       float &more = sums[2 * h + !FROM_TOKEN_ON], &less = sums[2 * h + FROM_TOKEN_ON];
       const float lane_sum = more + less, neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1),
                   sum_of_two = lane_sum + neighbour, other_two = __shfl_xor_sync(0xffffffffu, sum_of_two, 2);

@@ -447,7 +447,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   // How many blocks of 16 channels of S are converted to bfloat16 for one group of products: all if registers suffice.
   constexpr int CONVERTED = !SPLITS_STATE<Pass> && BK > BV ? BK / 16 : BK / 64;
   const int warpgroup = threadIdx.x / 128, column = tile_column + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
-  const i64 state = work.pair * sum.K * sum.V;
+  const i64 state = work.sequence_head * sum.K * sum.V;
   float S[BK / 2] = {}, total_decay = 1.f;
   if (sum.initial)
     each_transposed<BK>(S, sum.initial + state, sum, sum, column,
@@ -558,13 +558,14 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   // segment's last dS is stored, as the gradient of the initial state.
   const bool first_segment_only = SUMS<Pass> > 1;
   if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
-    const i64 state_index = first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.pair;
+    const i64 state_index =
+        first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.sequence_head;
     each_transposed<BK>(S, sum.final + state_index * sum.K * sum.V, sum, sum, column,
                         [](float& value, float* to) { *to = value; });
   }
   if constexpr (!HAS_OUTPUTS<Pass>)
     for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {  // as scan_segments.cu reads them
-      float* const to = args.decays + work.pair * 2 * sum.K + c;
+      float* const to = args.decays + work.sequence_head * 2 * sum.K + c;
       to[0] = total_decay, to[sum.K] = 1.f;
     }
 }
