@@ -43,14 +43,15 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     s.work = work;
     const bool backwards = threads_copy_rows<Schedule>(args);  // then all threads copy and arrive; else one thread
     for (int group = 0; group < S::GROUPS; ++group)
-      barrier_init(s.gates[group], backwards ? GROUP_THREADS : 1),
-          barrier_init(s.rows[group], backwards ? GROUP_THREADS : 1);
+      barrier_init(s.gates_copied[group], backwards ? GROUP_THREADS : 1),
+          barrier_init(s.qk_copied[group], backwards ? GROUP_THREADS : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {
       const bool made_here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
       barrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
       barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
-    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot) barrier_init(s.values[0][slot], backwards ? 128 : 1);
+    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot)
+      barrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
     if constexpr (Schedule::has_outputs)
       for (int group = 0; group < S::GROUPS; ++group) s.scores[group].out_of_float16 = false;

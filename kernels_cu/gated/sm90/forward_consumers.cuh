@@ -1,8 +1,9 @@
 // what      The consumer warpgroups of Hopper's forward kernel: each holds 64 columns of the state S [K, V] in its
 //           registers, transposed, and multiplies the operands of chunks of 32 tokens that the producers have stored.
-// math      A [query, key] the chunk's scores, S the state before the chunk, q decayed from the chunk's start, k
-//           decayed to its end, decay [K] over the chunk:  o = A v + q S,  S <- diag(decay) S + k^T v.  Computed
-//           transposed: accumulators are [column of V, token] and [column of V, channel of K]. A and q contain `scale`
+// math      A [query, key]: the chunk's scores; S: the state before the chunk; q: queries times the decays from the
+//           chunk's start; k: keys times the decays to its end; decay [K]: over the chunk.  o = A v + q S,
+//           S <- diag(decay) S + k^T v.  Computed transposed: accumulators are [column of V, token] and [column of V,
+//           channel of K]. The producers have multiplied A and q by `scale`
 // smem      reads operands and headers, which producers write; v, copied from memory, is read and overwritten by o:
 //           Shared in forward_storage.cuh
 // barriers  mbarriers: waits for values (v is in its slot) and full (a stage's operands are complete), arrives at empty
@@ -35,20 +36,21 @@ __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, 
   }
 }
 
-// Multiplies N / 4 groups of 8 channels of the state, from channel `first` on, by the chunk's decays. put_decays
-// (forward_rows.cuh) has ordered them so that the 4 that a lane needs of 16 channels are side by side. GATES: of a
-// token, as GATES_PER_TOKEN: if 1, decays[0] is the decay of all channels. thread: its number in the warpgroup.
+// Multiplies this lane's N numbers of the state, of 2 N channels from `first_channel` on, by the chunk's decays.
+// put_decays (forward_rows.cuh) has ordered them so that the 4 that a lane needs of 16 channels are side by side.
+// GATES: of a token, as GATES_PER_TOKEN: if 1, decays[0] is the decay of all channels. thread: its number in the
+// warpgroup.
 template <int GATES, int N>
-__device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first = 0) {
+__device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first_channel = 0) {
   const float common = decays[0];
   const int t = thread & 3;
 #pragma unroll
   for (int n = 0; n < N / 4; n += 2) {
     float decay[4] = {common, common, common, common};
-    const float* const from = decays + (first + 8 * n) / 16 * 16 + 4 * t;
+    const float* const from = decays + (first_channel + 8 * n) / 16 * 16 + 4 * t;
     if (GATES > 1 && N / 4 > 1) unpack(decay, from);
     if (GATES > 1 && N / 4 == 1) {
-      const float2 two = *reinterpret_cast<const float2*>(from + first % 16 / 8 * 2);
+      const float2 two = *reinterpret_cast<const float2*>(from + first_channel % 16 / 8 * 2);
       decay[0] = two.x, decay[1] = two.y;
     }
 #pragma unroll
@@ -61,7 +63,7 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
 }
 
 // Starts the products o = A v. A is the sum of a tile of each of the blocks (ranks) that share the channels. SPLIT: it
-// also holds the scores' rounding errors (SPLIT_SCORES). v: the warpgroup's columns as two left operands of 16 tokens.
+// also holds the scores' rounding errors (SPLIT_SCORES). v: the warp's columns as two left operands of 16 tokens.
 template <bool SPLIT, typename T, class Operands>
 __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
   auto& tiles = operands.scores(stage);
@@ -70,7 +72,7 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
     u64 A = wgmma_tile(tiles[rank], 16, 1024) + operands.flip(stage) / 16;
     forget(A);  // hides A's origin: the compiler would hold every address computed from it in a register
 #pragma unroll
-    for (int piece = 0; piece < (SPLIT ? 4 : 2); ++piece)
+    for (int piece = 0; piece < (SPLIT ? 4 : 2); ++piece)  // 16 columns of the tile: of scores, then of errors
       wgmma<T, CHUNK, false>(o, v[piece % 2], A + piece * 32 / 16, rank + piece > 0);
   }
 }
@@ -80,8 +82,8 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
 template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
-  // Channels get the order in which in_tile and put_state_query (forward_rows.cuh) store tf32 queries. `swap`: in every
-  // second panel of 4 operands odd channels come first.
+  // Channels get the order in which in_tile and put_state_query (forward_rows.cuh) store tf32 queries: even ones, then
+  // odd ones; in every second panel, which 4 operands read, odd ones first (`swap`).
   static __device__ __forceinline__ void copy(u32 (&a)[4], const float* S, int tile) {
     const int swap = tile / 4 % 2 * 2;
     a[0 + swap] = copy_of(S[0]), a[1 + swap] = copy_of(S[2]), a[2 - swap] = copy_of(S[1]), a[3 - swap] = copy_of(S[3]);
@@ -176,24 +178,25 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   using Storage = Shared<Schedule, T, G, BK, BV>;
   static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
   static constexpr int GATES = GATES_PER_TOKEN<G>;
-  // For multiply_scores_and_state: two parts if registers are enough, else parts of one operand.
+  // Of multiply_scores_and_state: if registers are enough, the state has two parts; else each operand is a part.
   static constexpr int PART_OPERANDS = K_RANKS == 1 && BV == 64 && IS_BFLOAT16<T> ? BK / 32 : 1;
   static constexpr bool STORES_MARKS = Schedule::has_outputs && K_RANKS == 1;  // args.marks
 
   Storage& s;
   const Args<T, G>& args;
   const WorkTile& work;
-  const u32 tokens;
+  const u32 tokens;                // of `work`
   int warpgroup, thread;           // the consumer warpgroup's number; the thread's number in it
   float S[K_RANKS * BK / 2] = {};  // this lane's numbers of the state, see each_state_number
-  float total = 1.f;  // SegmentState: the decay, over all chunks so far, of the channel of decays[thread % BK]
-  float o[16];        // accumulators [column, token]: o[4n + 2h + p] has token 8n + 2 (lane % 4) + p, columns as S
-  u32 v[2][4];        // left operands [column, 16 tokens]
+  // SegmentState: the decay over all chunks so far, of the channel whose decay is StageHeader::decay[0][thread % BK].
+  float total_decay = 1.f;
+  float o[16];  // accumulators [column, token]: o[4n + 2h + p] has token 8n + 2 (lane % 4) + p, columns as S
+  u32 v[2][4];  // left operands [column, 16 tokens]
 
   __device__ __forceinline__ Consumer(Storage& s, const Args<T, G>& args)
       : s(s), args(args), work(s.work), tokens(s.work.tokens), warpgroup(threadIdx.x / 128), thread(threadIdx.x % 128) {
     bool has_initial = work.initial;
-    if constexpr (!Schedule::has_outputs) total = s.scan.before, has_initial &= total != 0;
+    if constexpr (!Schedule::has_outputs) total_decay = s.scan.skipped_decay, has_initial &= total_decay != 0;
     if (has_initial) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     if (threads_copy_rows<Schedule>(args))
       for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
@@ -225,7 +228,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Starts copying a chunk of v; for one thread of the warpgroup.
   __device__ __forceinline__ void fetch(u32 chunk) {
     const u32 slot = chunk % SLOTS;
-    Barrier& loaded = s.values[warpgroup][slot];
+    Barrier& loaded = s.values_copied[warpgroup][slot];
     barrier_expect(loaded, sizeof s.v[0][0]);
     tensor_load(s.v[warpgroup][slot], args.v, loaded, first_column(), work.start + chunk * CHUNK, work.head,
                 work.batch);
@@ -237,7 +240,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     if (token >= tokens) return;
     const T* const from = args.v_rows.row(work.batch, work.head, work.start + token) + first_column();
     copy_values(s.v[warpgroup][slot], from, args.v_rows.t, int(tokens - token), int(args.shape.V) - first_column(),
-                s.values[warpgroup][slot]);
+                s.values_copied[warpgroup][slot]);
   }
 
   // Starts the products o = A v + q S and then, in a group of their own, S <- diag(decay) S + k^T v. SegmentState has
@@ -250,7 +253,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     if constexpr (Schedule::has_outputs)
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, GATES, PART_OPERANDS, T>(o, S, v, s.operands, decays, stage,
                                                                                     lane);
-    else decay_state<GATES>(S, decays, thread), total *= decays[thread % BK];
+    else decay_state<GATES>(S, decays, thread), total_decay *= decays[thread % BK];
     wgmma_keep(S);
     wgmma_fence();
     u64 k = wgmma_tile(s.operands.k[stage], CHUNK * 128, 1024);
@@ -280,7 +283,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // the compiler sees that lanes agree
     forget(thread);  // addresses are computed again, since registers to hold them are too few
     if constexpr (K_RANKS > 1) forget(warpgroup);
-    barrier_wait(s.values[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);  // v is in its slot
+    barrier_wait(s.values_copied[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);  // v is in its slot
     T* const values = slot_of(chunk);
     if (token + CHUNK > tokens) {  // rows after the end may hold NaN, and 0 times NaN is NaN
       each_piece([&](int row, int piece) {
@@ -389,7 +392,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
       float* const decays = args.decays + (i64(work.sequence) * args.shape.H + work.head) * 2 * args.shape.K + channel;
       // The decay is the product of two rows. The second row, which other kernels of segments need, is 1 here.
-      if (first_column() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
+      if (first_column() == 0 && thread < BK && channel < args.shape.K)
+        decays[0] = total_decay, decays[args.shape.K] = 1.f;
     }
     if (work.final) each_of_state(work.final, [](float& x, float* to) { *to = x; });
   }
@@ -398,8 +402,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 // A consumer thread's loop over the chunks of the block's tokens.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
-  using Work = Consumer<Schedule, T, G, BK, BV>;
-  Work consumer(s, args);
+  using ConsumerOf = Consumer<Schedule, T, G, BK, BV>;
+  ConsumerOf consumer(s, args);
   const u32 tokens = consumer.tokens;
   // The inner loop has ordinary chunks only: the instructions for marks and for chunks that go token by token would
   // slow it down. The barrier keeps the compiler from merging both loops. If K_RANKS > 1 registers are too few for two
@@ -408,20 +412,21 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     consumer.store_mark(chunk, mask);
     bool one_by_one = false;
-    if constexpr (Work::K_RANKS == 1) barrier_sync(VALUES + consumer.warpgroup, 128);
+    if constexpr (ConsumerOf::K_RANKS == 1) barrier_sync(VALUES + consumer.warpgroup, 128);
     do {
       one_by_one = consumer.compute_chunk(chunk);
       if (__builtin_expect(one_by_one, false)) {
-        if constexpr (Work::K_RANKS == 1) break;
+        if constexpr (ConsumerOf::K_RANKS == 1) break;
         consumer.compute_token_by_token(chunk);
       }
       consumer.store(chunk);
-      if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) consumer.fetch_backwards(chunk + Work::SLOTS);
+      if (__builtin_expect(threads_copy_rows<Schedule>(args), false))
+        consumer.fetch_backwards(chunk + ConsumerOf::SLOTS);
       ++chunk;
-    } while (chunk * CHUNK < tokens && (!Work::STORES_MARKS || (chunk & mask) != 0));
-    if (Work::K_RANKS == 1 && one_by_one) {
+    } while (chunk * CHUNK < tokens && (!ConsumerOf::STORES_MARKS || (chunk & mask) != 0));
+    if (ConsumerOf::K_RANKS == 1 && one_by_one) {
       consumer.compute_token_by_token(chunk), consumer.store(chunk);
-      if (threads_copy_rows<Schedule>(args)) consumer.fetch_backwards(chunk + Work::SLOTS);
+      if (threads_copy_rows<Schedule>(args)) consumer.fetch_backwards(chunk + ConsumerOf::SLOTS);
       ++chunk;
     }
   }

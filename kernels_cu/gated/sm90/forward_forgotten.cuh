@@ -1,8 +1,9 @@
-// what      For SegmentState, Hopper's forward kernel that computes only the final states of segments: finds the first
-//           tokens of a segment that decay so much until its end that they may be skipped. It adds up log gates from
-//           the last token backwards. Heads of most trained models forget within one or two thousand tokens.
+// what      For SegmentState (forward_schedules.cuh), with which Hopper's forward kernel computes only the final states
+//           of segments: finds the first tokens of a segment that decay so much until its end that they may be skipped.
+//           It adds up log gates from the last token backwards. Heads of most trained models forget within one or two
+//           thousand tokens. Shared and Args: forward_storage.cuh
 // math      the latest token from which on the log gates of every channel sum to FORGOTTEN_NATS (-48) or less, if no
-//           gate is above 0
+//           gate is above 0; all tokens before it are skipped
 // smem      `inputs` as boxes of gates, [CHUNK, BK] each; `operands` as sums of gates, [warp, channel]
 // barriers  mbarrier scan.loaded: a batch of gates is in `inputs`. Of the block, for every batch: sums are in shared
 //           memory, and gates have been read | a vote: whether a channel is not forgotten yet | if so, another: whether
@@ -40,12 +41,12 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
                     work.head, work.batch);
     };
     float sum = 0.f, largest_gate = 0.f;  // of channel `thread`'s gates; of the gates that this thread has read
-    int stop = (work.tokens + CHUNK - 1) / CHUNK;
+    int stop = (work.tokens + CHUNK - 1) / CHUNK;  // the chunks that are not read yet: the first `stop` ones
     if (thread == 0 && stop) fetch(stop);
     __syncwarp();  // else CUDA 13.0's assembler keeps thread 0 apart from its warp
     for (u32 batch = 0; stop; ++batch) {
       const int count = min(stop, BOXES);
-      float x[8] = {};
+      float sums_here[8] = {};  // over this thread's rows of the batch, of its 8 channels
       barrier_wait(s.scan.loaded, batch & 1);
       for (int box = 0; box < count && row < ROWS; ++box)
         for (int i = row; i < CHUNK; i += ROWS) {
@@ -55,17 +56,17 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
           for (int half = 0; half < 2; ++half) {
             unpack(g, boxes[box][i] + channel + 4 * half);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x[4 * half + c] += g[c], largest_gate = fmaxf(largest_gate, g[c]);
+            for (int c = 0; c < 4; ++c) sums_here[4 * half + c] += g[c], largest_gate = fmaxf(largest_gate, g[c]);
           }
         }
 #pragma unroll
       for (int c = 0; c < 8; ++c)
 #pragma unroll
         for (int distance = 16; distance >= ROW_THREADS; distance /= 2)
-          x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
+          sums_here[c] += __shfl_xor_sync(0xffffffffu, sums_here[c], distance);
       if (row < ROWS && thread % 32 < ROW_THREADS)
 #pragma unroll
-        for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = x[c];
+        for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = sums_here[c];
       fence_async();    // orders these reads before the next copies of gates
       __syncthreads();  // sums are in shared memory, and all gates have been read
       stop -= count;
@@ -94,7 +95,7 @@ __device__ __forceinline__ void narrow_work(Shared<Schedule, T, G, BK, BV>& s, c
   const i32 begin = min(first + part * part_tokens, work.tokens), end = min(begin + part_tokens, work.tokens);
   if (threadIdx.x == 0) {
     s.work.start = work.start + begin, s.work.tokens = end - begin;
-    s.scan.before = part == 0 && first > 0 ? 0.f : 1.f;
+    s.scan.skipped_decay = part == 0 && first > 0 ? 0.f : 1.f;
   }
   __syncthreads();  // s.work is set
 }

@@ -4,15 +4,17 @@
 //           multiply those of whole chunks.
 // math      GLA, two steps a token:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
 //           RWKV-6, one step:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
-//           a_t = e^(g_t) [K]
+//           a_t = e^(g_t) [K], g_t the log gates. A consumer's step: o = scale q S + A v, then S <- diag(decay) S + k
+//           v^T
 // barriers  of a group: the stage's scores are zero; then one a step: the step's operands are in shared memory.
 //           mbarriers, every step: waits for empty (consumers have read the stage), arrives at full
 // numerics  it multiplies by decays of single tokens, never by their inverses: results are finite if those of the
 //           recurrence token by token are
 // limits    sm_90a. The consumers' products are computed 33 or 65 times for such a chunk. Few models have such gates
 //
-// make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero. The
-// number of fills is odd: so the phases of `full` and `empty` have the same parity afterwards as after a single fill.
+// make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero: 33
+// fills, or 65. The number is odd: so the phases of `full` and `empty` have the same parity afterwards as after a
+// single fill.
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
@@ -26,9 +28,9 @@ template <typename G> constexpr u32 ONE = 0x3f800000;
 template <> constexpr u32 ONE<bf16> = 0x3f803f80;
 template <> constexpr u32 ONE<f16> = 0x3c003c00;
 
-// If no gate of a chunk exceeds this one (as bits), the chunk is computed as a whole: after 32 such gates operands of
-// ordinary size are still in T's range. A reset (a_t = 0) counts as e^-20 within its sub-chunk, and at most 7 gates of
-// 1 follow it: so at most e^-13 of a token passes a reset.
+// If no gate of a chunk exceeds this one (as bits), 1 for bfloat16 and 1/8 for float16, the chunk is computed as a
+// whole: after 32 such gates operands of ordinary size are still in T's range. A reset (a_t = 0) counts as e^-20 within
+// its sub-chunk, and at most 7 gates of 1 follow it: so at most e^-13 of a token passes a reset.
 template <typename T, typename G> constexpr u32 GATE_LIMIT = IS_BFLOAT16<T> ? ONE<G> : EIGHTH<G>;
 
 // A chunk with larger gates is computed as a whole, too, if each channel's gates above 0 sum to at most this many nats,
@@ -36,8 +38,8 @@ template <typename T, typename G> constexpr u32 GATE_LIMIT = IS_BFLOAT16<T> ? ON
 constexpr float SUBCHUNK_GROWTH = 7.f;
 template <typename T> constexpr float CHUNK_GROWTH = IS_BFLOAT16<T> ? 32.f : 4.f;
 
-// Whether largest_gate is larger than the gate `other`, both as bits. If G has 16 bits, both hold two gates, and one
-// that is larger is enough.
+// Whether largest_gate is larger than the gate `other`, both as bits. If G has 16 bits, both hold two gates: then
+// whether one of largest_gate's is larger.
 template <typename G> __device__ __forceinline__ bool exceeds(u32 largest_gate, u32 other) {
   if (sizeof(G) == 2) return larger_of_halves(largest_gate, other) != other;
   return i32(largest_gate) > i32(other);
@@ -54,13 +56,13 @@ __device__ __forceinline__ void update_largest_gate(u32& largest_gate,
 template <bool HAS_OUTPUTS, typename T, int BK>
 __device__ __forceinline__ void update_largest_gate(u32& largest_gate, const InputStage<HAS_OUTPUTS, T, float, BK>& in,
                                                     const ProducerCoord<BK>& coord, float, int i) {
-  const uint4 four = *reinterpret_cast<const uint4*>(in.g[coord.first + i] + coord.channel);
+  const uint4 four = *reinterpret_cast<const uint4*>(in.g[coord.first_row + i] + coord.channel);
   largest_gate = max(max(max(i32(largest_gate), i32(four.x)), max(i32(four.y), i32(four.z))), i32(four.w));
 }
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __forceinline__ void update_largest_gate(u32& largest_gate, const InputStage<HAS_OUTPUTS, T, G, BK>& in,
                                                     const ProducerCoord<BK>& coord, float, int i) {
-  const uint2 four = *reinterpret_cast<const uint2*>(in.g[coord.first + i] + coord.channel);
+  const uint2 four = *reinterpret_cast<const uint2*>(in.g[coord.first_row + i] + coord.channel);
   largest_gate = larger_of_halves(larger_of_halves(largest_gate, four.x), four.y);
 }
 
@@ -107,8 +109,9 @@ template <int K_RANKS> __device__ __forceinline__ bool wait_for_votes(Votes<K_RA
 }
 
 // Stores the operands of a chunk's tokens one by one in its stage, and then starts copying the inputs of the group's
-// next chunk. fills: how often the stage was filled before this chunk; parity: of the phase of rows[group] that says
-// that q and k have been copied. The caller arrives at full[stage] for the last step.
+// next chunk. producer: the thread's number among the block's producer threads; fills: how often the stage was filled
+// before this chunk; parity: of the phase of qk_copied[group] that says that q and k have been copied. The caller
+// arrives at full[stage] for the last step.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 fills, u32 parity) {
@@ -122,18 +125,18 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   const auto& in = s.inputs[coord.group];
   auto& header = s.headers[stage];
   const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {  // stores row i of the sub-chunk
-    put_key<T>(in_tile(s.operands.k[stage][rank], coord.first, coord.channel), i, k);
+    put_key<T>(in_tile(s.operands.k[stage][rank], coord.first_row, coord.channel), i, k);
     if constexpr (HAS_OUTPUTS) {
-      put_state_query<T>(in_tile(s.operands.q[stage][rank], coord.first, coord.channel), i, q);
+      put_state_query<T>(in_tile(s.operands.q[stage][rank], coord.first_row, coord.channel), i, q);
       const int lane_pair = i / 2;  // two neighbouring scores are stored at once
       if (coord.channel == 0)
         put_scores<Schedule, T>(
-            reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + coord.first * 128 + lane_pair * 4,
+            reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + coord.first_row * 128 + lane_pair * 4,
             (coord.subchunk ^ i) * 16 ^ s.operands.flip(stage), i * 128, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
     }
   };
   const float scalar_gate = load_scalar_gate(s, args, coord, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
-  barrier_wait(s.rows[coord.group], parity);
+  barrier_wait(s.qk_copied[coord.group], parity);
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
     if (fills + step) barrier_wait(s.empty[stage], fills + step - 1 & 1);
     const int token = (step - 1) / STEPS, i = token % BC;
@@ -151,13 +154,13 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       float g[GATES], q[4] = {}, k[4] = {}, score = 0.f;
       load_gates(g, in, coord, scalar_gate, i);
       if (token < tokens) {
-        unpack(k, in.k[coord.first + i] + coord.channel);
+        unpack(k, in.k[coord.first_row + i] + coord.channel);
         if constexpr (HAS_OUTPUTS) {
           float uk[4];
           for (int c = 0; c < 4; ++c) uk[c] = Order::reads_before_write ? s.u[coord.channel + c] * k[c] : k[c];
-          unpack(q, in.q[coord.first + i] + coord.channel);
+          unpack(q, in.q[coord.first_row + i] + coord.channel);
           score = scale * dot(q, uk);
-          for (float& x : q) x *= IS_BFLOAT16<T> ? scale : scale * TRUNCATED;
+          for (float& x : q) x *= IS_BFLOAT16<T> ? scale : scale * TF32_CORRECTION_OF_BOTH;
         }
       }
       for (int distance = LANES / 2; distance > 0; distance /= 2)
@@ -178,5 +181,5 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
   fetch_gates(s, args, coord.thread, coord.group, next, s.work.tokens);
-  fetch_rows(s, args, coord.thread, coord.group, next, s.work.tokens);
+  fetch_qk(s, args, coord.thread, coord.group, next, s.work.tokens);
 }

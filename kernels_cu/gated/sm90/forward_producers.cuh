@@ -1,13 +1,14 @@
 // what      The producer warps of Hopper's forward kernel: they multiply queries and keys of a chunk (32 tokens, in 4
 //           sub-chunks of 8, two in each half) by decays, and compute the scores of pairs of tokens.
-// math      a_t = e^(g_t) for each channel. The decay over several tokens is a product of their a_t, from or to a
-//           border between sub-chunks, and never a quotient of cumulative decays: so a reset (a_t = 0) is exact
+// math      a_t = e^(g_t), g_t the log gates, for each channel. The decay over several tokens is a product of their
+//           a_t, from or to a border between sub-chunks, and never a quotient of cumulative decays: so a reset (a_t =
+//           0) is exact. What decayed from and to mean: forward_storage.cuh
 // smem      reads inputs; writes and reads decays and scores (its group's); writes operands and headers, which
 //           consumers read: Shared in forward_storage.cuh
-// barriers  mbarriers: waits for gates and rows (inputs have been copied) and empty (consumers have read the stage),
-//           arrives at full (its operands are complete). Of a group, two a chunk: the decays over all sub-chunks are in
-//           shared memory | all operands of scores are; a third before scores are sent to the cluster's other block;
-//           one more if gates are above a limit
+// barriers  mbarriers: waits for gates_copied and qk_copied (inputs are there) and empty (consumers have read the
+//           stage), arrives at full (its operands are complete). Of a group, two a chunk: the decays over all
+//           sub-chunks are in shared memory | all operands of scores are; a third before scores are sent to the
+//           cluster's other block; one more if gates are above a limit
 // numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST_DECAY: see below. If
 //           q and k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds
 //           float16's range is scaled (forward_scales.cuh)
@@ -34,8 +35,8 @@
 constexpr float LEAST_DECAY = 2.0611536e-9f;  // e^-20: the least a_t that decays from and to a middle are made of
 constexpr int MIDDLE = BC / 2;                // a sub-chunk's middle is before its token MIDDLE
 
-// Stores 4 neighbouring channels as T or as float. The caller has them as they were `loaded`, of type T, and as floats
-// x: so nothing is rounded.
+// Stores 4 neighbouring channels as T or as float: the caller gives them as they were `loaded`, of type T, and as
+// floats x, so that nothing has to be rounded.
 template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 loaded, const float (&)[4]) {
   *reinterpret_cast<uint2*>(to) = loaded;
 }
@@ -118,17 +119,17 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
   }
 };
 
-// Stores operands made of the sub-chunk's keys, from its last token to its first: in s.rows, keys decayed to the end of
-// the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to it; in
-// k_tile, keys decayed to the end of the chunk, by later_decay, the decay over all later sub-chunks. k_rows: the
+// Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
+// to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
+// it; in k_tile, keys decayed to the end of the chunk, by later_decay, the decay over all later sub-chunks. k_rows: the
 // chunk's keys as they are in memory; a: decays of single tokens; scales: of k_rows (RowScales or NoScales).
 template <bool HAS_OUTPUTS, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales>
-__device__ __forceinline__ void put_keys(Tile& k_tile, Scores& s, const T (&k_rows)[CHUNK][BK],
+__device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, const T (&k_rows)[CHUNK][BK],
                                          const float (&a)[BC][GATES], const ProducerCoord<BK>& coord,
                                          const Neighbour& neighbour, const float (&later_decay)[GATES],
                                          const Scales& scales) {
-  const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(k_rows[coord.first + i] + coord.channel); };
-  char* const row0 = in_tile(k_tile, coord.first, coord.channel);
+  const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(k_rows[coord.first_row + i] + coord.channel); };
+  char* const row0 = in_tile(k_tile, coord.first_row, coord.channel);
   uint2 next = load(BC - 1);
   // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch; if
   // the warp also has sub-chunk 1, its lanes store the same values again.
@@ -136,7 +137,8 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& s, const T (&k_ro
   char* border = nullptr;  // the address of this lane's channels of the operand at the sub-chunk's end, row 0
   if constexpr (HAS_OUTPUTS) {
     two_borders = __any_sync(0xffffffffu, coord.subchunk == 0);
-    border = reinterpret_cast<char*>(&s.rows[near_keys(s, coord.subchunk)].border_k[coord.channel]);
+    border = reinterpret_cast<char*>(
+        &score_operands.rows[near_keys(score_operands, coord.subchunk)].border_k[coord.channel]);
   }
   float to_end[GATES], to_middle[GATES];
 #pragma unroll
@@ -151,8 +153,10 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& s, const T (&k_ro
     if constexpr (HAS_OUTPUTS) {
       using B = typename Scores::Border;
       const uint2 rounded = border_operand<T, B>(i == BC - 1, loaded, x, scales, i);
-      store_if(coord.subchunk < 3, border + i * sizeof s.rows[0], rounded);
-      if (two_borders) neighbour.put(&s.rows[s.HALF_ROW + coord.first + i].border_k[coord.channel], rounded, x);
+      store_if(coord.subchunk < 3, border + i * sizeof score_operands.rows[0], rounded);
+      if (two_borders)
+        neighbour.put(&score_operands.rows[score_operands.HALF_ROW + coord.first_row + i].border_k[coord.channel],
+                      rounded, x);
     }
     times(x, x, later_decay);
     put_key<T>(row0, i, x);
@@ -161,22 +165,23 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& s, const T (&k_ro
     if constexpr (HAS_OUTPUTS)
       if (i < MIDDLE) {
         times(x, k, to_middle);
-        if (i == MIDDLE - 1) put_loaded(&s.rows[coord.first + i].middle_k[coord.channel], loaded, k);
-        else put_four(&s.rows[coord.first + i].middle_k[coord.channel], x);
+        if (i == MIDDLE - 1) put_loaded(&score_operands.rows[coord.first_row + i].middle_k[coord.channel], loaded, k);
+        else put_four(&score_operands.rows[coord.first_row + i].middle_k[coord.channel], x);
         extend_decay(to_middle, a[i]);
       }
   }
 }
 
-// Stores operands made of the sub-chunk's queries, from its first token to its last: in s.rows, queries decayed from
-// the start of the sub-chunk, and from the start of the half by `neighbour`; queries decayed from the sub-chunk's
-// middle, by inverse decays if they are before it, and keys after the middle decayed to it by inverse decays; in
-// q_tile, queries decayed from the start of the chunk, by earlier_decay, the decay over all earlier sub-chunks times
-// `scale`. RWKV-6: self_scores[i] becomes this lane's part of q_i . u k_i. Between rows it takes the steps of `direct`,
-// the products of undecayed rows (DirectProducts), so that their latency is hidden. Other arguments as in put_keys.
+// Stores operands made of the sub-chunk's queries, from its first token to its last: in score_operands.rows, queries
+// decayed from the start of the sub-chunk, and from the start of the half by `neighbour`; queries decayed from the
+// sub-chunk's middle, by inverse decays if they are before it, and keys after the middle decayed to it by inverse
+// decays; in q_tile, queries decayed from the start of the chunk, by earlier_decay, the decay over all earlier
+// sub-chunks times `scale`. RWKV-6: self_scores[i] becomes this lane's part of q_i . u k_i. Between rows it takes the
+// steps of `direct`, the products of undecayed rows (DirectProducts), so that their latency is hidden. Other arguments
+// as in put_keys.
 template <class Order, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales,
           class Direct>
-__device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q_rows)[CHUNK][BK],
+__device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands, const T (&q_rows)[CHUNK][BK],
                                             const T (&k_rows)[CHUNK][BK], const float (&a)[BC][GATES],
                                             const ProducerCoord<BK>& coord, const Neighbour& neighbour,
                                             const Scales& scales, const float (&earlier_decay)[GATES],
@@ -194,14 +199,14 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q
 #pragma unroll
   for (int c = 0; c < GATES; ++c) from_middle[c] = 1.f;
   const auto load = [&](const T(&rows)[CHUNK][BK], int i) {
-    return *reinterpret_cast<const uint2*>(rows[coord.first + i] + coord.channel);
+    return *reinterpret_cast<const uint2*>(rows[coord.first_row + i] + coord.channel);
   };
-  char* const row0 = in_tile(q_tile, coord.first, coord.channel);
+  char* const row0 = in_tile(q_tile, coord.first_row, coord.channel);
   // The first and last key that is needed here: the keys after the middle but the last, or, for self_scores, all keys.
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
   uint2 next = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
-  const int border = near_queries(s, coord.subchunk);
+  const int border = near_queries(score_operands, coord.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
@@ -218,8 +223,10 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q
     if (INCLUSIVE) times(x, q, from_start);
     using B = typename Scores::Border;
     const uint2 rounded = border_operand<T, B>(!INCLUSIVE && i == 0, loaded, x, scales, i);
-    store_if(coord.subchunk > 0, &s.rows[border + i].border_q[coord.channel], rounded);
-    if (two_borders) neighbour.put(&s.rows[s.HALF_ROW + coord.first - 16 + i].border_q[coord.channel], rounded, x);
+    store_if(coord.subchunk > 0, &score_operands.rows[border + i].border_q[coord.channel], rounded);
+    if (two_borders)
+      neighbour.put(&score_operands.rows[score_operands.HALF_ROW + coord.first_row - 16 + i].border_q[coord.channel],
+                    rounded, x);
     if (i == 0) direct.multiply_step(0), direct.load(1);
     times(x, x, earlier_decay);
     put_state_query<T>(row0, i, x);
@@ -228,13 +235,14 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q
       if (i >= MIDDLE) extend_decay(from_middle, a[i]);
       if (INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
       if (i < MIDDLE) times(x, q, inverse_decay[i]);
-      if (i == MIDDLE - INCLUSIVE) put_loaded(&s.rows[coord.first + i].middle_q[coord.channel], loaded, q);
-      else put_four(&s.rows[coord.first + i].middle_q[coord.channel], x);
+      if (i == MIDDLE - INCLUSIVE)
+        put_loaded(&score_operands.rows[coord.first_row + i].middle_q[coord.channel], loaded, q);
+      else put_four(&score_operands.rows[coord.first_row + i].middle_q[coord.channel], x);
     }
     if (i >= MIDDLE && i + 1 < BC) {  // the last key has no later query in its sub-chunk
       invert(inverse_decay[i], from_middle);
       times(x, k, inverse_decay[i]);
-      put_four(&s.rows[coord.first + i].middle_k[coord.channel], x);
+      put_four(&score_operands.rows[coord.first_row + i].middle_k[coord.channel], x);
     }
     if (!INCLUSIVE) {
       times(k, k, u);
@@ -249,9 +257,9 @@ struct ChunkJob {
   int group;         // the producer group in its block
   int rank;          // the block in its cluster if K_RANKS > 1, which selects its channels; else 0
   int chunk, next;   // this chunk's number, and that of the group's next chunk
-  int tokens;        // of the sequence
+  int tokens;        // of the block's sequence or segment
   u32 stage, fills;  // the stage for the operands, and how often it was filled before
-  u32 parity;        // of the phases of gates[group] and rows[group] that this chunk's copies complete
+  u32 parity;        // of the phases of gates_copied[group] and qk_copied[group] that this chunk's copies complete
 
   // The number of tokens in the sequence's last chunk if that is this one and not full; otherwise 0.
   __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
@@ -271,7 +279,7 @@ template <class Order, bool SCALE, class Schedule, typename T, typename G, int B
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
                                                   float scalar_gate, float& next_scalar_gate, bool scaled) {
-  using P = ProducerCoord<BK>;
+  using Coord = ProducerCoord<BK>;
   constexpr int GATES = GATES_PER_TOKEN<G>;
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   const auto& in = s.inputs[coord.group];
@@ -283,7 +291,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   float a[BC][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
   constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
-  u32 largest_gate = LIMIT;
+  u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
 #pragma unroll
   for (int c = 0; c < GATES; ++c) decay[c] = 1.f;
 #pragma unroll
@@ -297,24 +305,26 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   put_decay(s.decays[coord.group], coord, decay);
   if constexpr (GATES == 4) fence_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's `scores`.
-  bool grows = barrier_any(PRODUCERS + coord.group, P::THREADS, largest_gate != LIMIT || scaled);
+  bool grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || scaled);
   const bool above_limit = grows;
+  // If scales are still to be tried, the caller does (make_scaled). Otherwise gates above LIMIT may sum to so little
+  // that products are right.
   if ((SCALE || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
     else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
-    grows = barrier_any(PRODUCERS + coord.group, P::THREADS, exceeds_here);
+    grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, exceeds_here);
   }
   const auto fetch_next_gates = [&] {
     fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
     next_scalar_gate = load_scalar_gate(s, args, coord, job.next);
   };
-  const auto fetch_next_rows = [&] { fetch_rows(s, args, coord.thread, job.group, job.next, job.tokens); };
+  const auto fetch_next_qk = [&] { fetch_qk(s, args, coord.thread, job.group, job.next, job.tokens); };
   if constexpr (Schedule::K_RANKS > 1) {
     if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
   // neighbour: the decay over the half's other sub-chunk; other_half: over the other half; outside: over all sub-chunks
-  // after this one, and later before this one, which is the product of none, one or both of these two.
+  // after this one, and later over all before this one: the product of none, one or both of these two.
   // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
   // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
   float neighbour[GATES], other_half[GATES], outside[GATES], border_neighbour[GATES];
@@ -324,7 +334,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
 #pragma unroll
   for (int c = 0; c < GATES; ++c) {
     other_half[c] *= outside[c];
-    border_neighbour[c] = P::LANES == 32 || coord.subchunk == 0 || coord.subchunk == 3 ? neighbour[c] : 1.f;
+    border_neighbour[c] = Coord::LANES == 32 || coord.subchunk == 0 || coord.subchunk == 3 ? neighbour[c] : 1.f;
   }
   const auto set_outside = [&](bool with_neighbour, bool with_other_half) {
 #pragma unroll
@@ -339,9 +349,9 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (Schedule::K_RANKS > 1) grows = wait_for_votes(s.votes, job.stage, job.fills & 1);
   if (__builtin_expect(grows, false)) return ChunkResult::GROWS;
   if constexpr (Schedule::K_RANKS > 1) fetch_next_gates();
-  barrier_wait(s.rows[coord.group], job.parity);  // q and k are in `in`
-  if (job.partial()) clear_keys(s.inputs[coord.group], coord.first, job.partial(), coord.channel);
-  constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
+  barrier_wait(s.qk_copied[coord.group], job.parity);  // q and k are in `in`
+  if (job.partial()) clear_keys(s.inputs[coord.group], coord.first_row, job.partial(), coord.channel);
+  constexpr int WARPS = Coord::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
   const auto k_scales = scales_of<SCALE>(in.k, coord, above_limit);
   put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], scores, in.k, a, coord, neighbour_decay, outside,
@@ -358,7 +368,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (HAS_OUTPUTS) {
     float self_scores[BC], u[4];
 #pragma unroll
-    for (int c = 0; c < GATES; ++c) outside[c] *= IS_BFLOAT16<T> ? scale : scale * TRUNCATED;
+    for (int c = 0; c < GATES; ++c) outside[c] *= IS_BFLOAT16<T> ? scale : scale * TF32_CORRECTION_OF_BOTH;
     if (BEFORE) unpack(u, &s.u[coord.channel]);
     const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
@@ -369,10 +379,10 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     put_queries<Order>(s.operands.q[job.stage][job.rank], scores, in.q, in.k, a, coord, neighbour_decay, q_scales,
                        outside, u, self_scores, direct);
     if (CHECKS_RANGE && direct.out_of_range(lane)) scores.out_of_float16 = true;
-    fence_async();                                      // orders these reads before the next copies of q and k
-    barrier_sync(PRODUCERS + coord.group, P::THREADS);  // all operands are in shared memory; q and k have been read
+    fence_async();                                          // orders these reads before the next copies of q and k
+    barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // all operands are in shared memory; q and k have been read
     const bool out_of_float16 = CHECKS_RANGE && scores.out_of_float16;
-    fetch_next_rows();
+    fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
     make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(job.stage)[job.rank], scores, direct.scores,
                                                self_scores, s.operands.flip(job.stage), scale, warp, lane);
@@ -380,20 +390,21 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
-      barrier_sync(PRODUCERS + coord.group, P::THREADS);  // all scores are in shared memory: one thread may send them
+      barrier_sync(PRODUCERS + coord.group,
+                   Coord::THREADS);  // all scores are in shared memory: one thread may send them
       if (coord.thread == 0) send_scores(s, job.stage, job.rank, full);
     }
   } else {
-    fence_async();                                      // orders these reads before the next copy of k
-    barrier_sync(PRODUCERS + coord.group, P::THREADS);  // keys and the sub-chunks' decays have been read
-    fetch_next_rows();
+    fence_async();                                          // orders these reads before the next copy of k
+    barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // keys and the sub-chunks' decays have been read
+    fetch_next_qk();
   }
   return ChunkResult::MADE;
 }
 
 // Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16, with rows scaled; token by token if its
-// log gates are too large for that. parity: as in ChunkJob. inputs_lost: after OUT_OF_FLOAT16, the chunk's inputs must
-// be copied once more.
+// log gates are too large for that. producer: the thread's number among the block's producer threads; stage, fills,
+// parity: as in ChunkJob. inputs_lost: after OUT_OF_FLOAT16, the chunk's inputs must be copied once more.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 fills, u32 parity, bool inputs_lost) {
@@ -410,18 +421,18 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
 // A producer thread's loop over the chunks of its group. thread: its number among the block's producer threads.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
-  using P = ProducerCoord<BK>;
+  using Coord = ProducerCoord<BK>;
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
   const WorkTile& work = s.work;
   const int tokens = work.tokens;
-  int group = GROUPS > 1 ? u32(thread) / P::THREADS : 0;
+  int group = GROUPS > 1 ? u32(thread) / Coord::THREADS : 0;
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
-  // The group's number among those of the cluster that take chunks in turn: its first chunk.
+  // The group's number among the MAKERS that take chunks in turn, and so its first chunk.
   int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
-  fetch_gates(s, args, thread % P::THREADS, group, maker, tokens);
-  fetch_rows(s, args, thread % P::THREADS, group, maker, tokens);
-  float next_scalar_gate = load_scalar_gate(s, args, P(thread), maker);
+  fetch_gates(s, args, thread % Coord::THREADS, group, maker, tokens);
+  fetch_qk(s, args, thread % Coord::THREADS, group, maker, tokens);
+  float next_scalar_gate = load_scalar_gate(s, args, Coord(thread), maker);
   u32 iteration = 0;
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
   bool scaled = false;
@@ -436,14 +447,15 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
         forget(group), forget(maker);
       if constexpr (sizeof(G) == 4) forget(maker);
     }
-    const P coord{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // `%` tells the compiler that the group is 0
+    const Coord coord{GROUPS > 1 ? u32(thread)
+                                 : u32(thread) % Coord::THREADS};  // `%` tells the compiler that the group is 0
     const float scalar_gate = next_scalar_gate;
     const u32 stage = S::MAKERS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
     const u32 fills = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
     const ChunkJob job{group, rank, chunk, chunk + S::MAKERS, tokens, stage, fills, iteration & 1};
     if (GATES_PER_TOKEN<G> == 4) {
-      barrier_wait(s.gates[group], job.parity);
-      if (job.partial()) clear_gates(s.inputs[group], coord.first, job.partial(), coord.channel);
+      barrier_wait(s.gates_copied[group], job.parity);
+      if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }
     const ChunkResult result = make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, scaled);
     if (__builtin_expect(result != ChunkResult::MADE, false)) {
@@ -452,7 +464,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       if constexpr (BORDER_IS_NARROWER<Schedule, T>)
         make_scaled<Order>(s, args, thread, chunk, stage, fills, job.parity, inputs_lost);
       else make_tokens<Order>(s, args, thread, chunk, stage, fills, job.parity);
-      next_scalar_gate = load_scalar_gate(s, args, P(thread), job.next);
+      next_scalar_gate = load_scalar_gate(s, args, Coord(thread), job.next);
     }
     fence_async();
     barrier_arrive(s.full[stage]);

@@ -1,6 +1,6 @@
 // what      For Hopper's forward kernel: copies of a chunk's q, k and g from memory, the addresses of a token's row in
 //           the tiles of operands, and copies of operands to the other block of the cluster. A row is a token of a
-//           chunk of 32. Args, Shared and their parts: forward_storage.cuh; Schedule and WorkTile:
+//           chunk of 32. Args, Shared, their parts, and what decayed means: forward_storage.cuh; Schedule and WorkTile:
 //           forward_schedules.cuh.
 // limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
@@ -24,30 +24,32 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
 }
 
 // What a producer thread computes: 4 channels, from `channel` on, of a sub-chunk of 8 rows, from the chunk's row
-// `first` on. LANES lanes share a sub-chunk. group: the thread's producer group; thread: its number in the group.
+// first_row on. LANES lanes share a sub-chunk. group: the thread's producer group; thread: its number in the group.
 template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
-  int group, thread, subchunk, first, channel;
+  int group, thread, subchunk, first_row, channel;
   __device__ __forceinline__ ProducerCoord(u32 producer)
       : group(producer / THREADS),
         thread(producer % THREADS),
         subchunk(producer % THREADS / LANES),
-        first(subchunk * BC),
+        first_row(subchunk * BC),
         channel(producer % LANES * 4) {}
 };
 
 // The first row in ScoreOperands, which has a map of rows, of a sub-chunk's queries decayed from the border before it
 // (near_queries), or of its keys decayed to the border after it (near_keys). For queries of sub-chunk 2 and keys of
 // sub-chunk 1 that is the border between the chunk's halves. Queries of sub-chunk 3 and keys of sub-chunk 0 are also
-// stored for that border, 8 rows from the others.
-template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
-  return subchunk == 2 ? s.HALF_ROW : s.NEAR_ROW + 4 * (subchunk - 1);  // 1: 0, 3: 8; sub-chunk 0 has none
+// stored for that border: at HALF_ROW + 8, and at HALF_ROW.
+template <class Scores> __device__ __forceinline__ int near_queries(const Scores& score_operands, int subchunk) {
+  // Sub-chunk 1: NEAR_ROW, 3: NEAR_ROW + 8. Sub-chunk 0 has no border before it; its result is not used.
+  return subchunk == 2 ? score_operands.HALF_ROW : score_operands.NEAR_ROW + 4 * (subchunk - 1);
 }
-template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s, int subchunk) {
-  return subchunk == 1 ? s.HALF_ROW + BC : s.NEAR_ROW + 4 * subchunk;  // 0: 0, 2: 8; sub-chunk 3 has none
+template <class Scores> __device__ __forceinline__ int near_keys(const Scores& score_operands, int subchunk) {
+  // Sub-chunk 0: NEAR_ROW, 2: NEAR_ROW + 8. Sub-chunk 3 has no border after it; its result is not used.
+  return subchunk == 1 ? score_operands.HALF_ROW + BC : score_operands.NEAR_ROW + 4 * subchunk;
 }
 
-// Sets y to x times a factor for each channel, or one factor for all if GATES is 1.
+// Sets y to x times a factor for each channel, or times factor[0] if GATES is 1.
 template <int GATES>
 __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&factor)[GATES]) {
 #pragma unroll
@@ -105,7 +107,7 @@ __device__ __forceinline__ void load_gates(float (&g)[1], const InputStage<HAS_O
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __forceinline__ void load_gates(float (&g)[4], const InputStage<HAS_OUTPUTS, T, G, BK>& in,
                                            const ProducerCoord<BK>& coord, float, int i) {
-  unpack(g, in.g[coord.first + i] + coord.channel);
+  unpack(g, in.g[coord.first_row + i] + coord.channel);
 }
 
 // Returns the log gate, if G is ScalarDecay, of token thread % 8 of the thread's sub-chunk in chunk `chunk`; 0, which
@@ -115,26 +117,26 @@ template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, int chunk) {
   const WorkTile& work = s.work;
-  const int row = chunk * CHUNK + coord.first + coord.thread % BC;
+  const int row = chunk * CHUNK + coord.first_row + coord.thread % BC;
   const bool exists = row < work.tokens && work.start + row < i32(args.shape.T);
   return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(work.batch, work.head, work.start + row) : 0.f;
 }
 
 // Set to zero the gates, or the keys, of this thread's channels and sub-chunk in rows from `tokens_left` on, which are
 // after the sequence's end, so that they change no state. The outputs of such rows are not stored. tokens_left: the
-// sequence's tokens from the chunk's start on; first, channel: as in ProducerCoord.
+// sequence's tokens from the chunk's start on; first_row, channel: as in ProducerCoord.
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens_left,
+__device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                          int channel) {
   if constexpr (GATES_PER_TOKEN<G> == 4)
-    for (int row = max(first, tokens_left); row < first + BC; ++row)
+    for (int row = max(first_row, tokens_left); row < first_row + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
   fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens_left,
+__device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                         int channel) {
-  for (int row = max(first, tokens_left); row < first + BC; ++row)
+  for (int row = max(first_row, tokens_left); row < first_row + BC; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
   fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
@@ -155,10 +157,10 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
 }
 
 // Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
-// chunk. Once they are there, a phase of s.gates[group], or of s.rows[group], ends: of one arrival and the bytes that
-// tensor maps copy, or of an arrival for each thread that copies rows (forward.cu initialises the barriers). For all
-// threads of the group. tokens: of the sequence; thread: the number in the group. Channels: args.channel is the first
-// one of the launch, to which K_RANKS blocks add their own first one.
+// chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends: of one arrival and the
+// bytes that tensor maps copy, or of an arrival for each thread that copies rows (forward.cu initialises the barriers).
+// For all threads of the group. tokens: of the block's sequence or segment; thread: its number in the group. The first
+// channel is args.channel, that of the launch; where K_RANKS blocks share the channels, each has BK, in order of rank.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
@@ -170,19 +172,19 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
       const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
       copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
                                             int(args.shape.K - first_channel), thread);
-      copies_arrive(s.gates[group]);
+      copies_arrive(s.gates_copied[group]);
       return;
     }
     if (thread) return;
     auto& g = s.inputs[group].g;
     const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-    barrier_expect(s.gates[group], sizeof g);
-    tensor_load(g, args.g, s.gates[group], channel, work.start + chunk * CHUNK, work.head, work.batch);
+    barrier_expect(s.gates_copied[group], sizeof g);
+    tensor_load(g, args.g, s.gates_copied[group], channel, work.start + chunk * CHUNK, work.head, work.batch);
   }
 }
 template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                           int group, int chunk, int tokens) {
+__device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
+                                         int group, int chunk, int tokens) {
   if (chunk * CHUNK >= tokens) return;
   const WorkTile& work = s.work;
   auto& in = s.inputs[group];
@@ -196,26 +198,26 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
     copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, tokens_left, channels, thread);
     if constexpr (Schedule::has_outputs)
       copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, tokens_left, channels, thread);
-    copies_arrive(s.rows[group]);
+    copies_arrive(s.qk_copied[group]);
     return;
   }
   if (thread) return;
   const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
   const i32 row = work.start + chunk * CHUNK, h = work.head, b = work.batch;
-  Barrier& rows = s.rows[group];
+  Barrier& copied = s.qk_copied[group];
   if constexpr (Schedule::has_outputs) {
-    barrier_expect(rows, sizeof in.k + sizeof in.q);
-    tensor_load(in.k, args.k, rows, channel, row, h, b);
-    tensor_load(in.q, args.q, rows, channel, row, h, b);
+    barrier_expect(copied, sizeof in.k + sizeof in.q);
+    tensor_load(in.k, args.k, copied, channel, row, h, b);
+    tensor_load(in.q, args.q, copied, channel, row, h, b);
   } else {
-    barrier_expect(rows, sizeof in.k);
-    tensor_load(in.k, args.k, rows, channel, row, h, b);
+    barrier_expect(copied, sizeof in.k);
+    tensor_load(in.k, args.k, copied, channel, row, h, b);
   }
 }
 
 // Start copying this block's operands, or scores A, to the same stage of the cluster's other block, where each copy
-// arrives at `full`. For one thread, after a barrier of the group. rank: if K_RANKS > 1, this block, whose channels
-// they are; else 0.
+// arrives at `full`. For one thread, after a barrier of the group. rank: if K_RANKS > 1, this block's number in the
+// cluster, which also numbers its channels' operands; else 0.
 constexpr int SENT = 4;  // the copies of a chunk: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
   const auto& q = s.operands.q[stage][rank];

@@ -1,6 +1,7 @@
 // what      Scales of rows in Hopper's forward kernel, which stores queries and keys that are decayed from or to a
 //           border between sub-chunks as float16. A row (token) of bfloat16 queries or keys that exceeds float16's
-//           range is multiplied by a power of two, its scale, and its scores by 1 / scale.
+//           range is multiplied by a power of two, its scale, and its scores by 1 / scale. Arguments and shared memory:
+//           forward_storage.cuh
 // numerics  exact but for float16's rounding. The largest number of a scaled row is 2^12 to 2^13, so that it stays
 //           finite after up to 16 log gates of 1/8. If the chunk has gates above 1/8, every row is scaled, and its
 //           largest number is 2^-9 to 2^-8: such gates multiply it by e^16 at most between a border and a token
@@ -19,7 +20,7 @@ template <int BK> struct LaneRows {
   const bf16 (&rows)[CHUNK][BK];
   const ProducerCoord<BK>& coord;
   __device__ __forceinline__ uint2 operator[](int i) const {
-    return *reinterpret_cast<const uint2*>(rows[coord.first + i] + coord.channel);
+    return *reinterpret_cast<const uint2*>(rows[coord.first_row + i] + coord.channel);
   }
 };
 
@@ -37,11 +38,11 @@ template <int BK> struct RowScales {
       const uint2 four = LaneRows<BK>{rows, coord}[i];
       x[i] = larger(four.x, four.y);
     }
-    const u32 largest = largest_of(join_each<LANES>(x, lane, [](u32 x, u32 y) { return larger(x, y); }));
+    const u32 largest = largest_of(reduce_each<LANES>(x, lane, [](u32 x, u32 y) { return larger(x, y); }));
     const int exponent = int(largest >> 7) - 127;
     const bool in_range = !grows && exponent >= -14 && exponent <= LARGEST_EXPONENT;
     const int change = in_range ? 0 : (grows ? GROWN_EXPONENT : LARGEST_EXPONENT) - exponent;
-    const int bits = min(max(127 + change, 1), 253);  // so that the scale and its inverse are normal numbers
+    const int bits = min(max(127 + change, 1), 253);  // exponent bits; bounds: the scale and its inverse are normal
     scale = __uint_as_float(u32(bits) << 23), undo = __uint_as_float(u32(254 - bits) << 23);
     first_lane = lane / LANES * LANES;
   }
@@ -63,32 +64,33 @@ __device__ __forceinline__ auto scales_of(const T (&rows)[CHUNK][BK], const Prod
 
 // Stores 1 / scale of this lane's query and key beside their operands at borders, in undo_q and undo_k.
 template <class Scores, int BK>
-__device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& coord, const RowScales<BK>& q,
+__device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerCoord<BK>& coord, const RowScales<BK>& q,
                                          const RowScales<BK>& k) {
   const int i = u32(coord.thread) % ProducerCoord<BK>::LANES;
   if (i >= BC) return;
-  if (coord.subchunk > 0) s.rows[near_queries(s, coord.subchunk) + i].undo_q = q.undo;
-  if (coord.subchunk == 3) s.rows[s.HALF_ROW + BC + i].undo_q = q.undo;
-  if (coord.subchunk < 3) s.rows[near_keys(s, coord.subchunk) + i].undo_k = k.undo;
-  if (coord.subchunk == 0) s.rows[s.HALF_ROW + i].undo_k = k.undo;
+  if (coord.subchunk > 0) score_operands.rows[near_queries(score_operands, coord.subchunk) + i].undo_q = q.undo;
+  if (coord.subchunk == 3) score_operands.rows[score_operands.HALF_ROW + BC + i].undo_q = q.undo;
+  if (coord.subchunk < 3) score_operands.rows[near_keys(score_operands, coord.subchunk) + i].undo_k = k.undo;
+  if (coord.subchunk == 0) score_operands.rows[score_operands.HALF_ROW + i].undo_k = k.undo;
 }
 
 // Copies a chunk's inputs again, after the copies of the group's next chunk to the same memory have ended, and waits
-// for the inputs. So two more phases of gates[group] and rows[group] end, or one if there is no next chunk. parity: of
-// the last phase that has ended, updated.
+// for the inputs. So two more phases of gates_copied[group] and qk_copied[group] end, or one if there is no next chunk.
+// parity: of the last phase that has ended, updated.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& coord, int chunk, u32& parity) {
   const int tokens = s.work.tokens, tokens_left = tokens - chunk * CHUNK;
   const auto wait = [&] {
     parity ^= 1;
-    if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates[coord.group], parity);
-    barrier_wait(s.rows[coord.group], parity);
+    if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates_copied[coord.group], parity);
+    barrier_wait(s.qk_copied[coord.group], parity);
   };
   if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();
   barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have waited for the next chunk, and read out_of_float16
   fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
-  fetch_rows(s, args, coord.thread, coord.group, chunk, tokens);
+  fetch_qk(s, args, coord.thread, coord.group, chunk, tokens);
   wait();
-  if (tokens_left < CHUNK) clear_gates(s.inputs[coord.group], coord.first, tokens_left, coord.channel);
+  // make_chunk clears keys.
+  if (tokens_left < CHUNK) clear_gates(s.inputs[coord.group], coord.first_row, tokens_left, coord.channel);
 }

@@ -42,8 +42,8 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
 struct WorkTile {
   i32 sequence;  // the number, over the batch, of the segment (a sequence, if none is cut), or of the part
   i32 batch, head, column, start;
-  // If they end with the batch row, rounded up to a multiple of CHUNK: after the row's end boxes read 0, and store
-  // nothing.
+  // Rounded up to a multiple of CHUNK if the tokens end with the batch row and boxes copy them: after the row's end
+  // boxes read 0, and store nothing.
   i32 tokens;
   const float* initial;  // the state before the tokens; null: zero
   float* final;          // where the state after the tokens is stored; null: it is not
@@ -56,9 +56,10 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
   const u32 segments = u32(args.segments), parts = Schedule::has_outputs ? 1 : u32(args.parts);
-  // s: the sequence or segment in its batch row; segment: the same over the batch; n: the part over the batch.
-  const u32 index = block / tiles, h = index % H, row = index / H / parts, batch = row % u32(shape.B);
-  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s, n = segment * parts + index / H % parts;
+  // s: the sequence or segment in its batch row; segment: the same over the batch; part: over the batch.
+  const u32 head_index = block / tiles, h = head_index % H, segment_index = head_index / H / parts;
+  const u32 batch = segment_index % u32(shape.B), s = count - 1 - segment_index / u32(shape.B);
+  const u32 segment = batch * count + s, part = segment * parts + head_index / H % parts;
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
   const bool continues = args.segment_states && segment % segments;
@@ -68,12 +69,12 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const i32 tokens = i32(span.stop - span.start), rounded_up = (tokens + CHUNK - 1) / CHUNK * CHUNK;
   const float* const states = continues ? args.segment_states : args.initial;
   const u32 initial = initial_of_sequence ? segment / segments : segment, before = continues ? segment - 1 : initial;
-  return {i32(n),
+  return {i32(part),
           i32(batch),
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
           span.stop == shape.T && !(Schedule::K_RANKS == 1 && args.backwards) ? rounded_up : tokens,
           states ? states + state(before) : nullptr,
-          args.final && last ? args.final + state(Schedule::has_outputs ? segment / segments : n) : nullptr};
+          args.final && last ? args.final + state(Schedule::has_outputs ? segment / segments : part) : nullptr};
 }

@@ -1,19 +1,21 @@
 // what      The scores A of a chunk's pairs of tokens in Hopper's forward kernel. Every warp of a producer group
 //           computes a share, from operands that all warps of the group have stored (ScoreOperands in
 //           forward_storage.cuh).
-// math      A[i, j] = scale sum_c (q_i decayed from z) (k_j decayed to z), j < i: z is the middle of their sub-chunk
-//           of 8 tokens or a border between their sub-chunks. Pairs without a gate between them need no decays: A[i, i]
-//           = scale q_i . k_i (RWKV-6: scale q_i . u k_i) and, in RWKV-6, A[i, i - 1] = scale q_i . k_(i - 1)
+// math      A[i, j] = scale sum_c (q_i decayed from z) (k_j decayed to z) over channels c, j < i: z is the middle of
+//           their sub-chunk of 8 tokens or a border between their sub-chunks; "decayed" is defined in
+//           forward_storage.cuh. Pairs without a gate between them need no decays: A[i, i] = scale q_i . k_i (RWKV-6:
+//           scale q_i . u k_i) and, in RWKV-6, A[i, i - 1] = scale q_i . k_(i - 1)
 // numerics  operands about a middle are bfloat16 or tf32; those at borders float16, or T if two blocks' scores are
 //           added; sums float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
 // limits    sm_90a
 #include "gated/sm90/forward_storage.cuh"
 
 // Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by a factor of 2^-11 / (2 ln 2) on average.
-// TRUNCATED compensates for that in a product of two operands.
-constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
+// TF32_CORRECTION_OF_BOTH compensates for that in a product of two operands.
+constexpr float TF32_CORRECTION_OF_BOTH = 1.f + 2 * 3.522e-4f;
 
-// d += a b on tensor cores, for operands of the type of the first argument. Sums: a lane's accumulators [16, 8].
+// d += a b on tensor cores, for operands of the type of the first argument. Sums: a lane's accumulators of [16, 8]:
+// with g = lane / 4, t = lane % 4, number 2h + p is in row g + 8h, column 2t + p.
 using Sums = float[4];
 __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
@@ -37,24 +39,28 @@ __device__ __forceinline__ void put_scores(void* base, int flip, int offset, flo
 constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
 // A warp's share of the scores, in a group of WARPS warps: those within N of the four sub-chunks, and N of four tiles
-// of 16 queries and 8 keys of different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0
-// or 2: the scores of neighbouring sub-chunks are used, half of each tile. Two tiles (`halves`) have the queries of
-// sub-chunks 2 and 3 and the keys of 0 or 1.
+// of 16 queries and 8 keys of different sub-chunks. The tiles are of two kinds, two of each. In one half of the chunk:
+// tile 0 has the queries of sub-chunks 1 and 3 and the keys of 0, tile 1 the same queries and the keys of 2; only
+// scores of neighbouring sub-chunks are used, half of each tile. Across the halves: both tiles have the queries of
+// sub-chunks 2 and 3, and the keys of 0 or of 1.
 template <int WARPS> struct ScoreShare {
   static constexpr int N = NUM_SUBCHUNKS / WARPS;
   static_assert(N == 1 || N == 2);
-  int subchunk, keys;  // the share's first sub-chunk; its first tile's 8 keys: 0 or 1 of the tiles of its kind
-  bool halves;
+  int subchunk, first_tile;  // the first of its N sub-chunks, and of its N tiles, which are of one kind
+  bool is_across_halves;
   __device__ __forceinline__ ScoreShare(int warp)
-      : subchunk(warp * N), keys(N == 1 ? warp & 1 : 0), halves(warp >= WARPS / 2) {}
+      : subchunk(warp * N), first_tile(N == 1 ? warp & 1 : 0), is_across_halves(warp >= WARPS / 2) {}
 };
+
+// The address of 16 bytes, the row's piece number `piece`.
 
 template <typename X> __device__ __forceinline__ const char* piece_of(const X* row, int piece) {
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
 
 // Adds to the sums of N tiles the products of STEP bytes along the channels: queries and keys of type X from byte
-// `offset` of their rows on. One ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
+// `offset` of their rows on. `queries`, `keys`: the addresses that this lane gives to ldmatrix at offset 0. One
+// ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
 constexpr int STEP = 32;  // bytes of a row
 template <typename X, int N>
 __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
@@ -81,28 +87,29 @@ template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1
   else multiply(X{}, to[0], x, {x[1], x[3]});
 }
 
-// Computes this warp's share. within[m]: the scores of 8 queries and 8 keys of the share's sub-chunk m. The product has
-// 8 more rows, of the other sub-chunk's queries or of this one's keys, which are not used. border[m]: the scores of the
-// 16 queries and 8 keys of tile m. A product waits for the previous product of the same sum: so a warp with many
-// products, in tf32, adds to TURNS sums in turn.
+// Computes this warp's share. within[m]: the scores of 8 queries and 8 keys of the share's sub-chunk m, in numbers 0
+// and 1. The product has 8 more rows, of the other sub-chunk's queries or of this one's keys, which are not used.
+// border[m]: the scores of the 16 queries and 8 keys of tile m. A product waits for the previous product of the same
+// sum: so a warp with many products, in tf32, adds to TURNS sums in turn.
 template <int WARPS, typename M, typename B, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
-                                               const ScoreOperands<true, M, B, BK>& s, const ScoreShare<WARPS>& share,
-                                               int lane) {
+                                               const ScoreOperands<true, M, B, BK>& score_operands,
+                                               const ScoreShare<WARPS>& share, int lane) {
   constexpr int N = ScoreShare<WARPS>::N;
   constexpr int TURNS = N == 1 && sizeof(M) == 4 ? 2 : 1;
   // The row whose address this lane gives to ldmatrix, of four 8x8 matrices with rows of 16 bytes. Of queries, matrices
   // 0 and 1 are 16 rows (N = 1, within a sub-chunk: 8 queries and 8 keys), 2 and 3 the next piece of these rows. Of
   // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
-  const auto* const subchunk_rows = s.rows + BC * share.subchunk;
-  const auto* const rows = s.rows + (share.halves ? s.HALF_ROW : s.NEAR_ROW);
+  const auto* const subchunk_rows = score_operands.rows + BC * share.subchunk;
+  const auto* const rows =
+      score_operands.rows + (share.is_across_halves ? score_operands.HALF_ROW : score_operands.NEAR_ROW);
   const auto& row = subchunk_rows[N == 1 ? lane & 7 : lane & 15];
   const char* const middle_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
   const char* const middle_keys = piece_of(subchunk_rows[BC * key + (lane & 7)].middle_k, piece);
   const char* const queries = piece_of(rows[lane & 15].border_q, lane >> 4);
-  const char* const keys = piece_of(rows[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
+  const char* const keys = piece_of(rows[BC * (N == 1 ? share.first_tile : key) + (lane & 7)].border_k, piece);
   Sums turns[TURNS][N] = {};
 #pragma unroll
   for (int m = 0; m < N; ++m)
@@ -126,16 +133,17 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     for (int x = 0; x < 2; ++x) {
       const int from = 2 * m + x;
       within[m][x] = TURNS == 1 ? turns[0][m][from] : turns[0][m][from] + turns[TURNS - 1][m][from];
-      if (sizeof(M) == 4) within[m][x] *= TRUNCATED;
+      if (sizeof(M) == 4) within[m][x] *= TF32_CORRECTION_OF_BOTH;
     }
 }
 
-// Products of undecayed queries and keys of N sub-chunks from `first` on. Numbers 0 and 1 of a lane's scores[m]
-// have q_i . k_i at place [i, i] of the product or, if BEFORE, q_i . k_(i - 1) at [i, i - 1]; numbers 2 and 3 have
-// |k_i|^2 at [i, i]. If SQUARES, numbers 0 and 1 of squares[m] have |q_i|^2 there. Other places are not used, so that
-// rows need not agree in the order of their 16-byte pieces: each row begins with another piece, and 8 rows are in all
-// banks. put_queries (forward_producers.cuh) takes a step for each row of queries that it stores, which hides the
-// step's latency. Each product is of 8 channels, so that no register has to move.
+// Products of undecayed queries and keys of N sub-chunks from `first` on: of the 8 queries and 8 keys, as 16 rows, with
+// the 8 keys (scores) and with the 8 queries (squares). Used are of scores[m] the places [i, i] of queries, q_i . k_i,
+// or if BEFORE [i, i - 1], q_i . k_(i - 1), both in numbers 0 and 1; and [i, i] of keys, |k_i|^2, in numbers 2 and 3.
+// If SQUARES: of squares[m] [i, i] of queries, |q_i|^2. Only rows of one token, or if BEFORE of q_i and k_(i - 1), need
+// the same order of their 16-byte pieces: each token begins with another piece, so that 8 rows are in all banks.
+// put_queries (forward_producers.cuh) takes a step for each row of queries that it stores, which hides the step's
+// latency. Each product is of 8 channels, so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // for each sub-chunk
   static_assert(N * STEPS == BC);
@@ -173,7 +181,7 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
 };
 
 // Reduces each of 8 values over LANES lanes by `join`, such as a sum; lane l returns the result of value l % 8.
-template <int LANES, typename X, class Join> __device__ __forceinline__ X join_each(X (&x)[8], int lane, Join join) {
+template <int LANES, typename X, class Join> __device__ __forceinline__ X reduce_each(X (&x)[8], int lane, Join join) {
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {
     const bool upper = lane & half;
@@ -189,24 +197,25 @@ template <int LANES, typename X, class Join> __device__ __forceinline__ X join_e
   return all;
 }
 
-// Multiplies a tile's scores by the inverses of its operands' scales. queries, keys: the first row of each in s.rows.
+// Multiplies a tile's scores by the inverses of its operands' scales. queries, keys: the first row of each in
+// score_operands.rows.
 template <typename M, typename B, int BK>
-__device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<true, M, B, BK>& s, int queries, int keys,
-                                            int lane) {
+__device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<true, M, B, BK>& score_operands,
+                                            int queries, int keys, int lane) {
   constexpr float LARGEST = 3.402823466e38f;
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
-    const float undo_q = s.rows[queries + (lane >> 2) + 8 * (x >> 1)].undo_q;
-    scores[x] *=
-        fminf(undo_q * s.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST);  // 0 times infinity would be NaN
+    const float undo_q = score_operands.rows[queries + (lane >> 2) + 8 * (x >> 1)].undo_q;
+    scores[x] *= fminf(undo_q * score_operands.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k,
+                       LARGEST);  // 0 times infinity would be NaN
   }
 }
 
 // Computes a warp's share of the scores, and stores it in A. SCALED: rows have scales (forward_scales.cuh). direct: the
-// scores of the warp's DirectProducts; self_scores: in RWKV-6, this lane's part of q_i . u k_i of its sub-chunk's
-// tokens; flip: see Operands (forward_storage.cuh).
+// scores of the warp's DirectProducts; self_scores: in RWKV-6, this lane's part, of its 4 channels, of q_i . u k_i of
+// its sub-chunk's tokens; flip: see Operands (forward_storage.cuh).
 template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
-__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& s,
+__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& score_operands,
                                             const Sums (&direct)[ScoreShare<WARPS>::N], float (&self_scores)[BC],
                                             int flip, float scale, int warp, int lane) {
   using Share = ScoreShare<WARPS>;
@@ -215,19 +224,20 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   Sums within[Share::N], border[Share::N];
   constexpr int LANES = 32 / Share::N;  // lanes that share a sub-chunk
   float sum = 0.f;
-  if (Order::reads_before_write) sum = join_each<LANES>(self_scores, lane, [](float x, float y) { return x + y; });
-  score_products<WARPS>(within, border, s, share, lane);
+  if (Order::reads_before_write) sum = reduce_each<LANES>(self_scores, lane, [](float x, float y) { return x + y; });
+  score_products<WARPS>(within, border, score_operands, share, lane);
   if constexpr (SCALED) {
-    const int first = share.halves ? s.HALF_ROW : s.NEAR_ROW;
+    const int first = share.is_across_halves ? score_operands.HALF_ROW : score_operands.NEAR_ROW;
 #pragma unroll
-    for (int m = 0; m < Share::N; ++m) undo_scales(border[m], s, first, first + BC * (share.keys + m), lane);
+    for (int m = 0; m < Share::N; ++m)
+      undo_scales(border[m], score_operands, first, first + BC * (share.first_tile + m), lane);
   }
   constexpr int ROWS = BC * 128;  // bytes of the rows of a sub-chunk
   // Stores two scores of the queries of sub-chunk `queries` + `next` and the keys of sub-chunk `keys`.
   const auto put = [&](int queries, int keys, int next, float x, float y) {
-    char* const first =
-        reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;  // XOR 16 keys: their piece
-    put_scores<Schedule, T>(first, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
+    // Row g, piece g of 16 bytes; XOR 16 keys: piece g ^ keys, where the swizzle has the row's columns 8 keys ...
+    char* const place = reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;
+    put_scores<Schedule, T>(place, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
   };
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
@@ -243,9 +253,10 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   }
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
-    const int n = share.keys + m, queries = share.halves ? 2 : 2 * n + 1, keys = share.halves ? n : 2 * n;
-    const bool upper = !share.halves && n;
-    put(queries, keys, 0, upper ? border[m][2] : border[m][0], upper ? border[m][3] : border[m][1]);
-    if (share.halves) put(queries, keys, 1, border[m][2], border[m][3]);
+    const int n = share.first_tile + m;
+    const int queries = share.is_across_halves ? 2 : 2 * n + 1, keys = share.is_across_halves ? n : 2 * n;
+    const bool uses_last_rows = !share.is_across_halves && n;  // of the tile: queries of sub-chunk 3
+    put(queries, keys, 0, uses_last_rows ? border[m][2] : border[m][0], uses_last_rows ? border[m][3] : border[m][1]);
+    if (share.is_across_halves) put(queries, keys, 1, border[m][2], border[m][3]);
   }
 }

@@ -1,12 +1,17 @@
-// what      The arguments of Hopper's forward kernel, its shared memory, and the layout of its tiles. A producer group
-//           multiplies q and k of a chunk of 32 tokens by decays, computes the chunk's scores, and stores these
+// what      The arguments of Hopper's forward kernel of GLA and RWKV-6, its shared memory, and the layout of its tiles.
+//           A producer group multiplies q and k of a chunk by decays, computes the chunk's scores, and stores these
 //           operands in a stage. Consumer warpgroups multiply them by v and by the state S [K, V].
+// math      A chunk has 32 tokens, in two halves and four sub-chunks of 8. The decays of a token are e^g, with g its
+//           log gates. An operand is a query or key times decays: a query "decayed from" a border between tokens, times
+//           those of the tokens after the border up to its own (RWKV-6: up to the token before); a key "decayed to" a
+//           border, times those of the tokens after its own up to the border. The score of a query and an earlier key
+//           is the product of the query decayed from, and the key decayed to, one border between them
 // smem      Shared. inputs[group]: q, k and g of a chunk, copied from memory; scores[group]: operands of the scores,
 //           written and read by the group; operands[stage] and headers[stage]: written by a group, read by all
 //           consumers; v[warpgroup][slot]: a chunk of v, copied from memory, which o then overwrites
-// barriers  mbarriers. gates[group]: g of the group's next chunk is in inputs; rows[group]: q and k are;
-//           values[warpgroup][slot]: v is in the slot; full[stage]: a chunk's operands are complete; empty[stage]: all
-//           consumers have read them. Named barriers: NamedBarrier, below
+// barriers  mbarriers. gates_copied[group]: g of the group's next chunk is in inputs; qk_copied[group]: q and k are;
+//           values_copied[warpgroup][slot]: v is in the slot; full[stage]: a chunk's operands are complete;
+//           empty[stage]: all consumers have read them. Named barriers: NamedBarrier, below
 // limits    sm_90a; q, k, v and o of float16 or bfloat16
 #include "ptx.cuh"
 #include "gated/sm90/forward_schedules.cuh"
@@ -19,7 +24,7 @@ enum NamedBarrier { VALUES = 1, PRODUCERS = 3 };
 // The template argument G, the gates' type, if all channels of a token have one gate. Such gates are float32, and
 // threads read them from memory.
 struct ScalarDecay {};
-// The number of gates of a token that a producer thread has: of its 4 channels, or the ScalarDecay.
+// The number of gates that a producer thread has for each of its tokens: of its 4 channels, or the one ScalarDecay.
 template <typename G> constexpr int GATES_PER_TOKEN = 4;
 template <> constexpr int GATES_PER_TOKEN<ScalarDecay> = 1;
 
@@ -54,7 +59,7 @@ template <int K_RANKS, typename T> struct BorderOf {
 template <typename T> struct BorderOf<1, T> {
   using type = f16;
 };
-// Whether operands at borders have a type with a smaller range than T: float16, for bfloat16.
+// Whether operands at borders have a smaller range than T: float16's, while T is bfloat16.
 template <class Schedule, typename T>
 constexpr bool BORDER_IS_NARROWER =
     Schedule::has_outputs && IS_BFLOAT16<T> && !IS_BFLOAT16<typename BorderOf<Schedule::K_RANKS, T>::type>;
@@ -99,7 +104,8 @@ template <class Schedule, class Args> __device__ __forceinline__ bool threads_co
   return Schedule::K_RANKS == 1 && args.backwards;
 }
 
-// ROWS tokens of BK channels as panels [ROWS, 128 bytes of channels] in the tensor cores' 128-byte swizzle.
+// ROWS tokens of BK channels as panels [ROWS, 128 bytes of channels] in the tensor cores' 128-byte swizzle
+// (swizzled.cuh).
 template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROWS][128 / sizeof(X)];
 
 // Values of StageHeader::row[0]. WHOLE_CHUNK: the stage holds the operands of a whole chunk. Otherwise it holds those
@@ -181,7 +187,9 @@ template <> struct Votes<1> {};
 // For SegmentState's scan of gates from a segment's end (forward_forgotten.cuh).
 template <bool HAS_OUTPUTS> struct alignas(8) Scan {
   Barrier loaded;  // a batch of gates is in shared memory
-  float before;    // the decay over the tokens skipped before this part: 0 if they are forgotten, 1 if there are none
+  // The factor of `total_decay` for the tokens that are skipped before this part: 0 if there are any, since they are
+  // skipped only where the state before them is forgotten; else 1.
+  float skipped_decay;
 };
 template <> struct Scan<true> {};
 
@@ -191,11 +199,14 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   // The chunks of v, for each consumer warpgroup, that shared memory has room for.
   static constexpr int VALUE_SLOTS = HAS_OUTPUTS && !IS_BFLOAT16<T> ? 2 : sizeof(G) <= 2 ? 4 : 3;
   // The producer groups of a block: two. One if the other block makes half of the operands (K_RANKS), or if BK = 128
-  // and shared memory has no room for two, because at least two of these three take more of it than usual.
+  // and shared memory has no room for two, because LARGE, the number of these properties that take more of it, is 2 or
+  // 3.
   static constexpr int LARGE = (sizeof(G) == 4) + !IS_BFLOAT16<T> + (Schedule::CHUNK_RANKS > 1);
   static constexpr int GROUPS = HAS_OUTPUTS && (K_RANKS > 1 || BK == 128 && LARGE > 1) ? 1 : 2;
-  static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;  // groups of the cluster that make chunks in turn
-  static constexpr int STAGES = MAKERS > 2 ? MAKERS : 2;         // each stage is filled by one group only
+  // MAKERS: the producer groups of the cluster that make whole chunks in turn. Each stage is filled by one of them
+  // only.
+  static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;
+  static constexpr int STAGES = MAKERS > 2 ? MAKERS : 2;
 
   // Whether two stages share a tile of scores: see Operands.
   static constexpr bool SHARED = !SPLIT_SCORES<Schedule, T> && Schedule::CLUSTER_SIZE == 1;
@@ -211,5 +222,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   Votes<K_RANKS> votes;
   Scan<HAS_OUTPUTS> scan;
   WorkTile work;  // what this block computes; here, since registers are scarce
-  Barrier gates[GROUPS], rows[GROUPS], values[BV / PANEL][VALUE_SLOTS], full[STAGES], empty[STAGES];  // see the top
+  // See the top.
+  Barrier gates_copied[GROUPS], qk_copied[GROUPS], values_copied[BV / PANEL][VALUE_SLOTS];
+  Barrier full[STAGES], empty[STAGES];
 };
