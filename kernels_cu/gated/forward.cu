@@ -1,15 +1,15 @@
 // what      GLA and RWKV-6 forward on every card, in chunks: q, k, v, g are read once, o is written once.
 // math      per chunk of 32 tokens (of 16 if operands are floats), S [K, V] being the state before it, A [query, key]
-//           the scores q_i . (decay from j to i) k_j, j <= i (forward_operands.cuh):
-//           o = scale ((q decayed from the chunk's start) S + A v)
-//           S <- diag(decay of the chunk) S + (k decayed to the chunk's end)^T v;  the decay of tokens is exp of the
-//           sum of their log gates g
+//           the scores A_ij = q_i . D_ij k_j, j <= i (forward_operands.cuh). Decays [K] are e^(sum of log gates g):
+//           D_ij over gates j + 1 to i, E_i over those of the chunk up to i, L_j over those after j, D over all of
+//           them. o_i = scale (E_i q_i S + sum_j A_ij v_j);  S <- diag(D) S + sum_j L_j k_j v_j^T
+//           RWKV-6: D_ij and E_i end with gate i - 1, and A_ii = q_i . u k_i
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], RWKV-6's bonus u [H, K], sums [B, H, T, V] float32, initial and final
 //           state [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      Shared, in forward_storage.cuh: two stages of inputs, which all threads copy; operands of the current
-//           chunk: each warp makes those of its share, some spans of 4 tokens, and all warps read them; the chunk's
-//           scores: each warp computes some tiles of them (tasks), and all warps read them
+// smem      Shared, in forward_storage.cuh: two stages of inputs, which all threads copy; operands (queries and keys
+//           times decays) of the current chunk: each warp makes those of its share, some spans of 4 tokens, and all
+//           warps read them; the chunk's scores: each warp computes some tiles of them (tasks), and all warps read them
 // barriers  three a chunk: its inputs have been copied and its decays computed | its operands are in shared memory |
 //           its scores are
 // numerics  S in float32 accumulators; decays as forward_operands.cuh says. bfloat16 data: products in bfloat16, a
@@ -36,8 +36,8 @@ template <typename T, typename G> struct Args : ForwardArgs<T, G> {
 };
 
 // Stores a lane's outputs one by one, for rows whose pairs of numbers are not aligned. `to`, `sums`: of the lane's
-// first output. With SplitChannels every launch but the `first` adds `sums`, and every one but the `last` writes to
-// `sums` instead of o. Not inlined, since it is rare.
+// first output. rows, columns: how many exist from there on. With SplitChannels every launch but the `first` adds
+// `sums`, and every one but the `last` writes to `sums` instead of o. Not inlined, since it is rare.
 template <typename T>
 __device__ __noinline__ void store_unaligned(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
                                              float scale, int rows, int columns, bool first, bool last) {
@@ -63,17 +63,17 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = head / H, h = head % H, b = n / count;  // head: of all sequences' heads
-  const Span span = tokens_of(shape, n % count);
-  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
-  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
+  const u32 sequence = head / H, h = head % H, b = sequence / count;  // head: of all sequences' heads; b: batch row
+  const Span span = tokens_of(shape, sequence % count);
+  const int first_column = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - first_column, i64(BV)));
 
   // Whether outputs and their sums are stored in pairs.
   const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
 
   State<BK> S;
   const auto each_state_number = [&](auto f) {
-    each_number<BK>(S, i64(head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
+    each_number<BK>(S, i64(head) * shape.K + args.channel, shape.V, first_column, channels, columns, f);
   };
   each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if (ReadOrder::reads_before_write)
@@ -84,10 +84,11 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   if (Share::CHANNEL_PARTS == 1)
     for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
 
+  // Starts copying q, k and v of the chunk that begins with token `token` of the sequence to stage `stage`.
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
     const i64 first_token = span.start + token;
-    const T *k = args.k.row(b, h, first_token) + args.channel, *v = args.v.row(b, h, first_token) + v_tile;
+    const T *k = args.k.row(b, h, first_token) + args.channel, *v = args.v.row(b, h, first_token) + first_column;
     const T* q = args.q.row(b, h, first_token) + args.channel;
     if (bytes == 16) {
       copy_rows<16, 8, BT, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
@@ -100,10 +101,11 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     }
     cp_async_commit();
   };
-  const auto fetch_next_gates = [&](int token) {  // as fetch_chunk_gates, by which registers would be spilled here
+  // The same of its gates, as fetch_chunk_gates does; if that were called here, registers would be spilled.
+  const auto fetch_next_gates = [&](int token) {
 #pragma unroll
-    for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
-      const Share coord(x);
+    for (int n = 0; n < Share::SHARES_PER_WARP; ++n) {
+      const Share coord(n);
       const G* from = args.g.row(b, h, span.start + token + coord.row(0)) + args.channel + coord.channel;
       const int rows = tokens - token - coord.row(0);
       if (!coord.exists()) break;
@@ -126,14 +128,14 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     // The chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read. This barrier
     // is also a vote: whether a gate is above GROWTH.
     const bool grows = __syncthreads_or(store_span_decays<Share, BK>(s, decays));
-    const bool more = token + BT < tokens;
-    if (more) fetch(token + BT, stage ^ 1);
+    const bool has_next = token + BT < tokens;
+    if (has_next) fetch(token + BT, stage ^ 1);
 #pragma unroll
-    for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
-      const Share coord(x);
+    for (int n = 0; n < Share::SHARES_PER_WARP; ++n) {
+      const Share coord(n);
       if (coord.exists()) make_operands<ReadOrder, PRODUCTS>(s, stage, coord, decays, grows);
     }
-    if (more) fetch_next_gates(token + BT);
+    if (has_next) fetch_next_gates(token + BT);
     __syncthreads();  // the operands are in shared memory
 
     Output<T> o = {};
@@ -143,7 +145,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     __syncthreads();  // the scores are in shared memory
     add_score_outputs<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
-    T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
+    T* to = args.o.row(b, h, span.start + token + g) + first_column + column;
     const int rows = tokens - token - g;
     const bool first = Schedule::all_channels || args.channel == 0;
     const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
     float* sums = nullptr;
     if (!Schedule::all_channels)
-      sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
+      sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + first_column + column;
     if (in_pairs) {
 #pragma unroll
       for (int n = 0; n < BT / 8; ++n) {

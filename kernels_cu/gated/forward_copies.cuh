@@ -4,22 +4,23 @@
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-// Starts copying a tile [ROWS, COLS] in pieces of BYTES bytes, for all THREADS threads of the block. from: the tile's
-// first value in memory; stride: of rows. Rows from `rows` on and columns from `width` on become zero.
+// Starts copying a tile [ROWS, COLS], as forward_tiles.cuh lays it out, in pieces of BYTES bytes, for all THREADS
+// threads of the block. from: the tile's first value in memory; stride: of rows. Rows from `rows` on and columns from
+// `width` on become zero.
 template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
   constexpr int AT_ONCE = THREADS / ACROSS;
   static_assert(THREADS % ACROSS == 0);
   const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;
-  const int first = thread / ACROSS;
-  T* const to = place<COLS>(tile, first, col);
-  from += first * stride + col;
-  rows = int(col) < width ? rows - first : 0;
+  const int first_row = thread / ACROSS;
+  T* const to = place<COLS>(tile, first_row, col);
+  from += first_row * stride + col;
+  rows = int(col) < width ? rows - first_row : 0;
 #pragma unroll UNROLL
   for (int down = 0; down < ROWS; down += AT_ONCE) {
-    if (ROWS % AT_ONCE && first + down >= ROWS) break;
-    T* const row = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
+    if (ROWS % AT_ONCE && first_row + down >= ROWS) break;
+    T* const row = AT_ONCE % 8 ? place<COLS>(tile, first_row + down, col) : to + down * COLS;
     if constexpr (BYTES >= 4) cp_async<BYTES>(row, from, down < rows);
     else *row = down < rows ? *from : from_float<T>(0.f);
     from += AT_ONCE * stride;
@@ -33,16 +34,18 @@ __device__ __noinline__ void copy_unaligned_rows(T* tile, const T* from, i64 str
   else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
 }
 
-// A lane's numbers of the state, transposed: accumulators [16 columns of the warp, 8 channels], BK / 8 times.
+// A lane's numbers of the state, transposed: accumulators [16 columns of the warp, 8 channels], BK / 8 times. With g =
+// lane / 4, t = lane % 4: S[c][2h + p] is column g + 8h of the warp's, channel 8c + 2t + p.
 template <int BK> using State = float[BK / 8][4];
 
-// Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
-// whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and
-// `columns` columns from v_tile on.
+// Calls f(value, its index in the array of states [..., K, V], whether it is inside that array) for this lane's values
+// of a state. row: (number of the state) * K + the block's first channel; the block has `channels` channels, and
+// `columns` columns from first_column on.
 template <int BK, class F>
-__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
+__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int first_column, int channels, int columns,
+                                            F f) {
   const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
-  i64 index = (row + 2 * t) * V + v_tile + 16 * warp + g;
+  i64 index = (row + 2 * t) * V + first_column + 16 * warp + g;
 #pragma unroll
   for (int c = 0; c < BK / 8; ++c) {
 #pragma unroll

@@ -2,11 +2,11 @@
 // math      S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t; in RWKV-6 o_t reads S before the write of
 //           k_t. A chunk of 32 tokens has two halves of 16, a chunk of 16 (if operands are floats) is one half. A
 //           half has two sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a query and an earlier
-//           key is a product of q times the decay since a border and k times the decay up to it: in one sub-chunk the
-//           border is the sub-chunk's middle (tiles `middle_q`, `middle_k`; where the token is on the other side of the
-//           middle, its operand is divided by the decay); between sub-chunks of one half it is the later sub-chunk's
-//           start, between the halves it is the chunk's middle (tile `border`). For the product with S, queries are
-//           decayed from the chunk's start, and keys to its end (state_q, state_k).
+//           key is a product of q times the decay from a border to the query and k times the decay from the key to it.
+//           In one sub-chunk the border is the sub-chunk's middle (tiles `middle_q`, `middle_k`; a query before it, or
+//           a key after it, is divided by the decay between both); between sub-chunks of one half it is the later
+//           sub-chunk's start, between the halves the chunk's middle (tile `border`). For the product with S, queries
+//           are decayed from the chunk's start, and keys to its end (state_q, state_k).
 // barriers  of the callers, as in gated/forward.cu. For each chunk: fetch_chunk_gates; every thread waits for its own
 //           copies; store_span_decays; a barrier: q, k and span_decays are in shared memory, and `grows` is the OR of
 //           what store_span_decays returned to the block's threads; make_operands for each of the warp's shares; a
@@ -21,7 +21,8 @@
 //
 // A warp has whole spans, a lane LANE_CHANNELS channels of all tokens of a span: so products over tokens need no
 // shuffles. BK: the channels of a tile. Shared, Schedule, CHUNK, MiddleOf: forward_storage.cuh; `stage` is the chunk's
-// index in s.q and s.k. Piece, Spot, PairedSpot, OperandOf: forward_tiles.cuh.
+// index in s.q and s.k. Piece, Spot, PairedSpot, OperandOf: forward_tiles.cuh. PRODUCTS: 1 or 3 tf32 products for a
+// product of float32 data. grows: whether a gate of the chunk is above GROWTH or NaN.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
@@ -29,7 +30,8 @@
 
 // Share n of the warp: a span (its number in the chunk) with all channels, or, with few spans and BK = 128, with half
 // of them. A warp has SHARES_PER_WARP shares, one after the other. If BK is 64 and there are two spans for each warp,
-// the two halves of its lanes have them at once; both are first, or both second, spans of a sub-chunk (no divergence).
+// each half of its lanes has one, at the same time; both are first, or both second, spans of a sub-chunk, so that the
+// halves do not diverge. A lane has the span's channels `channel` ... `channel` + LANE_CHANNELS - 1.
 template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int SPANS = CHUNK<T> / SPAN;
   static constexpr int SPANS_AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / SPANS_AT_ONCE;
@@ -205,7 +207,7 @@ __device__ __forceinline__ void multiply_channels(float (&y)[LANE_CHANNELS], con
   for (int c = 0; c < LANE_CHANNELS; ++c) y[c] = x[c] * factor[c];
 }
 
-// Sums each of a lane's 4 values over LANES neighbouring lanes. Lane l returns the sum of value l % 4.
+// Sums each of a lane's 4 values over LANES neighbouring lanes. Lane l returns the sum of value l % 4, x[l % 4].
 template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN]) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -223,15 +225,16 @@ template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN])
   return sum;
 }
 
-// Rounds x to what tensor cores read of an operand of T. PRODUCTS: 1 or 3 tf32 products for a product of float32 data.
+// Rounds x to what tensor cores read of an operand of T.
 template <typename T, int PRODUCTS, int LANE_CHANNELS>
 __device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
 #pragma unroll
   for (int c = 0; c < LANE_CHANNELS; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
 }
 
-// Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each 8-row group of a tile. A
-// PairedSpot is that in the layout of state_q: if it holds floats, each 8 of a row are in the order 0 2 4 6 1 3 5 7.
+// Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each group of 8 rows of a tile;
+// get and put add the group and a row of the span. A PairedSpot is that in the layout of state_q: if it holds floats,
+// each 8 of a row are in the order 0 2 4 6 1 3 5 7.
 template <int BK, class WarpShare, typename T>
 __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&rows)[SPAN], const T* tile,
                                           const WarpShare& coord) {
@@ -255,9 +258,8 @@ __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, in
   }
 }
 
-// Stores middle_q and middle_k: queries decayed from, and keys to, the middle of their sub-chunk. AFTER_MIDDLE: the
-// span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are. The clamp loses a NaN:
-// see any_gate_too_large.
+// Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. AFTER_MIDDLE:
+// the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are.
 template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
 __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& coord,
@@ -399,7 +401,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   }
 }
 
-// Stores all operands of one share. grows: whether any_gate_too_large is true of a gate of the chunk.
+// Stores all operands of one share. decays: computed here unless kept_in_registers.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
 __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
                                               TokenDecays<WarpShare>& decays, bool grows) {

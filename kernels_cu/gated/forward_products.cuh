@@ -1,7 +1,9 @@
 // what      The products of the forward kernel of every card: scores of pairs of tokens; o from scores and values, and
-//           from queries and the state; the new state.
+//           from queries and the state; the new state. Tiles, CHUNK, BC, SPAN, and what decayed means:
+//           forward_storage.cuh; readers of tiles: forward_tiles.cuh; Math, Left, Right, multiply: fragments.cuh
 // shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels].
-//           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix
+//           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix, and
+//           likewise of a tile of scores [16 queries, 8 keys]
 // numerics  sums in float32; products with S read it rounded
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
@@ -56,21 +58,22 @@ template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
 // The queries and keys of a task. A lane has a query in each half of the 16, and two neighbouring keys. kind: 0 and 1
 // are scores within a sub-chunk of the first and the second 16 tokens, 2 between neighbouring sub-chunks, 3 (`across`)
-// between the halves of the chunk; n: which of the two tasks of its kind; first: the first row of the task's operands
-// in their tiles.
+// between the halves of the chunk; n: which of the two tasks of its kind; first_row: that of the task's operands in
+// their tiles, the same for queries and keys.
 template <typename T> struct ScoreTask {
-  int kind, n, first;
+  int kind, n, first_row;
   bool within, across;
 
   // `within` is given by callers that know it at compile time, which saves branches.
   __device__ __forceinline__ ScoreTask(int task, bool within)
       : kind(CHUNK<T> == 16 && task == 2 ? 2 : task / 2),
         n(task & 1),
-        first(16 * (kind & 1)),
+        first_row(16 * (kind & 1)),
         within(within),
         across(kind == 3) {}
-  // Whether the scores of this half of the queries are the task's; otherwise they are another sub-chunk's.
+  // Whether the scores of this half of the queries are the task's; otherwise they are not used.
   __device__ __forceinline__ bool has(int half) const { return half == n || across; }
+  // The lane's query in this half, and its first key, as tokens of the chunk: their place in A.
   __device__ __forceinline__ int row(int half) const {
     const int g = (threadIdx.x & 31) >> 2;
     return within ? 16 * kind + 8 * n + g : across ? 16 + 8 * half + g : 16 * n + 8 + g;
@@ -86,41 +89,43 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
                                            const ScoreTask<T>& task) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   using Middle = MiddleOf<Schedule, T>;
-  const int first = task.first, key = first + 8 * task.n;
+  const int query = task.first_row, key = query + 8 * task.n;
   if constexpr (sizeof(typename Storage::Middle) == sizeof(typename Storage::X)) {  // one place in the program
     const auto* queries = task.within ? s.middle_q : s.border;
     const auto* keys = task.within ? s.middle_k : s.border + Storage::BORDER * BK;
-    score_tile<T, PRODUCTS, BK>(d, queries, keys, first, key);
+    score_tile<T, PRODUCTS, BK>(d, queries, keys, query, key);
   } else if (task.within) {
-    score_tile<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>, BK>(d, s.middle_q, s.middle_k, first,
+    score_tile<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>, BK>(d, s.middle_q, s.middle_k, query,
                                                                                   key);
   } else {
-    score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, first, key);
+    score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, query, key);
   }
   if (!task.within) return;
+  // Scores without gates replace products, and later keys have none.
 #pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    if (!task.has(x)) continue;
-    const int i = task.row(x), j = task.column();
+  for (int half = 0; half < 2; ++half) {
+    if (!task.has(half)) continue;
+    const int i = task.row(half), j = task.column();
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // a score without gates
       if (j + p >= i || before) {
         const auto& direct = s.direct[j + p != i];
-        d[2 * x + p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
+        d[2 * half + p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
       }
     }
   }
 }
+// Stores a lane's scores of a task in A.
 template <int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task,
                                            const float (&d)[4]) {
   constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
 #pragma unroll
-  for (int x = 0; x < 2; ++x)
-    if (task.has(x))
-      put_score_pair(s.A + task.row(x) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * x]),
-                     operand_value<T, PRODUCTS>(d[2 * x + 1]), CHUNK<T> * LDA);
+  for (int half = 0; half < 2; ++half)
+    if (task.has(half))
+      put_score_pair(s.A + task.row(half) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * half]),
+                     operand_value<T, PRODUCTS>(d[2 * half + 1]), CHUNK<T> * LDA);
 }
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task) {
@@ -129,8 +134,9 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, co
   put_scores<PRODUCTS>(s, task, d);
 }
 
-// Computes the scores within a sub-chunk pair by pair, from its `rows` rows in memory: for gates above GROWTH
-// (growth.cuh), with which decays about the sub-chunk's middle could overflow.
+// Computes and stores the scores within a sub-chunk pair by pair, from its `rows` rows in memory: for gates above
+// GROWTH (growth.cuh), with which decays about the sub-chunk's middle could overflow. The pointers are to the
+// sub-chunk's first token and the block's first channel.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
 __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q,
                                                     const T* k, const G* g, i64 q_stride, i64 k_stride, i64 g_stride,
@@ -147,8 +153,8 @@ __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK
   if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
 }
 
-// Computes all scores of the chunk that begins with token `token` of the sequence's `tokens`, WARPS tasks at a time.
-// grows: those within sub-chunks pair by pair.
+// Computes all scores of the chunk that begins with token `token` of the sequence's `tokens`, WARPS tasks at a time. If
+// `grows`, those within sub-chunks pair by pair. b, h: batch row and head.
 template <class ReadOrder, int PRODUCTS, int WARPS, class Schedule, typename T, int BK, class Args>
 __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, const Args& args, u32 b, u32 h,
                                             const Span& span, int token, int tokens, int channels, bool grows) {
@@ -189,7 +195,9 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
     }
 }
 
-template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
+// A lane's numbers of a warp's outputs [CHUNK tokens, 16 columns]: accumulators [16, 8], side by side by the second
+// index.
+template <typename T> using Output = float[CHUNK<T> / 16][2][4];
 
 // o += q S, for a warp's 16 columns. q: the chunk's queries, decayed from its start.
 template <int PRODUCTS, typename T, int BK>

@@ -1,4 +1,9 @@
-// what      Shared memory and schedules of the forward kernel of every card.
+// what      Shared memory and schedules of the forward kernel of every card, for GLA and RWKV-6. A tile of it is laid
+//           out as forward_tiles.cuh says.
+// math      A chunk has 32 tokens in two halves, or 16 if operands are floats; a half has two sub-chunks of 8 tokens.
+//           The decays of a token are e^g, with g its log gates. An operand is a query or key times decays: a query
+//           "decayed from" a border between tokens, times those of the tokens after the border up to its own (RWKV-6:
+//           up to the token before); a key "decayed to" a border, times those of the tokens after its own up to it
 // limits    BK and BV of 64, 128, BV also of 256
 #include "gated/forward_tiles.cuh"
 #include "tensor.cuh"
@@ -26,9 +31,8 @@ template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::T
 // The number of blocks whose registers a multiprocessor holds at once.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::has_outputs && BK > BV ? 2 : 256 / BV;
 
-// Operands that are decayed from or to a sub-chunk's middle: their type in shared memory (Type), the type of data whose
-// way of multiplying they take (Product, of Math in fragments.cuh), and in how many products (PRODUCTS), if other
-// operands are multiplied in TF32 of them.
+// Operands that are decayed from or to a sub-chunk's middle: their type in shared memory (Type), and the arguments of
+// Math (fragments.cuh) for their products: type Product, and PRODUCTS<TF32>, where other operands have T and TF32.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
   using Product = T;
   template <int TF32> static constexpr int PRODUCTS = TF32;
@@ -46,15 +50,16 @@ template <class Schedule, typename T, int BK, bool HAS_OUTPUTS = Schedule::has_o
 struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
-  static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;
-  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // of which a score is the sum
+  static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;  // LDA: the distance of A's rows
+  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;                       // of which a score is the sum
   T q[STAGES][CHUNK<T> * BK];
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed from and to the middle of their sub-chunk
   X border[2 * BORDER * BK];
   X A[NUMBERS * CHUNK<T> * LDA];  // scores [query, key], 0 above the diagonal; then their rounding errors
-  float direct[2][2][CHUNK<T>];   // scores without gates: [0] with a query's own key, [1] with the key before; [part of
-                                  // the channels][query]
-  float u[BK];                    // RWKV-6's bonus
+  // Scores without gates, [which][part of the channels][query]: 0, with a query's own key, and 1, RWKV-6, with the key
+  // before. A score is the sum of both parts.
+  float direct[2][2][CHUNK<T>];
+  float u[BK];  // RWKV-6's bonus
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
 

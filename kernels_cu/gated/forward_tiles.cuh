@@ -5,7 +5,9 @@
 //
 // A product sums over 16 values at a time. The tf32 instruction sums over 8, of which a lane has numbers t and t + 4, t
 // = lane % 4: it is given value 2t as number t and value 2t + 1 as number t + 4, in both operands. With this order
-// accumulators are operands without any move, and float tiles are read without bank conflicts.
+// accumulators are operands without any move, and float tiles are read without bank conflicts. In the readers below
+// `tile`, `row` and `col` are a tile and the first row and column of what is loaded, in registers r or an operand a or
+// b (Pairs in fragments.cuh).
 #include "fragments.cuh"
 #include "ptx.cuh"
 
@@ -38,19 +40,19 @@ template <bool SPLIT> using RightTf32 = Pairs<SPLIT, float, 2>;
 
 // ---- operands from tiles --------------------------------------------------------------------------------------------
 
-// A lane's first address in tiles with rows of COLS values: row `row`, its 16-byte piece `piece`, number `rest` of that
-// piece. at(): the address `row` rows (a multiple of 8) and `col` columns further on, both constants, by one addition
-// and one XOR. Readers are made right before their use, since holding addresses takes too many registers.
+// A lane's first address in tiles with rows of COLS values: row `row`, its 16-byte piece `piece`, number `number` of
+// that piece. at(): the address `row` rows (a multiple of 8) and `col` columns further on, both constants, by one
+// addition and one XOR. Readers are made right before their use, since holding addresses takes too many registers.
 template <int COLS, typename X> struct Reader {
-  static constexpr int PIECE = 16, ROUND = 8 * PIECE, SIZE = sizeof(X);
-  int first;  // in bytes
+  static constexpr int PIECE = 16, SWIZZLED = 8 * PIECE, SIZE = sizeof(X);  // bytes; SWIZZLED: that row_swap permutes
+  int first_byte;
 
-  __device__ __forceinline__ Reader(int row, int piece, int rest = 0)
-      : first(row * COLS * SIZE + (row_swap<X>(row & 7) ^ piece) * PIECE + rest * SIZE) {}
+  __device__ __forceinline__ Reader(int row, int piece, int number = 0)
+      : first_byte(row * COLS * SIZE + (row_swap<X>(row & 7) ^ piece) * PIECE + number * SIZE) {}
   __device__ __forceinline__ const X* at(const X* tile, int row, int col) const {
     const int bytes = col * SIZE;
-    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(tile) + (first ^ bytes % ROUND) +
-                                      (row * COLS * SIZE + bytes / ROUND * ROUND));
+    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(tile) + (first_byte ^ bytes % SWIZZLED) +
+                                      (row * COLS * SIZE + bytes / SWIZZLED * SWIZZLED));
   }
 };
 // This thread's lane, computed again at each call.
@@ -171,7 +173,7 @@ template <int COLS, bool INPUTS> struct RightReader<COLS, float, INPUTS> : Reade
   }
 };
 
-// b = the transpose of rows 8n + 0...7 of two accumulators [16, 8] side by side, as a right operand.
+// b = the transpose of rows 8n + 0...7 of two accumulators x and y, [16, 8] each, side by side, as a right operand.
 template <class R> __device__ __forceinline__ void pack_right(R& b, const float (&x)[4], const float (&y)[4], int n) {
   b.set(0, float2{x[2 * n], x[2 * n + 1]});
   b.set(1, float2{y[2 * n], y[2 * n + 1]});
@@ -217,33 +219,35 @@ template <int W, typename X> struct Piece {
 // Other groups of 8 rows, and constant numbers of rows in a group, are reached by one addition and one XOR.
 template <int COLS, int W, typename X> struct Spot {
   static constexpr int PIECE = 16, SIZE = sizeof(X);
-  int first;  // in bytes
+  int first_byte;
 
   __device__ __forceinline__ Spot(int row, int col)
-      : first((row & 7) * COLS * SIZE + ((col * SIZE / PIECE ^ row_swap<X>(row & 7)) * PIECE | col * SIZE % PIECE)) {}
-  // In group `eight` of 8 rows, `row` rows below the spot's own row, with which `row` shares no bit.
-  __device__ __forceinline__ X* at(const X* tile, int eight, int row) const {
-    return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(tile + eight * 8 * COLS)) +
-                                (first ^ row_swap<X>(row) * PIECE) + row * COLS * SIZE);
+      : first_byte((row & 7) * COLS * SIZE +
+                   ((col * SIZE / PIECE ^ row_swap<X>(row & 7)) * PIECE | col * SIZE % PIECE)) {}
+  // In group row_group of 8 rows, `row` rows below the spot's own row, with which `row` shares no bit.
+  __device__ __forceinline__ X* at(const X* tile, int row_group, int row) const {
+    return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(tile + row_group * 8 * COLS)) +
+                                (first_byte ^ row_swap<X>(row) * PIECE) + row * COLS * SIZE);
   }
-  __device__ __forceinline__ void get(Piece<W, X>& x, const X* tile, int eight, int row) const {
-    x.load(at(tile, eight, row));
+  __device__ __forceinline__ void get(Piece<W, X>& x, const X* tile, int row_group, int row) const {
+    x.load(at(tile, row_group, row));
   }
-  __device__ __forceinline__ void put(X* tile, int eight, int row, const float (&x)[W]) const {
+  __device__ __forceinline__ void put(X* tile, int row_group, int row, const float (&x)[W]) const {
     Piece<W, X> piece;
     piece.set(x);
-    piece.store(at(tile, eight, row));
+    piece.store(at(tile, row_group, row));
   }
 };
 
-// A Spot in tiles that LeftReader multiplies with accumulators: 8 floats of a row are in the order 0 2 4 6 1 3 5 7.
+// A Spot in tiles that LeftReader loads for products with accumulators: each 8 floats of a row are in the order
+// 0 2 4 6 1 3 5 7. If X has 16 bits, the order is the usual one.
 template <int COLS, int W, typename X> struct PairedSpot : Spot<COLS, W, X> {
   __device__ __forceinline__ PairedSpot(int row, int col) : Spot<COLS, W, X>(row, col) {}
 };
 template <int COLS, int W> struct PairedSpot<COLS, W, float> {
   Spot<COLS, W / 2, float> even;
   __device__ __forceinline__ PairedSpot(int row, int col) : even(row, (col & ~7) + (col & 7) / 2) {}
-  __device__ __forceinline__ void put(float* tile, int eight, int row, const float (&x)[W]) const {
+  __device__ __forceinline__ void put(float* tile, int row_group, int row, const float (&x)[W]) const {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       Piece<W / 2, float> half;
@@ -252,8 +256,8 @@ template <int COLS, int W> struct PairedSpot<COLS, W, float> {
       for (int i = 0; i < W / 2; ++i) values[i] = x[2 * i + odd];
       half.set(values);
       Spot<COLS, W / 2, float> spot = even;
-      spot.first ^= 16 * odd;
-      half.store(spot.at(tile, eight, row));
+      spot.first_byte ^= 16 * odd;
+      half.store(spot.at(tile, row_group, row));
     }
   }
 };

@@ -61,9 +61,9 @@ template <class ReadOrder> struct PairDecays {
 // tokens. OWN: GLA's scores of tokens with themselves are computed by these factors, too.
 template <class ReadOrder, bool OWN = false> struct MiddleFactors {
   static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : LEAST_DECAY;  // e^-16
-  // GLA's factors would be e^-80 to e^60. With this factor, about e^10, they are e^-70 to e^70, so that their rounding
-  // errors in tf32 are normal numbers, too; those that are used in scores are at most e^50. RWKV-6's are e^-48 to e^64
-  // (used: e^48). OWN: about e^8, for factors from e^-56 to e^56.
+  // Multiplies queries' factors and divides keys'. GLA's factors would be e^-80 to e^60. With CENTRE, about e^10, they
+  // are e^-70 to e^70, so that their rounding errors in tf32 are normal numbers, too; those that are used in scores are
+  // at most e^50. RWKV-6's are e^-48 to e^64 (used: e^48). OWN: about e^8, for factors from e^-56 to e^56.
   static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : OWN ? 4096.f : 16384.f;
   float2 queries, keys;
 
@@ -73,8 +73,10 @@ template <class ReadOrder, bool OWN = false> struct MiddleFactors {
     const bool is_outer = is_after == bool(t & 1);  // whether another pair lies between it and the middle
     const float x = at_least(a.x, LEAST), y = at_least(a.y, LEAST), xy = x * y;
     const float other = __shfl_xor_sync(0xffffffffu, xy, 1);
+    // The decays between the pair and the middle, times CENTRE or its inverse.
     const float base = (is_after ? CENTRE : 1.f / CENTRE) * (is_outer ? other : 1.f);
-    // direct: products of decays, for queries after the middle and keys before it; inverted: for the others
+    // direct: products of decays, for queries after the middle and keys before it; inverted: inverses of such products,
+    // for queries before it and keys after it.
     const float2 queries_after = {base * x, base * xy}, keys_before = {base * y, base};
     if (ReadOrder::reads_before_write) {
       const float2 direct = {is_after ? base : keys_before.x, is_after ? queries_after.x : base};

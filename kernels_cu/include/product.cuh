@@ -1,10 +1,10 @@
 // what      Products of a warp on tensor cores, as exact as the storage type.
 // numerics  EXACT (float32 data): each operand is split into two tf32 numbers and three products keep 22 bits.
-//           Otherwise (half data): one tf32 product; tf32 has float16's fraction and float32's range, so no
-//           operand overflows. If one operand is EXACT and the other half data, two products.
+//           Otherwise (16-bit data): one tf32 product; tf32 has float16's fraction and float32's range, so no
+//           operand overflows. If one operand is EXACT and the other 16-bit data, two products.
 #include "tf32.cuh"
 
-// An operand's registers: N values as tf32 numbers; if split, also their rests.
+// An operand's registers: N values as tf32 numbers; if SPLIT, also what rounding to them left.
 template <bool SPLIT, int N> struct Operand {
   static constexpr bool EXACT = SPLIT;
   u32 high[N];
@@ -17,7 +17,7 @@ template <bool SPLIT, int N> struct Operand {
   }
 };
 
-// An operand's registers for N values as they are stored: half data are tf32 numbers already.
+// An operand's registers for N values as they are stored: 16-bit data are tf32 numbers already.
 template <typename T, int N> struct Data {
   static constexpr bool EXACT = false;
   u32 high[N];
