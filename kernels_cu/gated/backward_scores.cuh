@@ -1,13 +1,19 @@
 // what      The scores of a chunk of 64 tokens in the backward kernels of every card: each of four warps computes some
-//           16 x 16 blocks of the lower triangle, from decayed queries and keys of CHANNELS channels at a time.
+//           16 x 16 blocks of the lower triangle, from queries and keys times decays (the including kernel's Operands),
+//           CHANNELS channels at a time. A chunk has two halves of 32 tokens, a half two blocks of 16, a block two
+//           sub-chunks of 8; a score takes its query decayed from, and its key decayed to, a border between both: that
+//           of the halves (border32), else of the blocks (border16), else of the sub-chunks (border8), else the middle
+//           of the sub-chunk
 // shapes    operands are [32, 64]: channel, token; scores are blocks of 16 x 16 tokens in accumulators of mma.sync
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them
 
-template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
+// A tile [channel, token]; LD (backward.cuh): the distance of neighbouring channels.
+template <typename Stored> using ChannelTokens = Stored[CHANNELS * LD<Stored, CHUNK>];
 
-// d += queries^T keys over 16 channels from c on, for 16 queries and 16 keys.
+// d += queries^T keys over 16 channels from c on, for 16 queries and 16 keys. queries, keys: the columns of their first
+// token.
 template <class M, typename Stored>
 __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
   constexpr int LDT = LD<Stored, CHUNK>;
@@ -18,11 +24,10 @@ __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queri
   multiply(d, a, b);
 }
 
-// A warp's blocks of 16 x 16 scores [query, key], four by four in a chunk: (row, column) are a block's numbers.
-// `diagonal`, `border8`: of block (warp, warp) the pairs within a sub-chunk, and those of its second sub-chunk's
-// queries and its first one's keys (border8[2] and [3]). `border32`: block (half_row, half_column), pairs of both
-// halves of the chunk. `border16`, of warps 0 and 1 only: block (quarter + 1, quarter), pairs of the two blocks of a
-// half.
+// A warp's 16 x 16 scores [query, key]: (row, column) is the pair of a block of queries and a block of keys, each 0 to
+// 3. `diagonal`: of (warp, warp), used for the pairs within a sub-chunk; border8: of (warp, warp), used for the second
+// sub-chunk's queries and the first one's keys (border8[2] and [3]); border32: (half_row, half_column), pairs of both
+// halves of the chunk; border16, of warps 0 and 1 only: (quarter + 1, quarter), pairs of the two blocks of a half.
 struct ChunkScores {
   const int warp, half_row, half_column, quarter;
   float diagonal[2][4], border8[4], border16[2][4], border32[2][4];
@@ -37,7 +42,9 @@ struct ChunkScores {
         border16{},
         border32{} {}
 
-  // Adds the products over 16 channels from c on of the tiles [channel, token] of `from`, see backward_values.cu.
+  // Adds the products over 16 channels from c on of the tiles [channel, token] of `from`: queries and keys, of
+  // `diagonal`; border8, border16 and border32, which have keys in the columns before, and queries in those after, the
+  // border.
   template <class M, class Operands> __device__ __forceinline__ void add(const Operands& from, int c) {
     constexpr int LDT = LD<typename M::Stored, CHUNK>;
     add_scores<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);

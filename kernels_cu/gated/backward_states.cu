@@ -1,8 +1,9 @@
 // what      GLA and RWKV-6 backward on every card: the state S before every chunk of 64 tokens, by a walk forwards in
 //           time, and the gradient dS of the state after every chunk, by a walk backwards. Or the summaries of segments
 //           for both directions: the same walks, which store only their last S or dS.
-// math      per step of 32 tokens (four sub-chunks of 8), D [K] their decay:  S <- D S + (k decayed to their end)^T v;
-//           backwards  dS <- D dS + scale (q decayed from their start)^T do
+// math      per step of 32 tokens (four sub-chunks of 8), with decays [K], e^(sum of log gates g): D over all gates of
+//           the step, L_j over those after j, E_i over those up to i (RWKV-6: up to i - 1):
+//           S <- D S + sum_j L_j k_j v_j^T;  backwards in time  dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of tile_at
 //           (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with
 //           chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
@@ -40,10 +41,11 @@ template <typename T, typename G> struct Args {
   i64 P;        // segments of a sequence, for summaries
 };
 
+// A step's rows [token, channel or column]; LD (backward.cuh): the distance of neighbouring tokens.
 template <typename T, typename G, int BV> struct alignas(16) Stage {
-  T x[STEP * LD<T, TILE>];  // [32, 64], k or q
-  T y[STEP * LD<T, BV>];    // [32, BV], v or do
-  G g[STEP * LD<G, TILE>];  // [32, 64]
+  T keys[STEP * LD<T, TILE>];  // [32, 64], k, or backwards q
+  T values[STEP * LD<T, BV>];  // [32, BV], v, or backwards do
+  G g[STEP * LD<G, TILE>];     // [32, 64]
 };
 
 // STAGES: as many as leave shared memory for three blocks on a multiprocessor, or four with half of BV. blocks: on a
@@ -59,18 +61,18 @@ template <typename T, typename G, int BV> struct Shared {
 
 // A block's tokens and its tile of the state.
 struct StateTile {
-  int n, b, h;  // sequence or segment, batch, head
-  int k_tile, v_tile;
-  Span span;
+  int sequence, b, h;  // sequence or segment, over the batch; batch row; head
+  int k_tile, v_tile;  // channels 64 k_tile ... and columns BV v_tile ... of the state
+  Span span;           // tokens
 };
 
 // Reads gates from the last step of the walk to the first. Returns the first step that the result still depends on:
-// after earlier ones every channel's gates sum to FORGOTTEN_NATS or less. Every STEPS_A_VERDICT steps it gives up, and
-// returns 0, if the mean of the gates read so far predicts that less than a quarter of the steps are forgotten.
-// fetch(step, stage) copies gates.
+// after earlier ones every channel's gates sum to FORGOTTEN_NATS or less. After every STEPS_A_VERDICT steps it gives
+// up, and returns 0, if the mean of the gates read so far predicts that less than a quarter of the steps are forgotten.
+// channel: the lane's first one, the other is 8 later. fetch(step, stage) copies gates.
 template <typename T, typename G, int BV, class Fetch>
 __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
-  constexpr int STAGES = ::STAGES<T, BV>, STEPS_A_VERDICT = 8;  // steps between judgements
+  constexpr int STAGES = ::STAGES<T, BV>, STEPS_A_VERDICT = 8;
   const int warp = threadIdx.x >> 5;
   float gate_sums[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
 #pragma unroll 1
@@ -85,10 +87,10 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
       first = steps - steps_read;
       break;
     }
-    const float forgotten_by_now = FORGOTTEN_NATS * steps_read, rest = 0.75f * steps;
+    const float forgotten_by_now = FORGOTTEN_NATS * steps_read, most_steps = 0.75f * steps;
     if (steps_read && steps_read % STEPS_A_VERDICT == 0 &&
-        __syncthreads_or(largest_gate > 0.f || remembered && !(gate_sums[0] * rest <= forgotten_by_now &&
-                                                               gate_sums[1] * rest <= forgotten_by_now)))
+        __syncthreads_or(largest_gate > 0.f || remembered && !(gate_sums[0] * most_steps <= forgotten_by_now &&
+                                                               gate_sums[1] * most_steps <= forgotten_by_now)))
       break;
     fetch(steps - steps_read - STAGES, (steps_read + STAGES - 1) % STAGES);
     const G* gates = s.stages[steps_read % STAGES].g + 16 * warp;
@@ -122,24 +124,26 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const bool summarises = !args.chunk_states;
 
   // S, or backwards dS: accumulators [16 channels, 8 columns] twice, BV / 16 times. A lane has the channels
-  // channel + 8 row, row 0 or 1. each_number calls f(number, its offset in a state [K, V]) for this lane's numbers.
+  // channel + 8 octet, octet 0 or 1. each_number calls f(number, its offset in a state [K, V]) for this lane's numbers.
   float S[BV / 16][2][4] = {};
   const auto each_number = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
-        const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
-        if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
+        const int number_channel = channel + 8 * (x >> 1), number_column = column + 8 * n + (x & 1);
+        if (number_channel < K && number_column < V) f(S[n / 2][n % 2][x], i64(number_channel) * V + number_column);
       }
   };
-  const int segment = backwards ? P - 1 - work.n % P : work.n % P;  // its number in the walk
-  const i64 state = i64(K) * V;
+  const int segment = backwards ? P - 1 - work.sequence % P : work.sequence % P;  // its number in the walk
+  const i64 state_size = i64(K) * V;
   const float* given = backwards ? args.dht : args.initial;
-  const i64 slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
+  // Summaries: the index [direction, segment, head] of this segment.
+  const i64 slot = (backwards * (shape.B * shape.count) + work.sequence) * shape.H + work.h;
   if (segment == 0 || !summarises) {
-    const float* from = given ? given + ((summarises ? work.n / P : work.n) * shape.H + work.h) * state : nullptr;
-    float* to = summarises ? args.states + slot * state : nullptr;
+    const float* from =
+        given ? given + ((summarises ? work.sequence / P : work.sequence) * shape.H + work.h) * state_size : nullptr;
+    float* to = summarises ? args.states + slot * state_size : nullptr;
     each_number([&](float& x, i64 offset) {
       if (from) x = from[offset];
       if (to) to[offset] = x;
@@ -158,26 +162,26 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       const i64 token = token_of(step), stop = work.span.stop;
       const bool vectors = args.vectors;
       fetch_gates(step, step % STAGES);
-      fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, backwards ? args.q : args.k, work.b, work.h, token, stop,
+      fetch_rows<STEP, TILE, LD<T, TILE>>(in.keys, backwards ? args.q : args.k, work.b, work.h, token, stop,
                                           work.k_tile * TILE, K, vectors);
-      fetch_rows<STEP, BV, LD<T, BV>>(in.y, backwards ? args.do_ : args.v, work.b, work.h, token, stop,
+      fetch_rows<STEP, BV, LD<T, BV>>(in.values, backwards ? args.do_ : args.v, work.b, work.h, token, stop,
                                       work.v_tile * BV, V, vectors);
     }
     cp_async_commit();
   };
-  int first = 0;
+  int first_step = 0;
   if (summarises && steps >= STEPS_WORTH_READING)
-    first = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
+    first_step = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();
     });
-  const float skipped_decay = first ? 0.f : 1.f;
-  float total_decay[2] = {skipped_decay, skipped_decay};  // decays of the segment
-  const int first_chunk = int(chunks_of(shape, work.n % shape.count).start);
+  const float skipped_decay = first_step ? 0.f : 1.f;
+  float total_decay[2] = {skipped_decay, skipped_decay};  // over the segment, by octet
+  const int first_chunk = int(chunks_of(shape, work.sequence % shape.count).start);
 #pragma unroll 1
-  for (int step = 0; step < STAGES - 1; ++step) fetch(first + step);
+  for (int step = 0; step < STAGES - 1; ++step) fetch(first_step + step);
 #pragma unroll 1
-  for (int step = first; step < steps; ++step) {
+  for (int step = first_step; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
@@ -195,8 +199,10 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
                      float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
     const Stage<T, G, BV>& in = s.stages[step % STAGES];
-    float2 factors[STEP_SUBS][2];    // decays of tokens from their sub-chunk's start, or to its end
-    float sub_decays[2][STEP_SUBS];  // over each sub-chunk
+    // Of the lane's two tokens of each sub-chunk: the decays to its end, or backwards from its start; and by octet the
+    // decays over each sub-chunk.
+    float2 factors[STEP_SUBS][2];
+    float sub_decays[2][STEP_SUBS];
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       float2 gates[4];
@@ -204,37 +210,37 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const PairDecays<ReadOrder> decays(decays_of(gates[p]));
-        const int n = 2 * m + (p >> 1), row = p & 1;
-        factors[n][row] = backwards ? decays.start : decays.end;
-        sub_decays[row][n] = decays.whole;
+        const int n = 2 * m + (p >> 1), octet = p & 1;
+        factors[n][octet] = backwards ? decays.start : decays.end;
+        sub_decays[octet][n] = decays.whole;
       }
     }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float step_decay = product_over(sub_decays[row], 0, STEP_SUBS);
-      total_decay[row] *= step_decay;
+    for (int octet = 0; octet < 2; ++octet) {
+      const float step_decay = product_over(sub_decays[octet], 0, STEP_SUBS);
+      total_decay[octet] *= step_decay;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
-        S[n / 2][n % 2][2 * row] *= step_decay, S[n / 2][n % 2][2 * row + 1] *= step_decay;
+        S[n / 2][n % 2][2 * octet] *= step_decay, S[n / 2][n % 2][2 * octet + 1] *= step_decay;
     }
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       float2 x[4];
       Left<M> a;
-      load_channels(x, in.x + 16 * m * LD<T, TILE> + 16 * warp, LD<T, TILE>);
+      load_channels(x, in.keys + 16 * m * LD<T, TILE> + 16 * warp, LD<T, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const int n = 2 * m + (p >> 1), row = p & 1;
+        const int n = 2 * m + (p >> 1), octet = p & 1;
         // The decay over the step's other sub-chunks, backwards times scale, corrected for both operands' truncation.
         const float outer_decay = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
-                                  (backwards ? float(args.scale) * product_over(sub_decays[row], 0, n)
-                                             : product_over(sub_decays[row], n + 1, STEP_SUBS));
-        a.take(p, outer_decay * factors[n][row] * x[p]);
+                                  (backwards ? float(args.scale) * product_over(sub_decays[octet], 0, n)
+                                             : product_over(sub_decays[octet], n + 1, STEP_SUBS));
+        a.take(p, outer_decay * factors[n][octet] * x[p]);
       }
 #pragma unroll
       for (int n = 0; n < BV / 8; n += 2) {
         RightData<M, T> b[2];
-        load_right<false>(b, in.y + 16 * m * LD<T, BV> + 8 * n, LD<T, BV>);
+        load_right<false>(b, in.values + 16 * m * LD<T, BV> + 8 * n, LD<T, BV>);
         multiply(S[n / 2], a, b);
       }
     }
@@ -242,14 +248,14 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   cp_async_wait<0>();
   float* to = nullptr;
   if (summarises) {
-    to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state;
-    for (int row = 0; row < 2; ++row)
-      if (t == 0 && work.v_tile == 0 && channel + 8 * row < K)
-        args.decays[slot * K + channel + 8 * row] = total_decay[row];
+    to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state_size;
+    for (int octet = 0; octet < 2; ++octet)
+      if (t == 0 && work.v_tile == 0 && channel + 8 * octet < K)
+        args.decays[slot * K + channel + 8 * octet] = total_decay[octet];
   } else if (backwards && args.dh0 && segment == P - 1) {
-    const int n = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count)
-                                        : work.n;  // the value of work.n, which would be spilled
-    to = args.dh0 + (n / P * shape.H + work.h) * state;
+    // The value of work.sequence, which some instances would spill.
+    const int sequence = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.sequence;
+    to = args.dh0 + (sequence / P * shape.H + work.h) * state_size;
   }
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
 }
@@ -264,9 +270,10 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
   StateTile work;
   work.v_tile = block % v_tiles, work.k_tile = block / v_tiles % k_tiles;
-  work.h = int(args.first) + block / tiles % heads, work.n = block / tiles / heads, work.b = work.n / int(shape.count);
-  work.span = tokens_of(shape, work.n % shape.count);
-  if (!args.chunk_states && work.n % args.P == (backwards ? 0 : args.P - 1))
+  work.h = int(args.first) + block / tiles % heads, work.sequence = block / tiles / heads,
+  work.b = work.sequence / int(shape.count);
+  work.span = tokens_of(shape, work.sequence % shape.count);
+  if (!args.chunk_states && work.sequence % args.P == (backwards ? 0 : args.P - 1))
     return;  // the last segment's summary is not used
   walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards);
 }

@@ -1,11 +1,12 @@
 // what      GLA and RWKV-6 backward on every card: dv of a chunk.
-// math      dS [K, V] is the gradient of the state after the chunk of 64 tokens. A_ij = scale q_i . decay_ij k_j for j
-//           < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to i (RWKV-6: to i - 1); A_ii = scale q_i
-//           . k_i (RWKV-6: scale q_i . u k_i)
-//           dv = (k decayed to the chunk's end) dS + A^T do
-//           decay_ij is the query's decay since a border, times the key's decay up to it. With the chunk in sub-chunks
-//           of 8 tokens, blocks of 16 and halves of 32, borders are those between the halves (border32), else between
-//           the half's blocks (border16), else between the block's sub-chunks (border8), else the sub-chunk's middle
+// math      dS [K, V] is the gradient of the state after the chunk of 64 tokens. Decays [K] are e^(sum of log gates g):
+//           D_ij over gates j + 1 to i (RWKV-6: to i - 1), L_j over the chunk's gates after j.
+//           A_ij = scale q_i . D_ij k_j for j < i; A_ii = scale q_i . k_i (RWKV-6: scale q_i . u k_i)
+//           dv_j = dS^T (L_j k_j) + sum_i A_ij do_i
+//           D_ij is a factor of the query, its decay from a border, times a factor of the key, its decay to that
+//           border. With the chunk in sub-chunks of 8 tokens, blocks of 16 and halves of 32, borders are those between
+//           the halves (border32), else between the half's blocks (border16), else between the block's sub-chunks
+//           (border8), else the sub-chunk's middle
 // shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; chunk_states: see backward_states.cu
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      q, k, g and dS of 32 channels at a time, copied by all threads; operands of these channels, made by each
@@ -39,12 +40,12 @@ template <typename T, typename G> struct Tokens {
   G g[CHUNK * LD<G, CHANNELS>];
 };
 
+// Tiles [channel, token] of 32 channels: queries and keys times their decays.
 template <typename Stored> struct Operands {
-  Across<Stored> queries, keys;  // decayed from and to the middle of their sub-chunks
-  // Each in the columns of its own tokens: the keys before a border, decayed to it, and the queries after it, decayed
-  // from it.
-  Across<Stored> border8, border16, border32;
-  Across<Stored> ends;  // keys decayed to the chunk's end
+  ChannelTokens<Stored> queries, keys;  // from, and to, the middle of their sub-chunks
+  // In the columns of tokens before a border: keys decayed to it; in those of tokens after it: queries decayed from it.
+  ChannelTokens<Stored> border8, border16, border32;
+  ChannelTokens<Stored> ends;  // L_j k_j
 };
 
 template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Shared {
@@ -62,8 +63,9 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   bool grows[SUBS];                 // whether a gate of the sub-chunk exceeds GROWTH
 };
 
-// Adds x, summed over the warp's channels, to the sums of the tokens of four sub-chunks from `first` on.
-__device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first) {
+// Adds x, summed over the warp's 8 channels, to the sums of the tokens. x[m]: of this lane's channel and two tokens of
+// sub-chunk first_subchunk + m; first_subchunk is 0 or 4.
+__device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first_subchunk) {
   const int g = threadIdx.x >> 2 & 7;
   const auto from_lane = [](float2 x, int lanes) {
     return float2{__shfl_xor_sync(0xffffffffu, x.x, lanes), __shfl_xor_sync(0xffffffffu, x.y, lanes)};
@@ -77,7 +79,7 @@ __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4
   }
   const float2 sum_of_lanes = x[0] + from_lane(x[0], 16);
   float2& sum = *reinterpret_cast<float2*>(sums + 8 * g + 2 * (threadIdx.x & 3));
-  if ((g & 4) == first) sum = sum + sum_of_lanes;
+  if ((g & 4) == first_subchunk) sum = sum + sum_of_lanes;  // two lanes have each sum: the one whose `sum` it is adds
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
@@ -96,6 +98,7 @@ __global__ void __launch_bounds__(
   const Span span = chunk_tokens(shape, c);
   const bool vectors = args.vectors;
 
+  // Start copying part n of the channels, 32 of them: `fetch` of q, k and g, fetch_state of dS.
   const auto fetch = [&](int n) {
     const int channel = n * CHANNELS;
     fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K,
@@ -105,16 +108,16 @@ __global__ void __launch_bounds__(
     fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K,
                                                  vectors);
   };
-  const int tiles = int((shape.V + TILE - 1) / TILE), first = v_tile * (BV / TILE);
+  const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
   const Stored* chunk_states =
-      static_cast<const Stored*>(args.chunk_states) + tile_at(shape, heads, true, b, h - args.first, c, 0, first);
+      static_cast<const Stored*>(args.chunk_states) + tile_at(shape, heads, true, b, h - args.first, c, 0, first_tile);
   const auto fetch_state = [&](int n) {
     constexpr int PART = CHANNELS * TILE;  // of a tile
     const Stored* from = chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
 #pragma unroll 1
     for (int index = threadIdx.x * PIECE; index < BV / TILE * PART; index += THREADS * PIECE)
       cp_async<16>(s.dS + (index / 64 * 8 + row_place<Stored>(index / 8 % 8)) * 8 + index % 8,
-                   from + index / PART * (TILE * TILE) + index % PART, first + index / PART < tiles);
+                   from + index / PART * (TILE * TILE) + index % PART, first_tile + index / PART < tiles);
   };
 
   ChunkScores scores(warp);
@@ -157,15 +160,19 @@ __global__ void __launch_bounds__(
         self_terms[m % 4] = u * query * key;
         const PairDecays<ReadOrder> decays(decays_of_tokens);
         const MiddleFactors<ReadOrder> middle(decays_of_tokens);
+        // The query decayed from its sub-chunk's start, and the key decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
-        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        // The borders between the blocks of the sub-chunk's half, and between the halves, in sub-chunks.
+        const int block_border = m / 4 * 4 + 2, half_border = SUBS / 2;
+        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t;
         put_pair(s.operands.queries + index, middle.queries * query);
         put_pair(s.operands.keys + index, middle.keys * key);
         put_pair(s.operands.border8 + index, m % 2 ? start : end);
-        put_pair(s.operands.border16 + index, m < quarter_end ? product_over(sub_chunk_decays, m + 1, quarter_end) * end
-                                                              : product_over(sub_chunk_decays, quarter_end, m) * start);
-        put_pair(s.operands.border32 + index, m < half_end ? product_over(sub_chunk_decays, m + 1, half_end) * end
-                                                           : product_over(sub_chunk_decays, half_end, m) * start);
+        put_pair(s.operands.border16 + index, m < block_border
+                                                  ? product_over(sub_chunk_decays, m + 1, block_border) * end
+                                                  : product_over(sub_chunk_decays, block_border, m) * start);
+        put_pair(s.operands.border32 + index, m < half_border ? product_over(sub_chunk_decays, m + 1, half_border) * end
+                                                              : product_over(sub_chunk_decays, half_border, m) * start);
         put_pair(s.operands.ends + index,
                  product_over(sub_chunk_decays, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.self_scores[warp], self_terms, m - 3);

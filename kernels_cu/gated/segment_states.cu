@@ -7,8 +7,8 @@
 //           float32. A segment's state is the sum of its parts' states. The product of both rows of `decays` over all
 //           parts is the segment's decay: it is in the first row of the first part, all others are ones
 // grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
-//           for every 16. A step is STEP tokens; steps are counted from the segment's last one back. Parts take the
-//           steps of a segment in turn; of other parts' steps a block reads the gates only
+//           for every 16 of them. A step is STEP tokens; steps are counted from the segment's last one back, and so
+//           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
 // barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: the
 //           block stops if the gates read so far sum to -48 (FORGOTTEN_NATS) or less in all channels, none positive
@@ -16,7 +16,7 @@
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
 //           out would be decayed by e^-48 (1.4e-21): float32's rounding of later tokens' terms (6e-8) is larger unless
-//           the former are 4e13 times as large
+//           the terms left out are 4e13 times as large
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; a launch for every BK channels
 #include "decays.cuh"
@@ -85,10 +85,10 @@ __device__ __noinline__ void copy_unaligned_rows(Tile<T, E, COLS>& to, const E* 
   else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
 }
 
-// Copies steps of an array in memory to tiles. Each call of `copy` copies one step: first the segment's step `first` in
-// time, then the one that is `every` steps earlier. rows: the segment's tokens from the step on; columns: those of the
-// array; what is beyond becomes zero. bytes: as in Args. If it is 16, a thread copies the same 16-byte piece of every
-// AT_ONCE-th row.
+// Copies steps of an array in memory to tiles. Each call of `copy` copies one step: first the segment's step
+// `first_step`, counted from its start, then always the one that is `every` steps earlier. rows: the segment's tokens
+// from the step on; columns: those of the array; what is beyond becomes zero. bytes: as in Args. If it is 16, a thread
+// copies the same 16-byte piece of every AT_ONCE-th row.
 template <int THREADS, typename T, typename E, int COLS> struct StepCopier {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
@@ -97,8 +97,8 @@ template <int THREADS, typename T, typename E, int COLS> struct StepCopier {
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
   __device__ __forceinline__ static int col() { return threadIdx.x % ACROSS * Columns::PIECE; }
-  __device__ __forceinline__ StepCopier(const E* rows, i64 stride, int first, int bytes)
-      : from(rows + first * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
+  __device__ __forceinline__ StepCopier(const E* rows, i64 stride, int first_step, int bytes)
+      : from(rows + first_step * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
 
   __device__ __forceinline__ void copy(Columns& to, i64 stride, int every, int rows, int columns) {
     const int rows_below = col() < columns ? rows - row() : 0;  // from this thread's first row on
@@ -137,8 +137,9 @@ __device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], con
 // ends at e^88, which leaves 28 nats for the gates of the step itself.
 constexpr float LARGEST_SUM = 60.f;
 
-// The first of two multiplications by exp(nats + more), which may be beyond float32's range: multiplies x by exp of
-// half of nats + more, and leaves the other half in `nats`. Halves are at most 87, so that exp is finite and 0 stays 0.
+// The first of two multiplications of x by exp(nats + more), which may be beyond float32's range: multiplies x by exp
+// of half of nats + more, and sets `nats` to the other half. Halves are at most 87, so that exp is finite and 0 stays
+// 0.
 template <int N> __device__ __forceinline__ void multiply_by_half(float (&x)[N], float (&nats)[N], float more) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -166,18 +167,18 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
-// What a block computes: part `part` of segment n (its number over the batch) of head h, columns from v_tile on.
-// result: the index [n, part, h] of its results.
+// What a block computes: part `part` of a segment (its number over the batch) of head h, columns from first_column on.
+// result: the index [segment, part, h] of its results.
 template <int BV> struct SegmentTile {
-  u32 n, part, h, result;
-  int v_tile;
+  u32 segment, part, h, result;
+  int first_column;
 
   template <class Args> __device__ __forceinline__ SegmentTile(const Args& args, u32 block) {
     const u32 tiles = u32(args.shape.V + BV - 1) / BV, H = u32(args.shape.H), parts = u32(args.parts);
     const u32 index = block / tiles / H / parts, computed = u32(args.computed);  // index: among the computed segments
-    n = index / computed * u32(args.segments) + index % computed, part = block / tiles / H % parts,
+    segment = index / computed * u32(args.segments) + index % computed, part = block / tiles / H % parts,
     h = block / tiles % H;
-    result = (n * parts + part) * H + h, v_tile = block % tiles * BV;
+    result = (segment * parts + part) * H + h, first_column = block % tiles * BV;
   }
 };
 
@@ -189,15 +190,16 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 16 * (threadIdx.x >> 5);
   const SegmentTile<BV> work(args, blockIdx.x);
-  const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.n / count;
-  const Span span = tokens_of(shape, work.n % count);
+  const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.segment / count;
+  const Span span = tokens_of(shape, work.segment % count);
   const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
-  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - work.v_tile, i64(BV)));
-  // first: the step that this part begins with, counted from the segment's start; it is its last one in time.
-  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;
+  const int channels = int(min(shape.K - args.channel, i64(BK))),
+            columns = int(min(shape.V - work.first_column, i64(BV)));
+  // first_step: the step that this part begins with, counted from the segment's start: the part's last one in time.
+  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first_step = steps - 1 - part;
 
-  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first, bytes);
-  StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.v_tile, args.v.t, first, bytes);
+  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first_step, bytes);
+  StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.first_column, args.v.t, first_step, bytes);
   StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
   const auto is_of_part = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
@@ -219,12 +221,14 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
 
-  // A lane has the channels warp_channel + g + 8 row, row 0 or 1. S: accumulators [16 channels, 8 columns] twice, BV /
-  // 16 times; later_gates: the sums of the channels' gates after this step. Channels beyond K count as forgotten.
+  // A lane has the channels warp_channel + g + 8 octet, octet 0 or 1. S: accumulators [16 channels, 8 columns] twice,
+  // BV / 16 times; later_gates: by octet, the sums of the channels' gates after this step. Channels beyond K count as
+  // forgotten.
   float S[BV / 16][2][4] = {};
   float later_gates[2];
 #pragma unroll
-  for (int row = 0; row < 2; ++row) later_gates[row] = warp_channel + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
+  for (int octet = 0; octet < 2; ++octet)
+    later_gates[octet] = warp_channel + g + 8 * octet < channels ? 0.f : FORGOTTEN_NATS;
   const bool first_lane = (threadIdx.x & 31) == 0;  // only this lane writes and reads `has_positive_gate`
   u32& has_positive_gate = s.has_positive_gate[threadIdx.x >> 5];
   if (first_lane) has_positive_gate = 0;
@@ -242,11 +246,11 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     const bool in_part = is_of_part(step);
     Left<M> a[DEPTHS];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    for (int octet = 0; octet < 2; ++octet) {
       // within_lane: the gates of the lane's tokens, then, of each token, the sum of those of the lane's later tokens;
       // sum: of all of them.
       float within_lane[LANE_TOKENS<T>], sum = 0.f, largest = 0.f;
-      load_lane_tokens(within_lane, in.g, warp_channel + 8 * row);
+      load_lane_tokens(within_lane, in.g, warp_channel + 8 * octet);
 #pragma unroll
       for (int i = LANE_TOKENS<T> - 1; i >= 0; --i) {
         const float gate = within_lane[i];
@@ -256,17 +260,17 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       }
       if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) has_positive_gate = 1;
       const FourLanes lanes = lane_sums(sum);
-      float after_lane = lanes.after + later_gates[row];  // the sum of the gates after the lane's tokens
-      later_gates[row] += lanes.all;
+      float after_lane = lanes.after + later_gates[octet];  // the sum of the gates after the lane's tokens
+      later_gates[octet] += lanes.all;
       if (!in_part) continue;
       float key[LANE_TOKENS<T>];
-      load_lane_tokens(key, in.k, warp_channel + 8 * row);
+      load_lane_tokens(key, in.k, warp_channel + 8 * octet);
       if (two_factors) multiply_by_half(key, within_lane, after_lane), after_lane = 0.f;
       after_lane *= LOG2E;
 #pragma unroll
       for (int i = 0; i < LANE_TOKENS<T>; ++i) key[i] *= exp2_approx(fmaf(within_lane[i], LOG2E, after_lane));
 #pragma unroll
-      for (int n = 0; n < LANE_TOKENS<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
+      for (int n = 0; n < LANE_TOKENS<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + octet, float2{key[2 * n], key[2 * n + 1]});
     }
     if (!in_part) continue;
 #pragma unroll
@@ -288,13 +292,13 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     for (int i = 0; i < 4; ++i) {
       const int channel = warp_channel + g + 8 * (i >> 1), column = 8 * x + 2 * t + (i & 1);
       if (channel < channels && column < columns)
-        state[(args.channel + channel) * shape.V + tile.v_tile + column] = S[x / 2][x % 2][i];
+        state[(args.channel + channel) * shape.V + tile.first_column + column] = S[x / 2][x % 2][i];
     }
-  if (t == 0 && tile.v_tile == 0)
-    for (int row = 0; row < 2; ++row) {
-      const int channel = warp_channel + g + 8 * row;
+  if (t == 0 && tile.first_column == 0)
+    for (int octet = 0; octet < 2; ++octet) {
+      const int channel = warp_channel + g + 8 * octet;
       float* decays = args.decays + i64(tile.result) * 2 * shape.K + args.channel + channel;
-      const float segment_decay = step < steps ? 0.f : decay_of(later_gates[row]);
+      const float segment_decay = step < steps ? 0.f : decay_of(later_gates[octet]);
       if (channel < channels) decays[0] = tile.part ? 1.f : segment_decay, decays[shape.K] = 1.f;
     }
 }

@@ -36,15 +36,15 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
-template <int D> constexpr int LANES = D * D / NUMBERS;  // of a head
+template <int D> constexpr int LANES = D * D / NUMBERS;  // lanes of a head
 
 template <typename T, typename G, int D> struct Stage {
   Tile<T, D, LANES<D>> q, k;  // overwritten by dq and dk
   Tile<T, D, LANES<D>> v, do_;
   Tile<G, D, LANES<D>> g;  // overwritten by dg
   union {
-    float4 step_states[NUMBERS / 4][32];
-    Tile<T, D, LANES<D>> dv;  // overwrites `step_states`
+    float4 step_states[NUMBERS / 4][32];  // S before the step, [4 numbers][lane]
+    Tile<T, D, LANES<D>> dv;              // overwrites `step_states`
   };
 };
 template <typename T, typename G, int D> struct Shared {
@@ -55,7 +55,8 @@ template <typename T, typename G, int D> struct Shared {
 };
 
 // Sums x over the lanes of a head, for each of D columns. Each step halves the columns of a lane: afterwards
-// x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: half of the lanes at first.
+// x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: of the first step's exchange, half
+// of LANES.
 template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
   if constexpr (DISTANCE > 0) {
     exchange_halves<DISTANCE*(D / LANES<D>)>(x, DISTANCE, lane & DISTANCE);
@@ -77,7 +78,8 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   const float scale = float(args.scale);
 
   using State = float[ROWS][D];
-  // Calls f(number of S, its index in states [.., H, K, V] of memory) for this lane's numbers of state n.
+  // Calls f(number of S, its index in states [.., H, K, V] of memory) for this lane's numbers of the state of sequence
+  // or segment n.
   const auto each_number = [&](State& S, i64 n, auto f) {
     const i64 first = ((n * shape.H + work.h) * K + channel) * V;
 #pragma unroll
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   };
   const i64 first_state =
       (work.b * shape.NC + (work.n < 0 ? 0 : chunks_of(shape, work.n % shape.count).start)) * shape.H + work.h;
+  // This lane's first four numbers of the stored state before the step that starts at `token`.
   const auto state_at = [&](int token) {
     return reinterpret_cast<float4*>(args.step_states) +
            (first_state + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+coord.lane;
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     fetch_all(s.stages[last_step / STEP % 2], last_step);
   }
 
-  State dS = {};  // the gradient of the state before the tokens that have been computed
+  State dS = {};  // the gradient of the state before those tokens whose gradients have been computed
   if (args.ends) each_number(dS, work.n, [&](float& x, i64 place) { x = args.ends[place]; });
   float u[ROWS], du[ROWS] = {};
 #pragma unroll

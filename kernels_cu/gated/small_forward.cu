@@ -33,6 +33,8 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
+// The launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers,
+// that is for heads of 16 and for float32 gates.
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_forward(const Args<T, G> args) {
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   }
   if (args.initial) each_number([&](float& x, i64 place) { x = args.initial[place]; });
 
-  const auto& tiles = s.stages[0];
+  const auto& tiles = s.stages[0];  // either stage: lane_rows takes the types of tiles alone
   const auto q_rows = lane_rows(tiles.q, args.q, work, coord.lane),
              k_rows = lane_rows(tiles.k, args.k, work, coord.lane);
   const auto v_rows = lane_rows(tiles.v, args.v, work, coord.lane);
@@ -89,14 +91,14 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     if (token + STEP < longest) fetch_step(s.stages[stage ^ 1], token + STEP);
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
-      float q[D], k[D], a[D], v[2], o[2] = {};
-      in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head), s.decays.load_row(a, i, coord.head);
+      float q[D], k[D], decays[D], v[2], o[2] = {};
+      in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head), s.decays.load_row(decays, i, coord.head);
       in.v.load_row(v, i, coord.head, column);
 #pragma unroll
       for (int c = 0; c < D; ++c)
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          const float kv = k[c] * v[x], next = fmaf(a[c], S[c][x], kv);
+          const float kv = k[c] * v[x], next = fmaf(decays[c], S[c][x], kv);
           o[x] = fmaf(q[c], BEFORE ? fmaf(u[c], kv, S[c][x]) : next, o[x]);
           S[c][x] = next;
         }

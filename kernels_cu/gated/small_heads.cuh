@@ -14,7 +14,8 @@ constexpr int STEP = 8;  // tokens in shared memory at a time
 
 // A tile [STEP tokens, HEADS heads of a warp, D channels or columns] of type E. A row, of one token and head, is PIECES
 // pieces of 16 bytes, PIECE numbers each. A head has LANES lanes; each copies one piece of every ROWS_AT_ONCE-th token,
-// LANE_PIECES in all. `place` swaps pieces so that the rows of different heads are in different banks.
+// LANE_PIECES in all: these are the lane's pieces. `place` swaps pieces so that rows of different heads are in
+// different banks.
 template <typename E, int D, int LANES> struct alignas(16) Tile {
   static constexpr int HEADS = 32 / LANES, PIECE = 16 / sizeof(E), PIECES = D / PIECE;
   static constexpr int ROWS_AT_ONCE = LANES / PIECES, LANE_PIECES = STEP / ROWS_AT_ONCE;
@@ -62,12 +63,12 @@ template <int LANES> struct LaneCoord {
 
 // The work of a lane's head: `tokens` tokens of head h of batch row b, from token `start` of the row on.
 struct Work {
-  i64 n;  // the sequence or segment, over the batch; -1: none
+  i64 n;  // the number of the sequence or segment, over the batch; -1: none
   int b, h, tokens;
   i64 start;
 };
-// The work with this number in a launch: head fastest, then sequence or segment. Of every `segments` segments in turn
-// only the first `computed` are counted. No tokens if there is no such work.
+// The work with this number in a launch: head fastest, then sequence or segment. Of the `segments` segments of each
+// sequence only the first `computed` are counted. No tokens if there is no such work.
 __device__ __forceinline__ Work work_of(const Shape& shape, u32 number, u32 segments = 1, u32 computed = 1) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = number / H / computed * segments + number / H % computed;
   if (n >= u32(shape.B) * count) return {-1, 0, 0, 0, 0};
@@ -132,7 +133,7 @@ __device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows,
   });
 }
 
-// Starts copying the step that starts at `token`: its first tokens_left tokens, which exist, and `width` columns; the
+// Starts copying the step that starts at `token`: its first tokens_left tokens and `width` columns, which exist; the
 // rest of the tile becomes zero. bytes: the largest of 16, 8, 4 and 2 of which all rows are multiples.
 template <class Tile, typename E>
 __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
@@ -146,7 +147,8 @@ __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int he
   }
 }
 
-// Stores the tokens and columns of a step that exist; arguments as in `fetch`.
+// `store`: stores the tokens and columns of a step that exist; arguments as in `fetch`. store_unaligned: for rows that
+// are not multiples of 16 bytes.
 template <class Tile, typename E>
 __device__ __noinline__ void store_unaligned(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
                                              int tokens_left, int width) {

@@ -1,6 +1,6 @@
-// what      Summaries of the P segments of sequences, for heads of at most 16 channels and columns: the state S after a
-//           segment if the state before it is zero, and the segment's decay. For the backward pass also the gradient dS
-//           of the state before a segment if the gradient of the state after it is zero.
+// what      Summaries of the P segments of each of N sequences, for heads of at most 16 channels and columns: the state
+//           S after a segment if the state before it is zero, and the segment's decay. For the backward pass also dS,
+//           the gradient of the state before a segment if the gradient of the state after it is zero.
 // math      S <- diag(exp g_t) S + k_t v_t^T;   backwards in time dS <- diag(exp g_t) (dS + scale q_t do_t^T)  (RWKV-6:
 //           diag(exp g_t) dS + scale q_t do_t^T);   decay: exp g_t, multiplied over the segment's tokens
 // shapes    q k g [B, H, T, K], v do [B, H, T, V], initial, dht [N, H, K, V] float32.
@@ -36,15 +36,15 @@ template <typename T, typename G> struct Args {
 template <typename T, typename G, int D> struct Shared {
   struct Warp {
     struct Stage {
-      Tile<T, D, D / 2> x, y;  // k and v, or backwards q and do: the factors of what is added to the state
+      Tile<T, D, D / 2> keys, values;  // k and v, or backwards q and do: the factors of what is added to S
       Tile<G, D, D / 2> g;
     } stages[2];
     Tile<float, D, D / 2> decays;
   } warps[WARPS];
 };
 
-// The launch bounds: as many blocks share a multiprocessor's registers as the host counts on (GatedSmall.resident),
-// fewer where a thread needs more registers, that is for heads of 16 and for float32 gates.
+// The launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers,
+// that is for heads of 16 and for float32 gates. The host counts on them (GatedSmall.resident).
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
@@ -81,19 +81,20 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
       args.states[slot * state_size + index] = number;
     });
   }
-  // The last segment's summary is not needed: its head has no tokens, and stores nothing as its n is -1.
+  // The last segment's summary is not needed: a head without tokens and with n = -1 computes and stores nothing.
   if (args.both && segment == P - 1) work.n = -1, work.tokens = 0;
 
   const auto& tiles = s.stages[0];  // either stage: lane_rows takes the types of tiles alone
-  const auto x_rows = lane_rows(tiles.x, backwards ? args.q : args.k, work, coord.lane);
-  const auto y_rows = lane_rows(tiles.y, backwards ? args.do_ : args.v, work, coord.lane);
+  const auto key_rows = lane_rows(tiles.keys, backwards ? args.q : args.k, work, coord.lane);
+  const auto value_rows = lane_rows(tiles.values, backwards ? args.do_ : args.v, work, coord.lane);
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
   const int longest = largest_of_warp<LANES>(work.tokens), last_step = (longest - 1) / STEP * STEP;
+  // Starts copying the n / STEP-th step of the walk; token: its first one in time, counted from the segment's start.
   const auto fetch_step = [&](int n) {
     const int token = backwards ? last_step - n : n, tokens_left = work.tokens - token;
     auto& to = s.stages[n / STEP % 2];
-    fetch(to.x, x_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
-    fetch(to.y, y_rows, coord.head, coord.lane, token, tokens_left, V, bytes);
+    fetch(to.keys, key_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
+    fetch(to.values, value_rows, coord.head, coord.lane, token, tokens_left, V, bytes);
     fetch(to.g, g_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
     cp_async_commit();
   };
@@ -110,15 +111,17 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
     if (n + STEP < longest) fetch_step(n + STEP);
     const auto add_token = [&](int i) {
-      float x[D], a[D], lane_decays[2], y[2];  // a: decays of all channels; lane_decays: of those in total_decay
-      in.x.load_row(x, i, coord.head), in.y.load_row(y, i, coord.head, column);
-      s.decays.load_row(a, i, coord.head), s.decays.load_row(lane_decays, i, coord.head, column);
-      y[0] *= scale, y[1] *= scale, total_decay[0] *= lane_decays[0], total_decay[1] *= lane_decays[1];
+      // decays: of all channels; lane_decays: of those in total_decay.
+      float key[D], decays[D], lane_decays[2], value[2];
+      in.keys.load_row(key, i, coord.head), in.values.load_row(value, i, coord.head, column);
+      s.decays.load_row(decays, i, coord.head), s.decays.load_row(lane_decays, i, coord.head, column);
+      value[0] *= scale, value[1] *= scale, total_decay[0] *= lane_decays[0], total_decay[1] *= lane_decays[1];
 #pragma unroll
       for (int c = 0; c < D; ++c)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          S[c][j] = write_before_decay ? a[c] * fmaf(x[c], y[j], S[c][j]) : fmaf(a[c], S[c][j], x[c] * y[j]);
+          S[c][j] = write_before_decay ? decays[c] * fmaf(key[c], value[j], S[c][j])
+                                       : fmaf(decays[c], S[c][j], key[c] * value[j]);
     };
     if (backwards) {
 #pragma unroll

@@ -12,23 +12,25 @@ constexpr int CHUNK = 64, SUB = 8, SUBS = CHUNK / SUB;  // tokens; sub-chunks a 
 constexpr int TILE = 64;                                // channels and columns of a tile of a state
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-// The distance of rows of COLS values: loads by ldmatrix, and of pairs, then touch every bank once.
+// The distance, in numbers, of the rows of a tile [rows, COLS] in shared memory: PAD more than COLS, so that loads by
+// ldmatrix, and of pairs, touch every bank once.
 template <typename T> constexpr int PAD = sizeof(T) == 2 ? 8 : 4;
 template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 
-// Copies a tile [ROWS, COLS] of (batch, head) from row `first` and column `column` on; zeros from row `stop` and column
-// `width` on. vectors: rows start on 16 bytes and are multiples of them, and are copied in the background (cp_async):
-// the caller waits for the copies. All threads of the block call this, and synchronise before they read s.
+// Copies a tile [ROWS, COLS] of (batch, head) to s in shared memory, from row (token) first_row and column `column` of
+// x on; zeros from row `stop` and column `width` of x on. vectors: rows start on 16 bytes and are multiples of them,
+// and are copied in the background (cp_async): the caller waits for the copies. All threads of the block call this, and
+// synchronise before they read s.
 template <int ROWS, int COLS, int LD, typename T>
-__device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
+__device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first_row, i64 stop,
                                            i64 column, i64 width, bool vectors) {
-  const int rows = stop - first < ROWS ? int(stop - first) : ROWS;
+  const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
     constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
     const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
     const bool exists = rows > 0 && col < columns;
-    const T* from = x.row(batch, head, exists ? first + row : 0) + (exists ? column + col : 0);
+    const T* from = x.row(batch, head, exists ? first_row + row : 0) + (exists ? column + col : 0);
 #pragma unroll
     for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.t)  // reads nothing if not valid
       cp_async<16>(s + (row + n * DOWN) * LD + col, from, exists && row + n * DOWN < rows);
@@ -37,7 +39,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
     for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
       const int row = index / COLS, col = index % COLS;
       const bool inside = row < rows && col < columns;
-      s[row * LD + col] = inside ? x.row(batch, head, first + row)[column + col] : from_float<T>(0.f);
+      s[row * LD + col] = inside ? x.row(batch, head, first_row + row)[column + col] : from_float<T>(0.f);
     }
   }
 }
@@ -49,16 +51,16 @@ constexpr float NEAR_SCALE = 4194304.f;  // 2^22
 // The width of rows that one kernel stores for another: a multiple of 8, with zeros after `width`.
 __device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 * 8; }
 
-// Stores the rows and columns of a tile that are inside the array.
+// Stores the rows and columns of a tile that are inside the array; arguments as in fetch_rows.
 template <int ROWS, int COLS, int LD, typename T>
-__device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 batch, i64 head, i64 first, i64 stop,
+__device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 batch, i64 head, i64 first_row, i64 stop,
                                            i64 column, i64 width, bool vectors) {
-  const int rows = stop - first < ROWS ? int(stop - first) : ROWS;
+  const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
     constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
     const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
-    T* to = x.row(batch, head, first + row) + column + col;
+    T* to = x.row(batch, head, first_row + row) + column + col;
 #pragma unroll
     for (int n = 0; n < ROWS / DOWN; ++n, to += DOWN * x.t)
       if (row + n * DOWN < rows && col < columns)
@@ -67,7 +69,7 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
 #pragma unroll 1
     for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
       const int row = index / COLS, col = index % COLS;
-      if (row < rows && col < columns) x.row(batch, head, first + row)[column + col] = s[row * LD + col];
+      if (row < rows && col < columns) x.row(batch, head, first_row + row)[column + col] = s[row * LD + col];
     }
   }
 }

@@ -39,10 +39,10 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
   T k[CHUNK * LD<T, CHANNELS>];
   G g[CHUNK * LD<G, CHANNELS>];
-  Across<Stored> queries, keys;  // decayed from and to the middle of their sub-chunk
+  ChannelTokens<Stored> queries, keys;  // decayed from and to the middle of their sub-chunk
   // Each in the columns of its own tokens: the keys before a border between sub-chunks, blocks of 16 or halves of 32
   // tokens, decayed to it, and the queries after it, decayed from it.
-  Across<Stored> border8, border16, border32;
+  ChannelTokens<Stored> border8, border16, border32;
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
