@@ -83,7 +83,7 @@ class Board:
             # Compiles `assist`, which returns at once as the board is stopped. A helper that compiled it might be ended
             # with the process before the machine code is on the disk.
             self.loops.assist(self.array)
-        self.array[self.loops.STOPPED] = 0
+        self.array[self.loops.THREADS], self.array[self.loops.STOPPED] = wanted + 1, 0
         if wanted:
             HELPERS.wake(self.array, wanted)
         try:

@@ -10,8 +10,9 @@ numbers are converted to float32 once for all of them.
 
 Several threads share a product. The caller describes the product on a *board*, an array of int64, and publishes a range
 of *tickets*, one for each part of the product. Every thread that looks at the board claims tickets, and the caller
-returns when all parts are done. The caller does not wait for a thread that has claimed nothing. A board has one product
-at a time: one thread calls `multiply`, all others `assist`.
+returns when all parts are done. The caller does not wait for a thread that has claimed nothing. A claim takes several
+tickets while many are left: the board is in another core's cache, and a claim costs the time of reading 20 KB of a
+matrix. A board has one product at a time: one thread calls `multiply`, all others `assist`.
 
 S matrices and T tokens of a product. Arrays are given by addresses; callers guarantee shapes, dtypes and C order.
 """
@@ -48,17 +49,21 @@ AVX512 = binding.get_host_cpu_features().get("avx512f")
 TOKENS_AT_ONCE, VECTORS_AT_ONCE = (10, 2) if AVX512 else (6, 1)
 DEPTH = 16  # all tokens of a part read DEPTH blocks of columns, which then are in the cache, before the next blocks
 CHUNK = 20 * TOKENS_AT_ONCE  # tokens of one part of a product
+CLAIM = 2  # a claim takes the tickets that are left, divided by CLAIM times the number of threads
+PART_OF_FLOAT32 = 1 << 14  # numbers of W in a part of a product in float32, in whole rows; at most TILE rows
 SPARSE = 0.2  # if at most this share of a token's inputs is not zero, it is faster to skip the zeros
 
 # Indices of the board. The numbers that threads change at the same time have cache lines of their own. NEXT and LIMIT
 # only grow, so that a thread that has read old values cannot claim a ticket of a later product.
 NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; the number of parts of all products that are done; the end of tickets
 STOPPED, START = 17, 18  # 1 if helpers must return; the first ticket of the product
+THREADS = 19  # the number of threads that may look at the board
 # The product: addresses of arrays, and sizes. STACK is how many matrices of the same size it has.
 FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS = range(24, 33)
-ROWS, COLUMNS, TOKENS, PADDED_TOKENS, TILES, STACK = range(33, 39)
-COMPUTE = 39  # the address of `compute`: a loop that called it by its name would compile it again
-BOARD = 40  # numbers of a board
+ROWS, COLUMNS, TOKENS, PADDED_TOKENS, STACK = range(33, 38)
+TILE_ROWS, TILES = 38, 39  # rows of W in a part, which in float32 may be less than TILE; parts of one matrix
+COMPUTE = 40  # the address of `compute`: a loop that called it by its name would compile it again
+BOARD = 41  # numbers of a board
 LOOKS = 200  # a thread yields its core to other threads after this many looks at a board without a part for it
 
 LOOP_OPTIONS = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
@@ -328,13 +333,13 @@ def multiply_tile(board, part):
 
 @njit(**LOOP_OPTIONS)
 def multiply_rows(board, tile):
-    """Computes TILE rows of a product in float32, for all its tokens."""
+    """Computes TILE_ROWS rows of a product in float32, for all its tokens."""
     rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
-    matrix, row = tile // tiles, tile % tiles * TILE
+    matrix, row = tile // tiles, tile % tiles * board[TILE_ROWS]
     w = array_at(board[BITS], (board[STACK], rows, columns), np.float32)[matrix]
     x = array_at(board[X], (board[STACK], tokens, columns), np.float32)[matrix]
     y = array_at(board[Y], (board[STACK], tokens, rows), np.float32)[matrix]
-    for m in range(row, min(rows, row + TILE)):
+    for m in range(row, min(rows, row + board[TILE_ROWS])):
         for token in range(tokens):
             total = np.float32(0)
             for k in range(columns):
@@ -368,27 +373,31 @@ def call_at(typing, address, arguments):
 
 # -- threads ----------------------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
-def claim_part(board):
-    """Claims a part of the product for this thread; returns its number, or -1 if there is none now."""
+def claim_parts(board):
+    """Claims parts of the product for this thread; returns the first one's number, and how many: 0 if none is left."""
     address = board.ctypes.data
     while True:
         limit, ticket = load_atomic(address + 8 * LIMIT), load_atomic(address + 8 * NEXT)
         if ticket >= limit:
-            return -1
-        if compare_exchange_atomic(address + 8 * NEXT, ticket, ticket + 1):
-            return ticket - board[START]
+            return 0, 0
+        count = max(1, (limit - ticket) // (CLAIM * board[THREADS]))
+        if compare_exchange_atomic(address + 8 * NEXT, ticket, ticket + count):
+            return ticket - board[START], count
 
 
 @njit(**LOOP_OPTIONS)
 def compute_parts(board):
     """Claims and computes parts until none is left; returns whether this thread has computed one."""
-    part = claim_part(board)
-    found_part = part >= 0
-    while part >= 0:
-        call_at(board[COMPUTE], (board.ctypes.data, part))
-        add_atomic(board.ctypes.data + 8 * DONE, 1)
-        part = claim_part(board)
-    return found_part
+    done = 0
+    part, count = claim_parts(board)
+    while count:
+        for n in range(part, part + count):
+            call_at(board[COMPUTE], (board.ctypes.data, n))
+        done += count
+        part, count = claim_parts(board)
+    if done:
+        add_atomic(board.ctypes.data + 8 * DONE, done)
+    return done > 0
 
 
 @njit(**LOOP_OPTIONS)
@@ -402,7 +411,7 @@ def count_look(looks):
 def new_board():
     """A board without a product, on which helpers would return at once."""
     board = np.zeros(BOARD, np.int64)
-    board[COMPUTE], board[STOPPED] = compute.address, 1
+    board[COMPUTE], board[STOPPED], board[THREADS] = compute.address, 1, 1
     return board
 
 
@@ -493,7 +502,8 @@ def multiply(board, format, bits, scales, x, y, S, T, K, M):
     board[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
     board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
     board[ROWS], board[COLUMNS], board[TOKENS], board[PADDED_TOKENS], board[STACK] = M, K, T, padded, S
-    board[TILES] = (M + TILE - 1) // TILE
+    board[TILE_ROWS] = TILE if format != FLOAT32 else min(TILE, max(1, PART_OF_FLOAT32 // max(1, K)))
+    board[TILES] = (M + board[TILE_ROWS] - 1) // board[TILE_ROWS]
     compute_together(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
     # Numba frees an array after its last use, so these must be used once more.
     board[PADDED_TOKENS] = inputs.size + starts.size + totals.size + x_rows.size
