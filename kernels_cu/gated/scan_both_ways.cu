@@ -1,9 +1,11 @@
 // what      Joins the segments of sequences for the backward passes: the state at each segment's start, and the
 //           gradient of the state at each segment's end, from the segments' summaries: what each gives if it starts
 //           from zero. The first two segments of either direction are complete already.
-// math      of segments numbered from 0 in the direction: S_p = diag(decay_{p-1}) S_{p-1} + summary_{p-1}
-// shapes    states [2, N, P, H, K, V] float32: on entry summary_{p-1} at segment p, on exit S_p, the state or gradient
-//           with which p starts in the direction; decays [2, N, P, H, K] float32
+// math      of segments numbered from 0 in the direction, S_p the state or gradient with which segment p starts:
+//           S_p = diag(decay_{p-1}) S_{p-1} + summary_{p-1}
+// shapes    states [2, N, P, H, K, V] float32, first of S, then of the gradients, P in order of time: on entry S_0 and
+//           S_1 at segments 0 and 1 of the direction, summary_{p-1} at segment p >= 2; on exit S_p.
+//           decays [2, N, P, H, K] float32: decay_p at segment p
 // grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
 //           values each
 // smem      none
@@ -23,12 +25,13 @@ struct Args {
 };
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
-  const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pairs = u32(args.N) * H;
+  const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), heads = u32(args.N) * H;
   const u32 index = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
-  const u32 pair = blockIdx.x / tiles % pairs, n = pair / H, h = pair % H;
-  const bool backwards = blockIdx.x / tiles >= pairs;
+  const u32 head = blockIdx.x / tiles % heads, n = head / H, h = head % H;
+  const bool backwards = blockIdx.x / tiles >= heads;
   const int P = int(args.P);
   if (index >= size || backwards < args.only_backwards) return;
+  // The index [direction, n, segment, h] of the direction's segment number `step`.
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };

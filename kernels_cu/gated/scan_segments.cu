@@ -43,7 +43,7 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
     const float* from = args.initial + (n * args.H + h) * size + index;
     for (int i = 0; i < WIDTH; ++i) S.x[i] = from[i];
   }
-  int r = 0;  // the part's number in its segment
+  int part_in_segment = 0;  // the number of the next part in its segment
   for (int first = 0; first < parts; first += AHEAD) {
     Values<WIDTH> states[AHEAD], decay[AHEAD];
 #pragma unroll
@@ -59,8 +59,8 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
-        if (r == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
-        if (++r == R) r = 0;
+        if (part_in_segment == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
+        if (++part_in_segment == R) part_in_segment = 0;
         // A state of 0 stays 0, also if gates above 0 make the decay infinite.
         for (int x = 0; x < WIDTH; ++x)
           S.x[x] = S.x[x] == 0.f ? states[i].x[x] : fmaf(decay[i].x[x], S.x[x], states[i].x[x]);

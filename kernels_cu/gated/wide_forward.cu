@@ -1,8 +1,8 @@
 // what      GLA and RWKV-6 forward with more than 128 channels (the 256 of released GLA models) on every card: the
 //           products of the operands that wide_operands.cu has made.
-// math      per chunk of 32 tokens, S [K, V] being the state before it, A [query, key] its scores q . k with the decay
-//           between both:  o = scale ((q decayed from the chunk's start) S + A v),
-//           S <- diag(decay of the chunk) S + (k decayed to its end)^T v
+// math      per chunk of 32 tokens, S [K, V] being the state before it, A [query, key] its scores (wide_operands.cu).
+//           Decays [K] are e^(sum of log gates): E_i over the chunk's gates up to i (RWKV-6: up to i - 1), L_j over
+//           those after j, D over all.  o_i = scale (S^T (E_i q_i) + sum_j A_ij v_j),  S <- D S + sum_j L_j k_j v_j^T
 // shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands, scores, decays: see
 //           wide_storage.cuh
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
@@ -48,10 +48,13 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
   auto& s = *reinterpret_cast<WideShared<T, TILES>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 across = u32(shape.V + BV - 1) / BV, head = blockIdx.x / across, H = u32(shape.H);
-  const u32 n = head / H, h = head % H, b = n / u32(shape.count);
-  const Span span = tokens_of(shape, n % u32(shape.count)), chunks = chunks_of(shape, n % u32(shape.count));
-  const int v_tile = blockIdx.x % across * BV, columns = int(min(shape.V - v_tile, i64(BV))), bytes = int(args.bytes);
+  // head: of all sequences' heads; b: batch row.
+  const u32 v_tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / v_tiles, H = u32(shape.H);
+  const u32 sequence = head / H, h = head % H, b = sequence / u32(shape.count);
+  const Span span = tokens_of(shape, sequence % u32(shape.count));
+  const Span chunks = chunks_of(shape, sequence % u32(shape.count));
+  const int first_column = blockIdx.x % v_tiles * BV, columns = int(min(shape.V - first_column, i64(BV))),
+            bytes = int(args.bytes);
   const int tile = (threadIdx.x >> 5) / STRIPS, strip = (threadIdx.x >> 5) % STRIPS;
   const int channels = int(shape.K) - tile * WIDE, tokens = int(span.stop - span.start);
 
@@ -59,7 +62,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   // Calls f(number of S, its index in the array of states, whether it is inside that array) for this lane's numbers.
   const auto each_number = [&](auto f) {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3, column = 16 * strip + g;
-    i64 index = (i64(head) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
+    i64 index = (i64(head) * shape.K + tile * WIDE + 2 * t) * shape.V + first_column + column;
 #pragma unroll
     for (int c = 0; c < WIDE / 8; ++c) {
 #pragma unroll
@@ -73,12 +76,12 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
 
   const auto fetch = [&](int chunk) {  // of the sequence
     auto& to = s.stages[chunk % STAGES];
-    const i64 place = (i64(b) * shape.H + h) * shape.NC + chunks.start + chunk, token = span.start + BT * chunk;
+    const i64 row = (i64(b) * shape.H + h) * shape.NC + chunks.start + chunk, token = span.start + BT * chunk;
     const int rows = tokens - BT * chunk;
-    copy_tile<TILES * 2 * TILE_SIZE, THREADS>(to.operands, args.operands + place * TILES * 2 * TILE_SIZE);
-    copy_tile<SCORES, THREADS>(to.scores, args.scores + place * SCORES);
-    copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + place * TILES * WIDE);
-    const T* v = args.v.row(b, h, token) + v_tile;
+    copy_tile<TILES * 2 * TILE_SIZE, THREADS>(to.operands, args.operands + row * TILES * 2 * TILE_SIZE);
+    copy_tile<SCORES, THREADS>(to.scores, args.scores + row * SCORES);
+    copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + row * TILES * WIDE);
+    const T* v = args.v.row(b, h, token) + first_column;
     if (bytes == 16) copy_rows<16, 8, BT, BV, THREADS>(to.v, v, args.v.t, rows, columns);
     else copy_unaligned_rows<BT, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
   };
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] *= scale;
-      T* to = args.o.row(b, h, token + row) + v_tile + column;
+      T* to = args.o.row(b, h, token + row) + first_column + column;
       if (bytes >= 8) {
         Piece<4, T> four;
         four.set(x);

@@ -1,7 +1,9 @@
-// what      GLA and RWKV-6 forward with more than 128 channels: the operands of a chunk for wide_forward.cu, once for
-//           all columns of V: decayed queries and keys, scores, and the chunk's decay.
-// math      A_ij = q_i decay_ij k_j over all channels, j <= i (RWKV-6: A_ii = q_i . u k_i);
-//           q decayed from the chunk's start, k decayed to its end
+// what      GLA and RWKV-6 forward with more than 128 channels: the operands of a chunk of 32 tokens for
+//           wide_forward.cu, once for all columns of V: queries and keys times decays, scores A, and the chunk's decay
+//           D.
+// math      decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
+//           those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
+//           A_ij = q_i . D_ij k_j over all channels, j <= i (RWKV-6: A_ii = q_i . u k_i); E_i q_i, L_j k_j
 // shapes    q k g [B, H, T, K], u [H, K]; operands, scores, decays: see wide_storage.cuh
 // grid      a block for every (batch, head, chunk)
 // smem      Shared: inputs of two tiles of 128 channels, operands of the current tile's scores, the scores. A warp has
@@ -45,19 +47,19 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const G* g = args.g.row(b, h, span.start);
 
   const auto fetch = [&](int tile, int stage) {
-    const int first = tile * WIDE, channels = int(min(shape.K - first, i64(WIDE)));
+    const int channel = tile * WIDE, channels = int(min(shape.K - channel, i64(WIDE)));
     if (bytes == 16) {
-      copy_rows<16, 8, BT, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels);
-      copy_rows<16, 8, BT, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels);
+      copy_rows<16, 8, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.t, rows, channels);
+      copy_rows<16, 8, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.t, rows, channels);
     } else {
-      copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels, bytes);
-      copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.t, rows, channels, bytes);
     }
   };
   const auto fetch_gates_of = [&](int tile) {
     const Share coord(0);
-    const int first = tile * WIDE + coord.channel, channels = int(min(shape.K - first, i64(WIDE)));
-    const G* from = g + coord.row(0) * args.g.t + first;
+    const int channel = tile * WIDE + coord.channel, channels = int(min(shape.K - channel, i64(WIDE)));
+    const G* from = g + coord.row(0) * args.g.t + channel;
     if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
       fetch_gates<WIDE>(s.gates, coord, from, args.g.t, rows - coord.row(0), channels);
     else

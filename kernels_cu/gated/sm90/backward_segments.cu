@@ -1,16 +1,17 @@
 // what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: computes, for each segment, its final
-//           state S and, in the other direction, the gradient dS of the state before it; and the segment's decay.
-// math      per chunk of 32 tokens (4 sub-chunks of 8), with decays [K]: D from the chunk to the segment's border (its
-//           end for S, its start for dS), L_j from key j to the chunk's end, E_i from the chunk's start to query i.
-//           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D times the chunk's decay, until D
-//           is almost 0. dS, from the first chunk to the last: dS += scale sum_i D E_i q_i do_i^T, D likewise.
-//           If gates are too far above 0, a second walk in the other direction, to the border: S <- (the chunk's decay)
-//           S + sum_j L_j k_j v_j^T, or dS <- (the chunk's decay) dS + scale sum_i E_i q_i do_i^T
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: the S and, second, the dS with which
-//           each of the N segments starts; decays [2, N, H, K]. A segment's start, and the first segment of a sequence,
-//           are meant in time for S, backwards in time for dS. A sequence's first of P segments starts with initial or
-//           dht [N / P, H, K, V], and its result is the second's start. Other segments start from zero:
-//           scan_both_ways.cu joins their results
+//           state S and, in the other direction, the gradient dS of the state before it; and the segment's decay. The
+//           direction of S is forwards in time, that of dS backwards.
+// math      per chunk of 32 tokens (4 sub-chunks of 8), with decays [K], e^(sum of log gates g): C over all gates of
+//           the chunk, L_j over those after j, E_i over those up to i (RWKV-6: up to i - 1); D over all gates between
+//           the chunk and the segment's border, which is its end for S, its start for dS.
+//           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D C, until D is almost 0.
+//           dS, from the first chunk to the last: dS += scale sum_i D E_i q_i do_i^T, D <- D C.
+//           If gates are too far above 0, a second walk in the other direction, to the border:
+//           S <- C S + sum_j L_j k_j v_j^T, or dS <- C dS + scale sum_i E_i q_i do_i^T
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: first S, then dS, with which each of
+//           the N segments starts in its direction; decays [2, N, H, K]. A sequence has P segments. The first one in a
+//           direction starts with initial or dht [N / P, H, K, V]; the others from zero. A segment's result is stored
+//           as the start of the next one in its direction, and scan_both_ways.cu joins them; the last has no result
 // grid      a block for every (direction, segment, head, BK channels), directions slowest. A warpgroup for every 64
 //           channels (consumers) and one warp that copies chunks
 // smem      Stage: a chunk's inputs
@@ -54,8 +55,9 @@ template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
-// chunk. A segment takes one walk, or two. started, votes: the chunks and votes of the walk before, 0 for the first
-// walk; the second one continues with the next stages and phases of the barriers.
+// chunk. A segment takes one walk, or two. chunks: of the segment; started, votes: how many chunks were copied, and
+// votes taken, in the walk before, 0 for the first walk; the second one continues with the next stages and phases of
+// the barriers. n counts the walk's chunks, or votes, from 0.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
@@ -63,7 +65,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
 
   __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& work)
       : s(s), chunks((work.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
-  // The second walk, after a first one that used `taken` chunks, and after the vote for a second one.
+  // The second walk, after a first one of which consumers used `taken` chunks, and after the vote for a second one.
   __device__ __forceinline__ Walk second(int taken) const {
     Walk walk = *this;
     walk.started = copied(taken), walk.votes = taken + 1;
@@ -136,8 +138,9 @@ struct BorderDecay {
   __device__ __forceinline__ float product(int h) const { return decay[h] * down[h]; }
 };
 
-// Changes `down`, and S with it, so that `decay` of the chunk's token nearest to the border is near 1. FIRST_DECAYS:
-// the chunk's first gate decays its first token (GLA's dS). outer_decays: from the start of a sub-chunk, or to its end.
+// Changes `down`, and S with it, so that the factor of the chunk's token nearest to the border is near 1: `decay`, or,
+// FIRST_DECAYS, that times the decay of the chunk's first gate, which decays its first token (GLA's dS). outer_decays:
+// from the start of a sub-chunk to its queries, or from its keys to its end.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const Chunk& outer_decays) {
   constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about NEGLIGIBLE
@@ -159,9 +162,9 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
 }
 
 // Computes S (BACKWARDS: dS) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
-// decays: over the segment, 0 if chunks were left out. Sets out_of_range if gates are too far above 0 for these
-// products: S is not valid then. Returns how many chunks were used. channel: the lane's first one, the other is 8
-// later.
+// decays: of the lane's channels over the segment, 0 if chunks were left out. Sets out_of_range if gates are too far
+// above 0 for these products: S is not valid then. Returns how many chunks were used. channel: the lane's first one,
+// the other is 8 later.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& out_of_range,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
@@ -169,7 +172,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
   const float scale = BACKWARDS ? float(args.scale) : 1.f;
   const Counts<ReadOrder, G> counts;
   BorderDecay to_border;
-  Operand x;
+  Operand keys_to_border;  // k or q, times the decay to the border
   int n = 0;
   for (bool more = walk.chunks; more; more = walk.goes_on(n, walk.vote(n, more)), ++n) {
     walk.wait(n);
@@ -191,11 +194,11 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
       const float2 two = unpack<T>(neighbours_of(loaded, n, h));
       const float factor =
           scale * to_border.decay[h] * (BACKWARDS ? chunk_decays.before(n, h) : chunk_decays.after(n, h));
-      neighbours_of(x, n, h) =
+      neighbours_of(keys_to_border, n, h) =
           pack<T>(factor * outer_decays[n][2 * h] * two.x, factor * outer_decays[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
-    start_write<T, BV>(S, x, in.values);
+    start_write<T, BV>(S, keys_to_border, in.values);
     wgmma_commit();
     more = false;
 #pragma unroll
@@ -234,8 +237,8 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
 
 // ---- second walk, to the border: S <- D S + keys^T values, any gates ------------------------------------------------
 
-// S: on call the state with which the segment starts, on return that with which the next one starts. segment_decay is
-// multiplied by the segment's decay.
+// S (BACKWARDS: dS): on call what the segment starts with, on return what the next one starts with. segment_decay, of
+// the lane's channels, is multiplied by the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segment_decay)[2],
                                                 const Walk<T, G, BK, BV>& walk, const Args<T, G>& args) {
@@ -252,7 +255,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
     for (int h = 0; h < 2; ++h) segment_decay[h] *= decays.all(h);
-    Across unused;  // operands of scores
+    Across unused;  // operands of scores, which decay_queries and decay_keys compute, too
     QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     load_operand(x, in.keys[warpgroup], offset);
@@ -296,7 +299,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   bool out_of_range = false;
   const Walk walk(s, work);
   const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, out_of_range, walk, args, channel);
-  if (walk.vote(taken, out_of_range)) {  // all consumers agree, and have read the chunks that were copied
+  if (walk.vote(taken, out_of_range)) {  // the same for all consumers, which have read the chunks that were copied
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
