@@ -13,24 +13,25 @@
 //             k_j end_j (dS v_j) of the keys j < t
 //             sum over V of S dS, times the product of all a_m of the chunk
 //             dA_ij q_i decay_ij k_j of the pairs j < t <= i                              (RWKV-6: j < t < i)
-//           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. A pair (query i, key j) of two sub-chunks is
-//           computed by way of a border between them: that of the halves (border32), else of the blocks (border16),
-//           else of the block's two sub-chunks (border8). The key is decayed to the border and the query from it. A
-//           pair within one sub-chunk is computed by way of the sub-chunk's middle, where some factors are inverse
-//           decays (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of
-//           all keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so
-//           that these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
-//           The factors about a middle are bounded where decays are strong: each takes a log gate of less than -20
-//           nats as -20, or RWKV-6's less than -16 as -16, so that inverse decays are finite (decays.cuh). Nothing
-//           bounds them where a state grows. If a log gate g of a warp's 16 channels in a block of 16 tokens exceeds
-//           GROWTH (1 nat), they could leave float32's range: then the pairs within the block's two sub-chunks are
-//           summed one by one (growth.cuh).
+//           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. decay_ij of a pair of two sub-chunks is the
+//           product of two factors, the key's decay to a border between them and the query's from it: the border of the
+//           halves (border32), else of the blocks (border16), else of the block's two sub-chunks (border8). That of a
+//           pair within one sub-chunk is the product of both tokens' factors about the sub-chunk's middle, some of
+//           which are inverse decays (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t
+//           less the terms of all keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same
+//           rounded operands, so that these pairs cancel up to float32's rounding. All other terms of dg are added,
+//           without a difference.
+//           The factors about a middle are bounded where decays are strong: a log gate of less than -20 nats (RWKV-6:
+//           -16) counts as -20 (-16) in them, so that inverse decays are finite (decays.cuh). Nothing bounds them where
+//           log gates are above 0. If one of a warp's 16 channels in a block of 16 tokens exceeds GROWTH (1 nat), they
+//           could leave float32's range: then the pairs within the block's two sub-chunks are summed one by one
+//           (growth.cuh).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels. A lane has the
 //           channels lane / 4 + 8 octet of them, octet 0 or 1, and tokens 2 (lane % 4) and the next of every sub-chunk
 // smem      q, k, g of the chunk, copied by all threads; a warp reads its 16 channels, and writes dq, dk, dg over them.
-//           Two stages of 32 columns of v and do, copied by all threads, read by all warps. ScoreData overwrites these
+//           Two stages of 32 columns of v and do, copied by all threads, read by all warps. PairData overwrites these
 //           stages: dA, written and read by all warps, and operands and decays that a thread or warp writes for itself
 // barriers  two for every 32 columns of V: the columns have been copied | all warps have read them.
 //           Then: dA is in shared memory | dq, dk and dg are in shared memory
@@ -62,10 +63,11 @@ constexpr float FLOAT32_MAX = 3.4028235e38f;  // the largest float32
 // much, and is computed again as a sum of pairs. Split operands keep 21 bits: a difference at this limit keeps 12.
 constexpr float CANCELLED_SHARE = 1.f / 512;
 
-// The template argument Columns. Ungated: columns of V have no gates, and v and do are the call's arrays, of type T.
+// The template argument Columns. Type: that of v and do in memory, `Value` below. Ungated: columns of V have no gates,
+// and v and do are the call's arrays, of type T.
 struct Ungated {
   static constexpr bool gated = false, turned = false;
-  template <typename T, typename Stored> using Type = T;  // the type of v and do in memory
+  template <typename T, typename Stored> using Type = T;
 };
 // Gated: columns of V have gates. v and do come with decays multiplied in, of the type `Stored` that products take.
 struct Gated {
@@ -77,9 +79,9 @@ struct GatedTurned : Gated {
   static constexpr bool turned = true;
 };
 
-template <typename T, typename G, typename E> struct Args {
+template <typename T, typename G, typename Value> struct Args {
   Rows<const T> q, k;
-  Rows<const E> v, do_;
+  Rows<const Value> v, do_;
   Rows<const G> g;
   Rows<T> dq, dk;
   Rows<G> dg;
@@ -110,8 +112,8 @@ template <typename T> struct alignas(16) Values {
   T do_[CHUNK * LDV];  // [64, 32]
 };
 
-// Overwrites the stages of v and do, after all products with them.
-template <class M> struct ScoreData {
+// What pairs of tokens are computed from. Overwrites the stages of v and do, after all products with them.
+template <class M> struct PairData {
   typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query i, key j < i; zeros elsewhere
   float diagonal[CHUNK];               // dA_ii
   // The thread's operands at the border between the halves, for each block of 16 tokens: keys of the first half decayed
@@ -127,7 +129,7 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
   G g[CHUNK * LD<G, TILE>];  // overwritten by dg
   union {
     Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];  // two stages
-    ScoreData<Math<T, PRODUCTS>> pairs;                                                        // of tokens
+    PairData<Math<T, PRODUCTS>> pairs;                                                         // of tokens
   };
 };
 
@@ -140,7 +142,7 @@ __device__ __forceinline__ int column_of(int n) {
   return n - row * (row + 1) / 2;
 }
 
-// This lane's numbers of S and of dS: of 16 channels by COLUMNS columns, 16 columns for each index m. Index p as in
+// This lane's numbers of S and of dS, of 16 channels by COLUMNS columns: [m][p], m counting 16 columns each, p as in
 // fragments.cuh: channel lane / 4 + 8 (p % 2), columns 8 (p / 2) + 2 (lane % 4) and the next.
 template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
@@ -149,8 +151,9 @@ template <class M, bool TURNED> struct States {
   };
   Neighbours S[STEPS][4], dS[STEPS][4];
 
-  // A tile [64, 64] of a state is stored as 8 x 8 matrices. `row` and `column` count these matrices; if TURNED, the
-  // tile in memory is [column, row]. Returns the lane's pair: channel lane / 4, columns 2 (lane % 4) and the next.
+  // A tile [64 channels, 64 columns] of a state is stored as 8 x 8 matrices (matrix_at, backward.cuh). `row` and
+  // `column` count these matrices; if TURNED, the tile in memory is [column, channel]. Returns the lane's pair of one
+  // matrix: channel lane / 4, columns 2 (lane % 4) and the next.
   static __device__ __forceinline__ Neighbours load_pair(const Stored* tile, int row, int column) {
     const int lane = threadIdx.x & 31;
     if (!TURNED) return *reinterpret_cast<const Neighbours*>(tile + matrix_at(row, column) + 2 * lane);
@@ -191,8 +194,9 @@ struct GateTerms {
   float across[HALF];
 };
 
-// If gates grow: the terms of the pairs within sub-chunks in dq, dk and dg of 16 tokens. Index p as in
-// `load_channels` (fragments.cuh): channel lane / 4 + 8 (p % 2), sub-chunk p / 2 of the two, this lane's two tokens.
+// For blocks whose gates exceed GROWTH: the terms of the pairs within sub-chunks in dq, dk and dg of 16 tokens. Index p
+// as in `load_channels` (fragments.cuh): channel lane / 4 + 8 (p % 2), sub-chunk p / 2 of the two, this lane's two
+// tokens.
 struct GradientsWithin {
   float2 dq[4], dk[4], dg[4];
 };
@@ -285,8 +289,8 @@ __device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, 
 // Computes and stores dq, dk and dg of a chunk token by token, for columns with gates whose log gates are so large that
 // products of decays may overflow. A warp has one channel at a time, a lane one column at a time. Starts from the
 // chunk's S and dS, at S_tiles and dS_tiles, and reads v and do without decays (given_v, given_do).
-template <bool TURNED, typename Stored, typename T, typename G, typename E>
-__device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, const Stored* S_tiles,
+template <bool TURNED, typename Stored, typename T, typename G, typename Value>
+__device__ __noinline__ void compute_token_by_token(const Args<T, G, Value>& args, const Stored* S_tiles,
                                                     const Stored* dS_tiles, int next_tile, const ChannelTile& work) {
   const int lane = threadIdx.x & 31, tokens = int(work.span.stop - work.span.start);
   const int first_channel = work.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
@@ -347,7 +351,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
-  using E = typename Columns::template Type<T, Stored>;  // of v and do in memory
+  using Value = typename Columns::template Type<T, Stored>;
   // This lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's pair].
   using Accumulators = float[2][4];
   constexpr bool RWKV6 = ReadOrder::reads_before_write;
@@ -376,15 +380,15 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const Span span = work.span;
   const float scale = float(args.scale);
   // Corrects the truncation of both operands of S do and of dS v.
-  constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, E>;
+  constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, Value>;
   const bool vectors = args.vectors;
 
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;                 // among the chunks of this launch
   const float* all_column_decays = args.decays + chunk * padded_width(shape.V);  // of this chunk
   const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;            // columns of v and do in memory
   // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
-  const auto fetch = [&](int stage) {
-    Values<E>& to = s.values[stage & 1];
+  const auto fetch_columns = [&](int stage) {
+    Values<Value>& to = s.values[stage & 1];
     const ChannelTile current = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
     const i64 head = Columns::gated ? current.h - args.first : current.h, column = stage * COLUMNS;
     const bool aligned = Columns::gated || vectors;
@@ -417,7 +421,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
       return compute_token_by_token<Columns::turned>(args, S_tiles, dS_tiles, next_tile, work);
   }
-  fetch(0);
+  fetch_columns(0);
   cp_async_commit();
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) fetch_states(step, 0, step);
@@ -432,11 +436,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const int column_stages = int((shape.V + COLUMNS - 1) / COLUMNS);
 #pragma unroll 1
   for (int stage = 0; stage < column_stages; ++stage) {
-    if (stage + 1 < column_stages) fetch(stage + 1);
+    if (stage + 1 < column_stages) fetch_columns(stage + 1);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // this stage's columns have been copied by all threads
-    const Values<E>& in = s.values[stage & 1];
+    const Values<Value>& in = s.values[stage & 1];
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; ++step) {
       Left<M> S, dS;
@@ -454,7 +458,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       if (stage + 1 < column_stages) fetch_states(1, stage + 1, step);
 #pragma unroll
       for (int m = 0; m < BLOCKS; ++m) {  // <true>: a row of the tile in memory has the columns that are summed over
-        RightData<M, E> do_operand[2], v_operand[2];
+        RightData<M, Value> do_operand[2], v_operand[2];
         load_right<true>(do_operand, in.do_ + 16 * m * LDV + 16 * step, LDV);
         load_right<true>(v_operand, in.v + 16 * m * LDV + 16 * step, LDV);
         multiply(dq[m], S, do_operand, dk[m], dS, v_operand);
@@ -463,8 +467,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
         const int block = warp + WARPS * x;
         if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
-        LeftData<M, E> do_rows;
-        RightData<M, E> v_rows[2];
+        LeftData<M, Value> do_rows;
+        RightData<M, Value> v_rows[2];
         load_left<false>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * step, LDV);
         load_right<true>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * step, LDV);
         multiply(dA_blocks[x], do_rows, v_rows);
@@ -496,7 +500,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
                   j = 16 * column_of(block) + 8 * right + 2 * lane_pair;
         // dA_ij and dA_i(j+1). dA below the diagonal is an operand of two more products, which truncate it and their
         // other operand: it carries the correction for both. The diagonal is multiplied in float32.
-        const float2 exact = TF32_CORRECTION_OF_BOTH<M, E> * scale *
+        const float2 exact = TF32_CORRECTION_OF_BOTH<M, Value> * scale *
                              float2{dA_blocks[x][right][2 * lower], dA_blocks[x][right][2 * lower + 1]};
         const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;
         put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? operand.x : 0.f, j + 1 < i ? operand.y : 0.f});
@@ -660,7 +664,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       load_channels(q, s.q + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       // By index p. Decays from the sub-chunk's start to the states that the queries read, and from the keys to its
-      // end; factors of queries from its middle and of keys to it (some are inverse decays).
+      // end; factors of queries and of keys about its middle.
       float2 from_start[4], to_end[4], query_factor[4], key_factor[4];
       // Operands: queries and keys times these factors; border8: at the border of the block's two sub-chunks, keys of
       // the first one decayed to it and queries of the second one decayed from it.
@@ -714,9 +718,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float2 product = lane_tokens(over_keys[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * product), terms = {0.f, 0.f};
-          // Adds `factor` d, of keys before the sub-chunk `border` of this half, to dq and to the terms of dg: the
-          // gates of the sub-chunks from the border to this one lie between key and query. Returns the lane's sum of
-          // the terms.
+          // Adds factor * d, of keys before the half's sub-chunk `border`, to dq and to the terms of dg: the gates of
+          // the sub-chunks from `border` to the one before this one lie between key and query, and so get the terms.
+          // Returns the lane's sum of the terms.
           const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
             const float2 part = factor * lane_tokens(d, octet), term = q[p] * part;
             sum = sum + part, terms = terms + term;
@@ -770,9 +774,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float2 product = lane_tokens(over_queries[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * product), terms = {0.f, 0.f};
-          // Adds `factor` d, of queries from the sub-chunk `border` of this half on, to dk and to the terms of dg: the
-          // gates of the sub-chunks after this one and before the border lie between key and query. Returns the lane's
-          // sum of the terms.
+          // Adds factor * d, of queries from the half's sub-chunk `border` on, to dk and to the terms of dg: the gates
+          // of the sub-chunks after this one and before `border` lie between key and query, and so get the terms.
+          // Returns the lane's sum of the terms.
           const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
             const float2 part = factor * lane_tokens(d, octet), term = k[p] * part;
             sum = sum + part, terms = terms + term;
@@ -795,15 +799,15 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             add_part(product_over(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
           if (!second) add_part(to_end[p], over_queries8, subchunk + 1);
           put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
-          // For the gates t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t)
-          // of the sub-chunk, less the sum of key_terms over its keys j >= t.
+          // For each t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t) of the
+          // sub-chunk, less the sum of key_terms over its keys j >= t.
           const auto terms_from = [](float2 query_terms, float2 key_terms) -> float2 {
             const float2 difference = query_terms + -1.f * key_terms;
             const float later_lanes = lane_sums(difference.x + difference.y).after;
             if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
             return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };
-          const float earlier_keys = lane_sums(terms.x + terms.y).before;  // of the lanes with earlier tokens
+          const float earlier_keys = lane_sums(terms.x + terms.y).before;  // the terms of the sub-chunk's earlier keys
           float2& dg = gate_terms[octet].within[subchunk];
           if constexpr (M::SPLIT) {
             float2 near_terms = terms_from(near_query_terms[p], near);
