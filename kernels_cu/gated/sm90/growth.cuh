@@ -1,9 +1,10 @@
 // what      For chunks with large growth, whose log gates are far above 0, in Hopper's backward of GLA and RWKV-6: the
 //           tests that find such chunks, and what both passes (backward_queries.cu, backward_keys.cu) compute of them,
-//           token by token in float32.
+//           token by token in float32. The first pass goes forwards in time with the state S, the second backwards with
+//           its gradient dS. Layouts: decays.cuh; query_share and its units: query_share.cuh.
 // math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: dS_{t-1} = e^g_t dS_t + scale q_t do_t^T, GLA:
 //           dS_{t-1} = e^g_t (dS_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of
-//           the gates between both)
+//           the gates between both): grown(x, sum) (tensor.cuh) is x e^sum, finite also where e^sum alone is not
 // numerics  Products on tensor cores need this decay as two factors, which growth takes out of range: within a
 //           sub-chunk a gate counts as LEAST_GATE = -16 at least, so that e^(growth - 16) of a token would outlast a
 //           gate of -inf, and float16 ends at e^11. The results here overflow only where the recurrence itself does.
@@ -12,7 +13,7 @@
 
 // GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: then
 // at most e^(LEAST_GATE + GROWTH_LIMIT) of a token outlasts a gate of -inf: e^-10 (float16: e^-12). If every gate is
-// below GROWTH, the sum is not computed: 32 such gates of float16 data are below 8 nats.
+// below GROWTH, the sum is not looked at, and products are used: 32 such gates of float16 data are below 8 nats.
 template <typename T> constexpr float GROWTH_LIMIT = 6.f;
 template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
@@ -22,8 +23,9 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 // second pass's sums over V. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether a channel's decay times sum_v S dS, with S the state before a chunk, counts as 0. rest: its value, computed
-// as the sum over v of (state after the chunk) dS less the terms of the chunk's keys; size: the magnitude of these two;
+// Whether a channel's decay times sum_v S dS, with S the state before a chunk and dS the gradient of the state after
+// it, counts as 0. rest: its value, computed as sum_v (state after the chunk) dS less the terms of the chunk's keys;
+// size: the magnitude of these two;
 // decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding error, unless the state grew before
 // the chunk and its gradient grows after it: if that may be, kept_ratio is ROUNDING, and a rest above kept_ratio times
 // `size` is kept; else kept_ratio is infinite. No branches, since a warp's channels differ.
@@ -61,13 +63,13 @@ template <typename T, typename G, int PANELS>
 __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());
-  float grown[2] = {};
+  float sums[2] = {};
   each_neighbours([&](int n, int h) {
     const float2 two = two_gates(gates, n, h);
-    grown[h] = (grown[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
+    sums[h] = (sums[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
   });
   return __any_sync(0xffffffffu,
-                    !(channel_sum(grown[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(grown[1]) <= GROWTH_LIMIT<T>));
+                    !(channel_sum(sums[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(sums[1]) <= GROWTH_LIMIT<T>));
 }
 // Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
 // for all lanes of the warp. gates: this lane's; panels: the chunk's gates in shared memory.
@@ -115,8 +117,8 @@ __device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 
   for (int h = 0; h < 2; ++h) x[h] = channel_sum(x[h]);
 }
 
-// S <- diag(by) S + x t^T for this lane's two channels, t being token `row` of the tile: by0, x0 and by1, x1 are their
-// factors.
+// S <- by S + x t^T for this lane's two channels, with t token `row` of the tile: by0 and x0 are the numbers of the
+// first channel, by1 and x1 of the second.
 template <typename T, int BV>
 __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float by1, float x0, float x1,
                                             T (&tile)[BV / 64][CHUNK][64], int row) {
@@ -126,7 +128,7 @@ __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float
   });
 }
 
-// The values of token `row` in this lane's two channels.
+// The values of token `row` in this lane's two channels, `channel` and `channel` + 8.
 template <typename X, int PANELS>
 __device__ __forceinline__ float2 channels_of(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int channel) {
   return {to_float(value_at(tile, row, channel)), to_float(value_at(tile, row, channel + 8))};
@@ -205,8 +207,8 @@ __device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum
   }
 }
 
-// Stores x over values that all four lanes of a channel have read. The __syncwarp orders their loads before these
-// stores, which shuffles alone do not.
+// Stores x over numbers of the tile that all four lanes of a channel have read before the call. The __syncwarp orders
+// their loads before these stores, which shuffles alone do not.
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
   __syncwarp();
@@ -292,8 +294,8 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
 }
 
 // Stores in `parts` [BV] what a warp's 16 channels contribute to dv of token `row`: the sum over them of key dS +
-// self_score do. key, self_score: of this lane's two channels; self_score is RWKV-6's score of the token with itself,
-// otherwise 0.
+// self_score do. key: of this lane's two channels; self_score: their terms, together, of RWKV-6's score of the token
+// with itself, otherwise 0.
 template <typename T, int BV>
 __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[BV / 2], float2 key, float self_score,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
