@@ -1,4 +1,5 @@
-// what      The activations of RWKV-6's mixes, and their slopes from their values, so that no argument is kept.
+// what      The activations of RWKV-6's mixes: value(x) is y = f(x), slope(y) the derivative at x, computed from y, so
+//           that a training step need not keep x.
 #include "training.cuh"
 
 struct ReluSquared {

@@ -1,5 +1,6 @@
 // what      Shared by Hopper's backward kernels, beside warpgroup.cuh: products of tokens, sums over the lanes of a
-//           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk.
+//           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk. Of
+//           WorkTile::sequence here segments are counted, P of each sequence.
 // limits    sm_90a
 #include "half_products.cuh"
 #include "lanes.cuh"
@@ -12,7 +13,8 @@
 __device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
 __device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
 
-// d = one block of a b^T [queries, keys].
+// d = block `block` of a b^T [queries, keys], of all columns: d[n] is [16 queries, 8 keys], keys 8n on. a, b: the tiles
+// of a chunk's queries and keys, or of what takes their place (do and v).
 template <typename T, int PANELS>
 __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
                                               int block, int lane) {
@@ -37,9 +39,9 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
 // The sum over the four lanes of a channel.
 __device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>(x); }
 
-// Adds COUNT values over the eight lanes with the same lane % 4. Lane g = lane / 4 gets COUNT / 8 of the sums, from
-// number g COUNT / 8 on. In each step two lanes that are LANES apart keep one half each. Recursive, since the compiler
-// unrolls such a loop too late.
+// Sums each of COUNT values x over the eight lanes with the same lane % 4. Lane g = lane / 4 gets COUNT / 8 of the
+// sums, from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half
+// each. Recursive, since the compiler unrolls such a loop too late.
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
   const bool upper = opaque(threadIdx.x) & LANES;
 #pragma unroll
@@ -60,13 +62,15 @@ __device__ __forceinline__ bool is_last(const WorkTile& work, i64 P, bool backwa
   return is_first(work, P, !backwards);
 }
 
-// The index of this segment's state among the states from which the segments of both directions start. A block has one
-// of `tiles` tiles of a state.
+// The index of this segment's state among the states from which the segments start: first those of the walk forwards,
+// then those of the walk backwards. The grid has half of its blocks for each; a block has one of `tiles` tiles of a
+// state.
 __device__ __forceinline__ i64 slot_of(const WorkTile& work, bool backwards, u32 tiles = 1) {
   return (backwards ? gridDim.x / tiles / 2 : 0) + work.sequence_head;
 }
 
-// Loads the given state, or zeros, if this is a sequence's first segment, and stores it among the segments' states.
+// If this is a sequence's first segment, in the direction of the walk: sets S to the given state, unless `given` is
+// null, and stores S among the segments' states.
 template <int BV>
 __device__ __forceinline__ void load_initial_state(float (&S)[BV / 2], const float* given, float* states,
                                                    const Shape& shape, const WorkTile& work, i64 P, bool backwards,

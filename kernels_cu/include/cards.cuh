@@ -24,7 +24,8 @@ constexpr int MULTIPROCESSOR_SHARED = 228 * 1024;
 #endif
 constexpr int RESERVED_SHARED = 1024;
 
-// For how many blocks a multiprocessor's registers are shared out: `most`, but no more than fit its shared memory.
+// The blocks that a kernel's launch bounds ask a multiprocessor's registers for: `most`, but at least one, and no more
+// than its shared memory has room for.
 template <class Shared> constexpr int blocks_with_room(int most) {
   const int fitting = MULTIPROCESSOR_SHARED / int(sizeof(Shared) + RESERVED_SHARED);
   return fitting < 1 ? 1 : fitting < most ? fitting : most;

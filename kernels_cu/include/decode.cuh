@@ -144,7 +144,7 @@ template <int TERMS, typename X> __device__ __forceinline__ void store4_terms(X*
   }
 }
 
-// Eight values as they lie in 16 bytes of half data.
+// Sets x to the eight values of a 16-bit type T that lie in 16 bytes.
 template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], const uint4& both) {
   const u32 words[4] = {both.x, both.y, both.z, both.w};
 #pragma unroll

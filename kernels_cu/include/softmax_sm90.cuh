@@ -1,10 +1,12 @@
 // what      What softmax attention's kernels on Hopper share: tiles that tensor maps fill, a block's list of work,
 //           stores of results, and the two roles of a block's warpgroups.
-// limits    sm_90a; half data; whole rows of 16 bytes
+// limits    sm_90a; 16-bit data; rows of whole 16 bytes
 #include "softmax_work.cuh"
 #include "wgmma.cuh"
 
-constexpr int PANEL = 64;  // columns of a row of 128 bytes, the width of the hardware's swizzle
+// A tile [ROWS, D] of 16-bit values, in panels [ROWS, 64 columns] whose rows have 128 bytes, in the hardware's 128-byte
+// swizzle: piece p (16 bytes) of row r is in the place of piece p ^ r % 8.
+constexpr int PANEL = 64;
 template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
 
 // x, which is the same in all lanes though the compiler cannot know it. The compiler then keeps what depends on x in

@@ -5,10 +5,11 @@
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
 
-// A word is a number and the epoch in which it was written. A reader loads a word until it is of the wanted epoch: no
-// barrier and no fence is needed. A word of 64 bits holds the whole epoch. A word of 32 bits holds the epoch's lowest
-// bit in place of the number's lowest bit: only for words that are written in every epoch, and read in every epoch by
-// all of their readers, so that a word is of this epoch or of the last one.
+// A word is a number and the epoch in which it was written: the kernel counts epochs, the same in all blocks. A reader
+// loads a word until it is of the wanted epoch: no barrier and no fence is needed. A word of 64 bits holds the whole
+// epoch. A word of 32 bits holds the epoch's lowest bit in place of the number's lowest bit: only for words that are
+// written in every epoch, and read in every epoch by all of their readers, so that a word is of this epoch or of the
+// last one.
 template <typename Word> __device__ __forceinline__ Word word_of(float x, u32 epoch);
 template <> __device__ __forceinline__ u64 word_of(float x, u32 epoch) { return __float_as_uint(x) | u64(epoch) << 32; }
 template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
@@ -68,7 +69,8 @@ __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const 
 }
 
 // The largest of the keys of a grid's blocks; one thread of each block calls this, with a key above 0. The last block
-// to call gets the largest key, all others get 0. `most` and `brought` must be 0 before, and are 0 afterwards.
+// to call gets the largest key, all others get 0. most, in memory: the largest key so far; brought: the number of calls
+// so far. Both must be 0 before, and are 0 afterwards.
 __device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
   u32 before;
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");

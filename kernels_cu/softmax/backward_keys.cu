@@ -5,14 +5,14 @@
 // shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V]; from backward_queries.cu
 //           statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2,
 //           then delta
-// grid      a block for every tile of keys (struct Work) of `works`, the longest first; a warp has 16 keys
+// grid      a block for every tile of keys (Work in softmax_work.cuh) of `works`, the longest first; a warp has 16 keys
 // smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
 //           while the next one is copied
 // barriers  one for each tile of queries: it has arrived, and all warps have read the previous one
 // numerics  scores and p are computed again, in float32; p and p (dp - delta) are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; keys are the rows here, so that p and its gradient go from
 //           one product to the next in registers
-// limits    half data; K, V <= D; D of 64, 128
+// limits    16-bit data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   __syncthreads();  // the work has been written
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // row: the warp's first key
-  auto diagonal = [&] { return work.diagonal + row; };
+  auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first key among the queries
   // Step n multiplies a tile of queries: those of the first head that shares the keys, then those of the next, ...
   auto tile_of = [&](int n) { return work.first_tile + n % work.tiles; };
   auto fetch_queries = [&](int n) {
@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     multiply_rows<D, 1, QUERIES>(dv, p, s.do_[stage]);
     if (CAPPED) each<1, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
     multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.do_[stage]);
+    // p becomes the gradient of the scores.
     each_of_two<1, QUERIES>(p, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
     multiply_rows<D, 1, QUERIES>(dk, p, s.q[stage]);
   }

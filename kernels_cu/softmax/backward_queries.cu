@@ -6,7 +6,8 @@
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V], lse dlse [B, H, Tq],
 //           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
 //           L = lse / ln 2, then delta
-// grid      a block for every tile of queries (struct Work) of `works`, the longest first; a warp has 32 queries
+// grid      a block for every tile of queries (Work in softmax_work.cuh) of `works`, the longest first; a warp has 32
+//           queries
 // smem      Shared: a tile of q, later of dq; a tile of do; a tile of o, later two tiles of k and v: one is multiplied
 //           while the next one is copied
 // barriers  q, do and o have arrived; o has been read; then one for each tile of keys: it has arrived, and all warps
@@ -16,7 +17,7 @@
 //           rounding. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that nothing is
 //           added atomically
-// limits    half data; K, V <= D; D of 64, 128
+// limits    16-bit data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -52,9 +53,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
   const Work& work = s.work;
-  const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;
+  const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;  // row: of the warp's first query in the tile
   // Functions, since there are too few registers to hold these numbers.
-  auto diagonal = [&] { return work.diagonal + row; };  // of the warp's first query
+  auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first query among the keys
   auto end = [&] { return work.first_tile + work.tiles; };
   auto fetch_keys = [&](int tile, int stage) {
     const int head = work.head / int(args.group), rows = work.other_length - tile * KEYS,
@@ -125,6 +126,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       for (int m = 0; m < 2; ++m)
         mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), work.other_length, 0.f);
     if (CAPPED) each<2, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
+    // p becomes the gradient of the scores.
     each_of_two<2, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
     multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);
   }

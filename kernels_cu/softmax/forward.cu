@@ -1,16 +1,17 @@
 // what      Softmax attention on every card's tensor cores.
 // math      for each tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'),  o <- e^(m - m')
 //           o + sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
-//           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value
+//           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value.
+//           Code: `scale` and scores are to base 2
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
-// grid      a block for every tile of queries in the host's table `works` (struct Work), the longest first; a warp has
-//           16 SIXTEENS queries
+// grid      a block for every tile of queries in the host's table `works` (Work in softmax_work.cuh), the longest
+//           first; a warp has 16 SIXTEENS queries
 // smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
 // barriers  one for each tile of keys: it has arrived, and all warps have read the previous one
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
 // source    Dao et al., "FlashAttention", 2022, algorithm 1; Dao, "FlashAttention-2", 2023, section 3.1: o / l at the
 //           end
-// limits    half data; K, V <= D; D of 64, 128
+// limits    16-bit data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -48,8 +49,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
   const Work& work = s.work;
-  const int row = threadIdx.x / 32 * 16 * M, diagonal = work.diagonal + row,
-            lane = threadIdx.x & 31;  // row, diagonal: of the warp's first query
+  // Of the warp's first query: its row in the tile, and its position among the keys.
+  const int row = threadIdx.x / 32 * 16 * M, diagonal = work.diagonal + row;
+  const int lane = threadIdx.x & 31;
   const int left = int(args.left), right = int(args.right), end = work.first_tile + work.tiles;
   auto fetch_keys = [&](int tile, int stage) {
     const int head = work.head / int(args.group), rows = work.other_length - tile * KEYS,
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
 
   Fragment<M, D> o = {};
-  RowMaximum maximum[M][2];
+  RowMaximum maximum[M][2];  // [m][half]: of the lane's row 16 m + 8 half + lane / 4 of the warp's
   float sum[M][2] = {};
   for (auto& pair : maximum) pair[0].factor = pair[1].factor = scale;
   for (int tile = work.first_tile, stage = 0; tile < end; ++tile, stage ^= 1) {

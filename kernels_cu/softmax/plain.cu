@@ -36,11 +36,11 @@ template <typename T> struct Args {
   double unit;  // Sinks: L in `statistics` times this is lse; 1, or log 2 after tensor-core kernels
 };
 
-// What a warp computes: token n of a tile of `works`. A lane has the columns column, column + 32 ... `others` are the
-// keys that a query sees, or the queries that see a key.
+// What a warp computes: token `row` of a tile of `works`. A lane has the columns column, column + 32 ... `others` are
+// the keys that a query sees, or the queries that see a key.
 struct Place {
   Work work;
-  int n;  // the token's number in the tile
+  int row;  // the token's number in the tile
   i64 column;
   TokenRange others;
 
@@ -48,8 +48,8 @@ struct Place {
     constexpr int BLOCKS = TOKENS / WARPS;  // that share a tile's tokens
     work = works[blockIdx.x / BLOCKS / tiles];
     column = blockIdx.x / BLOCKS % tiles * WIDTH + threadIdx.x % 32;
-    n = blockIdx.x % BLOCKS * WARPS + threadIdx.x / 32;
-    others = visible_tokens(work.diagonal + n, int(before), int(after), work.other_length);
+    row = blockIdx.x % BLOCKS * WARPS + threadIdx.x / 32;
+    others = visible_tokens(work.diagonal + row, int(before), int(after), work.other_length);
   }
 };
 
@@ -66,10 +66,10 @@ template <typename R, typename T>
 __device__ __forceinline__ void add_rows(R (&sums)[LANE_COLUMNS], R weight, const T* row, i64 stride, int count,
                                          i64 column, i64 width) {
   for (int lane = 0; lane < count; ++lane, row += stride) {
-    const R x = __shfl_sync(0xffffffffu, weight, lane);
+    const R row_weight = __shfl_sync(0xffffffffu, weight, lane);
 #pragma unroll
     for (int n = 0; n < LANE_COLUMNS; ++n)
-      if (column + 32 * n < width) sums[n] = fma(x, to_real(row[column + 32 * n]), sums[n]);
+      if (column + 32 * n < width) sums[n] = fma(row_weight, to_real(row[column + 32 * n]), sums[n]);
   }
 }
 
@@ -98,9 +98,9 @@ struct Forward {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
     const Work& work = place.work;
-    if (place.n >= work.tokens) return;  // the whole warp
+    if (place.row >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
-    const T* q = args.q.row(work.batch, work.head, work.start + place.n);
+    const T* q = args.q.row(work.batch, work.head, work.start + place.row);
     const R minus_inf = minus_infinity();
     R sums[LANE_COLUMNS] = {}, total = args.sinks ? 1 : 0, largest = args.sinks ? args.sinks[work.head] : minus_inf;
     for (int n = 0; n < place.others.count; n += 32) {
@@ -122,9 +122,9 @@ struct Forward {
     if (place.others.count > 0)
 #pragma unroll
       for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] /= total;
-    store_row(args.out.row(work.batch, work.head, work.start + place.n), sums, place.column, args.V);
+    store_row(args.out.row(work.batch, work.head, work.start + place.row), sums, place.column, args.V);
     if (args.lse && place.column == 0)
-      args.lse[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.n] = largest + log(total);
+      args.lse[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.row] = largest + log(total);
   }
 };
 
@@ -133,9 +133,9 @@ struct Queries {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
     const Work& work = place.work;
-    const bool is_empty = place.n >= work.tokens;  // no such query: its statistics are written, too
+    const bool is_empty = place.row >= work.tokens;  // no such query: its statistics are written, too
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
-    const i64 head = i64(work.batch) * args.H + work.head, token = work.start + place.n;
+    const i64 head = i64(work.batch) * args.H + work.head, token = work.start + place.row;
     const T *q = args.q.row(work.batch, work.head, token), *do_ = args.do_.row(work.batch, work.head, token);
     R L = minus_infinity(), delta = 0, sums[LANE_COLUMNS] = {};
     if (!is_empty) {
@@ -144,7 +144,7 @@ struct Queries {
     }
     if (L == minus_infinity()) L = -L;  // no key is seen, or there is no such query: its weights become e^-inf = 0
     if (place.column == 0) {
-      R* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.n;
+      R* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.row;
       to[0] = L, to[CHUNK_QUERIES] = delta;
     }
     if (is_empty) return;  // the whole warp
@@ -167,10 +167,10 @@ struct Keys {
     const Place place(args.works, args.tiles, args.right,
                       args.left);  // a key is seen by queries up to `right` before it
     const Work& work = place.work;
-    if (place.n >= work.tokens) return;  // the whole warp
+    if (place.row >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32;
-    const T *k = args.k.row(work.batch, work.head, work.start + place.n),
-            *v = args.v.row(work.batch, work.head, work.start + place.n);
+    const T *k = args.k.row(work.batch, work.head, work.start + place.row),
+            *v = args.v.row(work.batch, work.head, work.start + place.row);
     R dk[LANE_COLUMNS] = {}, dv[LANE_COLUMNS] = {};
     for (int member = 0; member < int(args.group); ++member) {
       const int head = work.head * int(args.group) + member;
@@ -188,8 +188,8 @@ struct Keys {
         add_rows(dv, weight, args.do_.row(work.batch, head, first), args.do_.t, count, place.column, args.V);
       }
     }
-    store_row(args.dk.row(work.batch, work.head, work.start + place.n), dk, place.column, args.K);
-    store_row(args.dv.row(work.batch, work.head, work.start + place.n), dv, place.column, args.V);
+    store_row(args.dk.row(work.batch, work.head, work.start + place.row), dk, place.column, args.K);
+    store_row(args.dv.row(work.batch, work.head, work.start + place.row), dv, place.column, args.V);
   }
 };
 

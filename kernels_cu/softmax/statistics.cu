@@ -3,12 +3,12 @@
 //           gradients of o and lse
 // shapes    o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32, dlse or null; statistics [B, H, chunks, 2, 64]
 //           float32: of every 64 queries of a sequence (a chunk) first L, then delta
-// grid      a block for every 64 queries (struct Work); four threads compute those of a query
+// grid      a block for every 64 queries (Work in softmax_work.cuh); four threads compute those of a query
 // smem      none
 // barriers  none
 // numerics  float32; delta is computed from the rounded o. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19
-// limits    half data; rows of whole 16 bytes
+// limits    16-bit data; rows of whole 16 bytes
 #include "softmax_work.cuh"
 
 template <typename T> struct Args {

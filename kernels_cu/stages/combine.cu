@@ -5,7 +5,7 @@
 // grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a warp has 16 rows
 // smem      STAGES times 64 x 32 of a left factor, 32 x 64 of a right one
 // barriers  one for every 32 of the inner axis: the tiles have been copied, and the previous ones have been read
-// numerics  products: see copies.cuh; for half data qg, h and A are rounded to tf32 here, for the first time
+// numerics  products: see copies.cuh; for 16-bit data qg, h and A are rounded to tf32 here, for the first time
 // source    Yang et al., 2024, eq. 5
 // limits    none
 #include "ptx.cuh"

@@ -12,11 +12,11 @@
 // barriers  two for every ROWS keys: decayed queries and keys are stored | they have been read. Within its 16 rows a
 //           warp uses __syncwarp
 // numerics  Pairs of tokens in one group of 16: three tf32 products of operands split in two. A token with itself:
-//           float32. Others: three such products for float32 data, for half data one of operands rounded to tf32; sums
-//           are float32. A decay is a product of tokens' decays. From or to a middle each of these counts as at least
-//           e^-20, so that no divisor is 0: if a gate is a reset (-inf), e^-20 (2e-9) of a key before it still counts
-//           for queries after it in the same sub-chunk. If a gate is above GROWTH (growth.cuh), the pairs of the warp's
-//           two sub-chunks are computed one by one, without a middle
+//           float32. Others: three such products for float32 data, for 16-bit data one of operands rounded to tf32;
+//           sums are float32. A decay is a product of tokens' decays. From or to a middle each of these counts as at
+//           least e^-20, so that no divisor is 0: if a gate is a reset (-inf), e^-20 (2e-9) of a key before it still
+//           counts for queries after it in the same sub-chunk. If a gate is above GROWTH (growth.cuh), the pairs of the
+//           warp's two sub-chunks are computed one by one, without a middle
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
 #include "read_order.cuh"

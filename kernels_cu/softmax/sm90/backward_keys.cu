@@ -8,8 +8,8 @@
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
 //           64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2, then delta; ds: DsEntry
 //           (softmax_sm90.cuh), for query_gradient.cu, or null
-// grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
-//           in turn. A warpgroup has 64 keys
+// grid      as many blocks as multiprocessors; a block computes the key tiles (Work in softmax_work.cuh) of its column
+//           of `works`, in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
 // barriers  full: k and v have arrived; empty: dk and dv that overwrote them have been stored; q_full: q and statistics
 //           have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: 1 + warpgroup in zero_rows:
@@ -17,7 +17,7 @@
 // numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
 //           product to the next in registers
-// limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
+// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES;

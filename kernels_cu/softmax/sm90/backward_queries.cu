@@ -8,8 +8,8 @@
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32,
 //           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
 //           L = lse / ln 2, then delta
-// grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
-//           in turn. A warpgroup has 64 queries, and holds their q and do in registers
+// grid      as many blocks as multiprocessors; a block computes the query tiles (Work in softmax_work.cuh) of its
+//           column of `works`, in turn. A warpgroup has 64 queries, and holds their q and do in registers
 // smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
 // barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o has been read, or dq that
 //           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.
@@ -18,7 +18,7 @@
 //           from the rounded o. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
-// limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
+// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
 constexpr int QUERIES = 128, KEYS = 64;

@@ -4,14 +4,14 @@
 //           backward_keys.cu stores it. A query sees the keys from `left` tokens before its own position to `right`
 //           tokens after it
 // shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry (softmax_sm90.cuh)
-// grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
-//           in turn. A warpgroup has two blocks of 64 queries
+// grid      as many blocks as multiprocessors; a block computes the query tiles (Work in softmax_work.cuh) of its
+//           column of `works`, in turn. A warpgroup has two blocks of 64 queries
 // smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
 // barriers  work_full: a query tile's Work has been written; work_empty: it has been read; full: k and ds have arrived;
 //           empty: they have been read. Named: 1 + warpgroup in zero_rows: zeros are written
 // numerics  sums in float32
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 21
-// limits    sm_90a; half data; rows of whole 16 bytes; K <= D; D of 64, 128
+// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
 constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
