@@ -19,7 +19,7 @@ template <int BK> struct Lookups<0, BK> {
 };
 
 // Computes an entry for this thread. OFFSETS: the byte offsets at which it stores queries (x) and keys (y) within
-// sub-chunks; its index in dA, PairReader::column (z); Counts::read (w). FROM_MIDDLE: the operands of
+// sub-chunks; its index in dA, PairReader::queries_index (z); Counts::read (w). FROM_MIDDLE: the operands of
 // Counts::read_from_middle (x, y) and written_to_middle (z, w). MASKS: the operand of earlier_tokens (x, y),
 // identity_of_lane (z), Counts::written (w). Functions: decays.cuh, states.cuh, query_share.cuh, backward_scores.cuh.
 template <class ReadOrder, typename T, typename G, int BK>

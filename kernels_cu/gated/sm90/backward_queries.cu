@@ -385,8 +385,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
   // Where the lane's numbers of dA's first 8 x 8 lie, for sums over keys and for sums over queries (PairReader).
-  const int pair_row = held_in_register(pair_index(lane >> 2, 2 * t)),
-            pair_column = held_in_register(pair_index(2 * t, lane >> 2));
+  const int keys_index = held_in_register(pair_index(lane >> 2, 2 * t)),
+            queries_index = held_in_register(pair_index(2 * t, lane >> 2));
 
   float S[BV / 2], u[2] = {}, du[2] = {}, *query_sums = args.query_sums + segment.chunk_row * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
@@ -420,7 +420,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     bool by_token;
     const auto g_panels = warpgroup_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
-    const PairReader dA(in.dA, pair_row, pair_column);
+    const PairReader dA(in.dA, keys_index, queries_index);
     if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_keep(from_state);

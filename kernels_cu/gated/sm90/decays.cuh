@@ -180,7 +180,7 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
-    const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
+    const auto up_to = [&](int last) { return (token <= last ? 0xffff : 0) | (token < last ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
     // GLA's gates 1 to 7 are between tokens, and the middle is within gate 4: mask ^ early lacks the bit HALVES of that
     // gate for every i, so that it counts 1/2 or, for i < 4, -1/2 times.
@@ -273,16 +273,19 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
     for (int h = 0; h < 2; ++h) d.sub[n][h] = exp2_approx(sum[2 * h]);
   });
 }
-// Sets d from decays that are known: the decay from a sub-chunk's start through token 2t, times that from there to its
-// end. If queries read before the write, the decay of query 2t + 1 is the one that ends with gate 2t.
+// Sets d from results of decays_from_start and decays_to_end: the decay from a sub-chunk's start through token 2t,
+// times that from there to its end. If queries read before the write, the decay of query 2t + 1 is the one that ends
+// with gate 2t.
 template <class ReadOrder>
-__device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
-  each_neighbours([&](int n, int h) { d.sub[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
+__device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& from_start, const Chunk& to_end) {
+  each_neighbours(
+      [&](int n, int h) { d.sub[n][h] = from_start[n][2 * h + ReadOrder::reads_before_write] * to_end[n][2 * h]; });
 }
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// x as an operand in tf32. EXACT: without the bits that products ignore, so that uses in float32 have the same value.
+// x as an operand in tf32. EXACT: without the bits that products ignore, so that x has the same value where float32
+// computes with it.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
 // The decays of queries and of keys in sub-chunk n from its middle. LOADED_CLAMPED: `gates` were loaded with CLAMPED.
@@ -371,8 +374,9 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const C
 
 // ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index: add_keys reads 8 keys
-// of 4 neighbouring queries at a time, add_queries 8 keys of queries 0, 2, 4 and 6 of a sub-chunk: both from 32 banks.
+// Values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index, the index of a pair's
+// value: add_keys reads 8 keys of 4 neighbouring queries at a time, add_queries 8 keys of queries 0, 2, 4 and 6 of a
+// sub-chunk: both from 32 banks.
 using Pairs = float[CHUNK][CHUNK];
 __device__ __forceinline__ int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
@@ -390,30 +394,33 @@ __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&self_weight_at(x, n * BC) + 2 * (threadIdx.x & 3));
 }
 
-// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t = lane % 4, 2t + 1 at t + 4.
+// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk. The right operand b has token 2t at depth t = lane %
+// 4, and token 2t + 1 at depth t + 4, and so has the left operand that is made of x.
 __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
   const u32 a[4] = {__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])};
   mma_tf32(d, a, b);
 }
 
-// Products of queries or keys and a chunk's Pairs. row and column are a lane's indices for the first sub-chunk's
-// queries and keys; indices for other sub-chunks differ by an XOR and a sum.
+// Products of queries or keys and a chunk's Pairs. The index in Pairs (pair_index) of the first pair that a lane reads
+// in the first sub-chunk: in sums over keys keys_index, of query lane / 4 with key 2 (lane % 4); in sums over queries
+// queries_index, of query 2 (lane % 4) with key lane / 4. Indices for other sub-chunks differ by an XOR and a sum.
 struct PairReader {
   const float* pairs;
-  int row, column;  // of query lane / 4 with key 2 (lane % 4), and of the reverse
+  int keys_index, queries_index;
 
   // The caller keeps both indices from chunk to chunk.
-  __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}
-  // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
+  __device__ __forceinline__ PairReader(Pairs& x, int keys_index, int queries_index)
+      : pairs(&x[0][0]), keys_index(keys_index), queries_index(queries_index) {}
+  // Sums over the keys of sub-chunk `keys`, for the queries of sub-chunk `queries`: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {
-    const float2 two = *reinterpret_cast<const float2*>(pairs + (row ^ 8 * keys) + 8 * CHUNK * queries);
+    const float2 two = *reinterpret_cast<const float2*>(pairs + (keys_index ^ 8 * keys) + 8 * CHUNK * queries);
     const u32 b[2] = {__float_as_uint(two.x), __float_as_uint(two.y)};
     multiply_pairs(to, k, b);
   }
-  // Sums over queries, for keys: to_j += sum_i pairs_ij q_i.
+  // Sums over these queries, for these keys: to_j += sum_i pairs_ij q_i.
   __device__ __forceinline__ void add_queries(SubChunk& to, const SubChunk& q, int queries, int keys) const {
     const float* from = pairs + 8 * CHUNK * queries;
-    const float first = from[column ^ 8 * keys], second = from[(column ^ 8 * (keys ^ 1)) + CHUNK];
+    const float first = from[queries_index ^ 8 * keys], second = from[(queries_index ^ 8 * (keys ^ 1)) + CHUNK];
     const u32 b[2] = {__float_as_uint(first), __float_as_uint(second)};
     multiply_pairs(to, q, b);
   }

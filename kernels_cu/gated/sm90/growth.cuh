@@ -2,12 +2,23 @@
 //           tests that find such chunks, and what both passes (backward_queries.cu, backward_keys.cu) compute of them,
 //           token by token in float32. The first pass goes forwards in time with the state S, the second backwards with
 //           its gradient dS. Layouts: decays.cuh; query_share and its units: query_share.cuh.
-// math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: dS_{t-1} = e^g_t dS_t + scale q_t do_t^T, GLA:
-//           dS_{t-1} = e^g_t (dS_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of
-//           the gates between both): grown(x, sum) (tensor.cuh) is x e^sum, finite also where e^sum alone is not
-// numerics  Products on tensor cores need this decay as two factors, which growth takes out of range: within a
-//           sub-chunk a gate counts as LEAST_GATE = -16 at least, so that e^(growth - 16) of a token would outlast a
-//           gate of -inf, and float16 ends at e^11. The results here overflow only where the recurrence itself does.
+// math      Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
+//           those up to i (RWKV-6: D_ij and E_i end with gate i - 1), L_j over those after j. dA_ij = scale do_i . v_j.
+//           First pass; S: the state before the chunk
+//             state_term_i = q_i scale E_i S do_i;  query_sums = sum_i state_term_i;  S_t = e^g_t S_{t-1} + k_t v_t^T
+//             dq_i = scale E_i S do_i + sum_{j<=i} dA_ij D_ij k_j  (RWKV-6: j < i, + dA_ii u k_i)
+//             query_share_t = sum_{i>=t} (state_term_i + q_i sum_{j<t} dA_ij D_ij k_j)  (RWKV-6: i > t)
+//           Second pass; dS: the gradient, by later chunks, of the state after the chunk; dS_t: that of S_t by all
+//           reads
+//             GLA dS_{t-1} = e^g_t dS_t + scale q_{t-1} do_{t-1}^T;  RWKV-6 dS_{t-1} = e^g_t dS_t + scale q_t do_t^T
+//             dk_j = dS_j v_j  (RWKV-6: + dA_jj u q_j);  dv_j = dS_j^T k_j  (RWKV-6: + scale (q_j . u k_j) do_j)
+//             key_term_j = k_j L_j dS v_j;  before = D sum_v S dS = carried - sum_j key_term_j
+//             dg_t = query_share_t + sum_{j<t} key_term_j + before;  then carried <- before + query_sums
+//           x e^sum is grown(x, sum) (tensor.cuh): finite, if the result is, also where e^sum is not
+// numerics  Products on tensor cores need the decay between two tokens as two factors, which growth takes out of range:
+//           within a sub-chunk a gate counts as LEAST_GATE = -16 at least, so that e^(growth - 16) of a token would
+//           outlast a gate of -inf, and float16 ends at e^11. The results here overflow only where the recurrence
+//           itself does.
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
@@ -200,7 +211,7 @@ __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum
 __device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Tokens share;
+    Tokens share;  // in another order of tokens than Tokens' own, which convert_to_units does not need
     for (int m = 0; m < CHUNK / 4; ++m) share[m] = query_share[m / 2][2 * h + m % 2];
     sum[h] = convert_to_units(share, sum[h]);
     for (int m = 0; m < CHUNK / 4; ++m) query_share[m / 2][2 * h + m % 2] = share[m];
