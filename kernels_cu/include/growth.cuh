@@ -13,8 +13,8 @@
 // end of float32's range, and at most e^-10 of a token passes a reset.
 constexpr float GROWTH = 1.f;
 
-constexpr int PAIRED = 8;                         // tokens of a sub-chunk
-constexpr int PAIRS = PAIRED * (PAIRED - 1) / 2;  // of a query and a key before it
+constexpr int SUBCHUNK = 8;                           // tokens of a sub-chunk
+constexpr int PAIRS = SUBCHUNK * (SUBCHUNK - 1) / 2;  // of a query and a key before it
 
 // The n-th pair of a query and an earlier key.
 struct TokenPair {
@@ -26,13 +26,14 @@ __device__ __forceinline__ TokenPair pair_of(int n) {
   return {query, n};
 }
 
-// Returns to lane n of a warp the score of pair n. The pointers are to the first of a sub-chunk's `rows` tokens, in any
-// memory. A lane computes its score alone, with few registers, since callers have no free ones.
+// Returns to lane n of a warp the score of pair n, 0 if the pair's query is not one of the sub-chunk's `rows` tokens.
+// The pointers are to the first of these tokens, in any memory; strides: of tokens. A lane computes its score alone,
+// with few registers, since callers have no free ones.
 template <class ReadOrder, typename T, typename G>
 __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, i64 q_stride, i64 k_stride,
                                             i64 g_stride, int rows, int channels) {
   const TokenPair pair = pair_of(threadIdx.x & 31);
-  if (pair.query >= rows || pair.query >= PAIRED) return 0.f;
+  if (pair.query >= rows || pair.query >= SUBCHUNK) return 0.f;
   const int gates = pair.query - pair.key - ReadOrder::reads_before_write;
   q += pair.query * q_stride, k += pair.key * k_stride, g += (pair.key + 1) * g_stride;
   float sum = 0.f;
@@ -41,15 +42,15 @@ __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, 
     float between = 0.f;  // nats
     const G* gate = g + c;
 #pragma unroll
-    for (int m = 0; m + 1 < PAIRED; ++m, gate += g_stride)
+    for (int m = 0; m + 1 < SUBCHUNK; ++m, gate += g_stride)
       if (m < gates) between += to_float(*gate);
     sum = fmaf(to_float(q[c]) * decay_of(between), to_float(k[c]), sum);
   }
   return sum;
 }
 
-// The shares of the sub-chunk's pairs in the gradients of token t, for one channel. q(i), k(j) and a(m) return the
-// channel's queries, keys and decays; dA(i, j) is called for j < i only.
+// The terms of the sub-chunk's pairs in the gradients of token t, for one channel: dq_t, dk_t and dg_t as above. q(i),
+// k(j) and a(m) return the channel's queries, keys and decays; dA(i, j) is called for j < i only.
 struct PairGradients {
   float dq, dk, dg;
 };
@@ -57,23 +58,23 @@ template <class ReadOrder, class Query, class Key, class Decay, class Weight>
 __device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key k, Decay a, Weight dA) {
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
   PairGradients sums = {};
-  float decay = 1.f;
+  float decay = 1.f;  // over the tokens after t up to i (RWKV-6: to i - 1)
 #pragma unroll 1
-  for (int i = t + 1; i < PAIRED; ++i) {
+  for (int i = t + 1; i < SUBCHUNK; ++i) {
     if (INCLUSIVE) decay *= a(i);
     sums.dk = fmaf(dA(i, t), decay * q(i), sums.dk);
     if (!INCLUSIVE) decay *= a(i);
   }
-  decay = 1.f;  // from the key to token t; the decay of t itself is in `later`
+  decay = 1.f;  // over the tokens after key j and before t
 #pragma unroll 1
   for (int j = t - 1; j >= 0; --j) {
     const float key = decay * k(j);
     const float decay_of_t = a(t);
     sums.dq = fmaf(dA(t, j), (INCLUSIVE ? decay_of_t : 1.f) * key, sums.dq);
-    float later = decay_of_t;
+    float later = decay_of_t;  // over tokens t to i (RWKV-6: to i - 1)
     if (INCLUSIVE) sums.dg = fmaf(dA(t, j), later * q(t) * key, sums.dg);
 #pragma unroll 1
-    for (int i = t + 1; i < PAIRED; ++i) {
+    for (int i = t + 1; i < SUBCHUNK; ++i) {
       if (INCLUSIVE) later *= a(i);
       sums.dg = fmaf(dA(i, j), later * q(i) * key, sums.dg);
       if (!INCLUSIVE) later *= a(i);

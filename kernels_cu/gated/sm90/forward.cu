@@ -54,7 +54,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
       barrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
     if constexpr (Schedule::has_outputs)
-      for (int group = 0; group < S::GROUPS; ++group) s.scores[group].out_of_float16 = false;
+      for (int group = 0; group < S::GROUPS; ++group) s.score_operands[group].out_of_float16 = false;
     if constexpr (!Schedule::has_outputs) barrier_init(s.scan.loaded, 1);
     if constexpr (Schedule::K_RANKS > 1)
       for (Barrier& arrived : s.votes.arrived) barrier_init(arrived, Schedule::K_RANKS);

@@ -3,7 +3,7 @@
 // math      a_t = e^(g_t), g_t the log gates, for each channel. The decay over several tokens is a product of their
 //           a_t, from or to a border between sub-chunks, and never a quotient of cumulative decays: so a reset (a_t =
 //           0) is exact. What decayed from and to mean: forward_storage.cuh
-// smem      reads inputs; writes and reads decays and scores (its group's); writes operands and headers, which
+// smem      reads inputs; writes and reads decays and score_operands (its group's); writes operands and headers, which
 //           consumers read: Shared in forward_storage.cuh
 // barriers  mbarriers: waits for gates_copied and qk_copied (inputs are there) and empty (consumers have read the
 //           stage), arrives at full (its operands are complete). Of a group, two a chunk: the decays over all
@@ -206,7 +206,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
   uint2 next = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
-  const int border = near_queries(score_operands, coord.subchunk);
+  const int border_row = near_queries(score_operands, coord.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
@@ -223,7 +223,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
     if (INCLUSIVE) times(x, q, from_start);
     using B = typename Scores::Border;
     const uint2 rounded = border_operand<T, B>(!INCLUSIVE && i == 0, loaded, x, scales, i);
-    store_if(coord.subchunk > 0, &score_operands.rows[border + i].border_q[coord.channel], rounded);
+    store_if(coord.subchunk > 0, &score_operands.rows[border_row + i].border_q[coord.channel], rounded);
     if (two_borders)
       neighbour.put(&score_operands.rows[score_operands.HALF_ROW + coord.first_row - 16 + i].border_q[coord.channel],
                     rounded, x);
@@ -283,7 +283,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   constexpr int GATES = GATES_PER_TOKEN<G>;
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   const auto& in = s.inputs[coord.group];
-  auto& scores = s.scores[coord.group];
+  auto& score_operands = s.score_operands[coord.group];
   auto& header = s.headers[job.stage];
   Barrier& full = s.full[job.stage];
   const auto& decays = s.decays[coord.group];
@@ -304,7 +304,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   }
   put_decay(s.decays[coord.group], coord, decay);
   if constexpr (GATES == 4) fence_async();  // orders these reads before the next copy of gates
-  // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's `scores`.
+  // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
+  // score_operands.
   bool grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || scaled);
   const bool above_limit = grows;
   // If scales are still to be tried, the caller does (make_scaled). Otherwise gates above LIMIT may sum to so little
@@ -354,7 +355,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   constexpr int WARPS = Coord::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
   const auto k_scales = scales_of<SCALE>(in.k, coord, above_limit);
-  put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], scores, in.k, a, coord, neighbour_decay, outside,
+  put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], score_operands, in.k, a, coord, neighbour_decay, outside,
                            k_scales);
   set_outside(coord.subchunk % 2 == 1, coord.subchunk >= 2);  // the decay over all sub-chunks before this one
   if (coord.subchunk == NUM_SUBCHUNKS - 1) {
@@ -373,18 +374,18 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
     const auto q_scales = scales_of<SCALE>(in.q, coord, above_limit);
-    if constexpr (SCALE) put_undo(scores, coord, q_scales, k_scales);
+    if constexpr (SCALE) put_undo(score_operands, coord, q_scales, k_scales);
     constexpr bool CHECKS_RANGE = BORDER_IS_NARROWER<Schedule, T> && !SCALE;
     DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);
-    put_queries<Order>(s.operands.q[job.stage][job.rank], scores, in.q, in.k, a, coord, neighbour_decay, q_scales,
-                       outside, u, self_scores, direct);
-    if (CHECKS_RANGE && direct.out_of_range(lane)) scores.out_of_float16 = true;
+    put_queries<Order>(s.operands.q[job.stage][job.rank], score_operands, in.q, in.k, a, coord, neighbour_decay,
+                       q_scales, outside, u, self_scores, direct);
+    if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
     fence_async();                                          // orders these reads before the next copies of q and k
     barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // all operands are in shared memory; q and k have been read
-    const bool out_of_float16 = CHECKS_RANGE && scores.out_of_float16;
+    const bool out_of_float16 = CHECKS_RANGE && score_operands.out_of_float16;
     fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
-    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(job.stage)[job.rank], scores, direct.scores,
+    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(job.stage)[job.rank], score_operands, direct.scores,
                                                self_scores, s.operands.flip(job.stage), scale, warp, lane);
     if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
       return ChunkResult::OUT_OF_FLOAT16;

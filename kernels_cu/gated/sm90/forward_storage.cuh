@@ -6,8 +6,8 @@
 //           those of the tokens after the border up to its own (RWKV-6: up to the token before); a key "decayed to" a
 //           border, times those of the tokens after its own up to the border. The score of a query and an earlier key
 //           is the product of the query decayed from, and the key decayed to, one border between them
-// smem      Shared. inputs[group]: q, k and g of a chunk, copied from memory; scores[group]: operands of the scores,
-//           written and read by the group; operands[stage] and headers[stage]: written by a group, read by all
+// smem      Shared. inputs[group]: q, k and g of a chunk, copied from memory; score_operands[group]: operands of the
+//           scores, written and read by the group; operands[stage] and headers[stage]: written by a group, read by all
 //           consumers; v[warpgroup][slot]: a chunk of v, copied from memory, which o then overwrites
 // barriers  mbarriers. gates_copied[group]: g of the group's next chunk is in inputs; qk_copied[group]: q and k are;
 //           values_copied[warpgroup][slot]: v is in the slot; full[stage]: a chunk's operands are complete;
@@ -214,7 +214,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   Operands<HAS_OUTPUTS, T, BK, K_RANKS, STAGES, SHARED> operands;
   T v[BV / PANEL][VALUE_SLOTS][CHUNK][PANEL];  // consumers overwrite v by o
   ScoreOperands<HAS_OUTPUTS, typename MiddleOf<K_RANKS, T>::type, typename BorderOf<K_RANKS, T>::type, BK>
-      scores[GROUPS];
+      score_operands[GROUPS];
   InputStage<HAS_OUTPUTS, T, G, BK> inputs[GROUPS];
   float decays[GROUPS][NUM_SUBCHUNKS][BK];  // of each channel over each sub-chunk; written and read by the group
   float u[BK];                              // RWKV-6's bonus
