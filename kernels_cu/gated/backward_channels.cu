@@ -713,35 +713,37 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         __syncwarp();  // all lanes have read q of this block, which dq overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          // second: the sub-chunk's number in the block; subchunk: in this half; n: in the chunk.
-          const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
-          const float2 product = lane_tokens(over_keys[second], octet),
-                       near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * product);
-          float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * product), terms = {0.f, 0.f};
-          // Adds factor * d, of keys before the half's sub-chunk `border`, to dq and to the terms of dg: the gates of
-          // the sub-chunks from `border` to the one before this one lie between key and query, and so get the terms.
+          // The sub-chunk's number in the block, in this half (subchunk) and in the chunk (n).
+          const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
+          const float2 within = lane_tokens(over_keys[in_block], octet),
+                       near_query = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * within);
+          // sum: dq of the lane's two tokens, but for the diagonal's term; terms: q times its parts but the first.
+          float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * within), terms = {0.f, 0.f};
+          // Adds factor * sums, of keys before the half's sub-chunk `border`, to dq and to the terms of dg: the gates
+          // of the sub-chunks from `border` to the one before this one lie between key and query, and so get the terms.
           // Returns the lane's sum of the terms.
-          const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
-            const float2 part = factor * lane_tokens(d, octet), term = q[p] * part;
+          const auto add_part = [&](float2 factor, const float (&sums)[4], int border) {
+            const float2 part = factor * lane_tokens(sums, octet), term = q[p] * part;
             sum = sum + part, terms = terms + term;
 #pragma unroll
             for (int to = border; to < subchunk; ++to) gate_terms[octet].across[to] += term.x + term.y;
             return term.x + term.y;
           };
-          const float from_half =
-              product_over(half_decays[octet], 0, subchunk);  // from this half's start to the sub-chunk
+          // The decay from this half's start to the sub-chunk's.
+          const float from_half = product_over(half_decays[octet], 0, subchunk);
           const float state_term =
               add_part(STATE_CORRECTION * scale * product_over(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
                            from_start[p],
-                       dq[in_half][second], 0);
+                       dq[in_half][in_block], 0);
           if (half) {
             other_half[octet] += state_term;
-            add_part(from_half * from_start[p], over_keys32[second], 0);
+            add_part(from_half * from_start[p], over_keys32[in_block], 0);
           }
-          if (in_half) add_part(product_over(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[second], 2);
-          if (second) add_part(from_start[p], over_keys8, subchunk);
-          query_terms[p] = M::SPLIT ? terms : terms + near;
-          near_query_terms[p] = near;
+          if (in_half)
+            add_part(product_over(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[in_block], 2);
+          if (in_block) add_part(from_start[p], over_keys8, subchunk);
+          query_terms[p] = M::SPLIT ? terms : terms + near_query;
+          near_query_terms[p] = near_query;
           put_tokens(s.q, n, octet, sum + u[octet] * diagonal_of(n) * k[p]);
         }
       }
@@ -770,15 +772,16 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         __syncwarp();  // all lanes have read k of this block, which dk overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
-          const float2 product = lane_tokens(over_queries[second], octet),
-                       near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * product);
-          float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * product), terms = {0.f, 0.f};
-          // Adds factor * d, of queries from the half's sub-chunk `border` on, to dk and to the terms of dg: the gates
-          // of the sub-chunks after this one and before `border` lie between key and query, and so get the terms.
+          const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
+          const float2 within = lane_tokens(over_queries[in_block], octet),
+                       near_key = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * within);
+          // sum: dk of the lane's two tokens, but for the diagonal's term; terms: k times its parts but the first.
+          float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * within), terms = {0.f, 0.f};
+          // Adds factor * sums, of queries from the half's sub-chunk `border` on, to dk and to the terms of dg: the
+          // gates of the sub-chunks after this one and before `border` lie between key and query, and so get the terms.
           // Returns the lane's sum of the terms.
-          const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
-            const float2 part = factor * lane_tokens(d, octet), term = k[p] * part;
+          const auto add_part = [&](float2 factor, const float (&sums)[4], int border) {
+            const float2 part = factor * lane_tokens(sums, octet), term = k[p] * part;
             sum = sum + part, terms = terms + term;
 #pragma unroll
             for (int to = subchunk + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
@@ -790,14 +793,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
             for (int later = HALF; later < SUBS; ++later) to_chunk_end *= decay_over(later, octet);
           }
-          const float state_term = add_part(to_chunk_end * to_end[p], dk[in_half][second], HALF);
+          const float state_term = add_part(to_chunk_end * to_end[p], dk[in_half][in_block], HALF);
           if (!half) {
             other_half[octet] += state_term;
-            add_part(product_over(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[second], HALF);
+            add_part(product_over(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[in_block], HALF);
           }
           if (!in_half)
-            add_part(product_over(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
-          if (!second) add_part(to_end[p], over_queries8, subchunk + 1);
+            add_part(product_over(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[in_block], 2);
+          if (!in_block) add_part(to_end[p], over_queries8, subchunk + 1);
           put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
           // For each t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t) of the
           // sub-chunk, less the sum of key_terms over its keys j >= t.
@@ -810,20 +813,20 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float earlier_keys = lane_sums(terms.x + terms.y).before;  // the terms of the sub-chunk's earlier keys
           float2& dg = gate_terms[octet].within[subchunk];
           if constexpr (M::SPLIT) {
-            float2 near_terms = terms_from(near_query_terms[p], near);
-            const float2 magnitude = terms_from(absolute(near_query_terms[p]), -1.f * absolute(near));
+            float2 near_terms = terms_from(near_query_terms[p], near_key);
+            const float2 magnitude = terms_from(absolute(near_query_terms[p]), -1.f * absolute(near_key));
             const bool cancelled_x = fabsf(near_terms.x) < CANCELLED_SHARE * magnitude.x;
             const bool cancelled_y = fabsf(near_terms.y) < CANCELLED_SHARE * magnitude.y;
             if (__any_sync(0xffffffffu, cancelled_x || cancelled_y)) {
               const float2 recomputed =
                   UNDO_NEAR_SCALE * gate_terms_one_by_one<ReadOrder>(q[p], k[p], gates_of_pair(m, p),
-                                                                     dA + 8 * second * (LDA + 1) + 16 * m);
+                                                                     dA + 8 * in_block * (LDA + 1) + 16 * m);
               if (cancelled_x) near_terms.x = recomputed.x;
               if (cancelled_y) near_terms.y = recomputed.y;
             }
             dg = terms_from(query_terms[p], {0.f, 0.f}) + near_terms;
           } else {
-            dg = terms_from(query_terms[p], near);
+            dg = terms_from(query_terms[p], near_key);
           }
           dg = dg + float2{earlier_keys, terms.x + earlier_keys};
         }
