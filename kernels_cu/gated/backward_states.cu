@@ -7,11 +7,11 @@
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of tile_at
 //           (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with
 //           chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
-//           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; first
-//           those of S, then those of dS. A block stores the state that its segment leaves in the slot of the segment
-//           that its walk would go on with. A walk's first segment starts from the given state, which is in its own
-//           slot, and the others from zero; scan_both_ways.cu joins them. The last segment of a walk has no block, and
-//           no decays
+//           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; index 0
+//           is S, 1 dS. The result of a segment's walk is stored as the state of the next segment in the walk's
+//           direction. The first segment in a direction starts from the given state, which is stored as its own state;
+//           the others start from zero, and scan_both_ways.cu joins their results. The last segment in a direction has
+//           no block and no decays
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
 // smem      Stage: a step of k, v and g, or q, do and g, STAGES times; copied by all threads, read by all warps

@@ -50,16 +50,17 @@ __device__ __forceinline__ void put_score(bf16* to, float x, int distance) {
 }
 __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 
-// The scores of a chunk are computed in tasks of 16 queries and 8 keys. Of a chunk of 32 tokens tasks 0 to 3 are the
-// scores within one sub-chunk each; 4 and 5 those of sub-chunk 1 with 0, and of 3 with 2; 6 and 7 those of the second
-// 16 tokens with sub-chunk 0, and with 1. Of a chunk of 16 tokens tasks 0 and 1 are those within a sub-chunk, 2 those
-// of sub-chunk 1 with 0.
+// The scores of a chunk are computed in tasks of 16 queries and 8 keys. The sub-chunks of the queries and keys whose
+// scores a task stores:
+//   chunk of 32 tokens   tasks 0 to 3: within sub-chunk 0, 1, 2, 3;  4: queries of 1, keys of 0;  5: of 3, of 2;
+//                        6: queries of 2 and 3, keys of 0;  7: of 2 and 3, of 1
+//   chunk of 16 tokens   tasks 0, 1: within sub-chunk 0, 1;  2: queries of 1, keys of 0
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
 // The queries and keys of a task. A lane has a query in each half of the 16, and two neighbouring keys. kind: 0 and 1
 // are scores within a sub-chunk of the first and the second 16 tokens, 2 between neighbouring sub-chunks, 3 (`across`)
-// between the halves of the chunk; n: which of the two tasks of its kind; first_row: that of the task's operands in
-// their tiles, the same for queries and keys.
+// between the halves of the chunk; n: which of the two tasks of its kind; first_row: the first row, of both the task's
+// queries and its keys, in the tiles of operands.
 template <typename T> struct ScoreTask {
   int kind, n, first_row;
   bool within, across;

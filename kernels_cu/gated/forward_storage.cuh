@@ -1,9 +1,10 @@
 // what      Shared memory and schedules of the forward kernel of every card, for GLA and RWKV-6. A tile of it is laid
 //           out as forward_tiles.cuh says.
 // math      A chunk has 32 tokens in two halves, or 16 if operands are floats; a half has two sub-chunks of 8 tokens.
-//           The decays of a token are e^g, with g its log gates. An operand is a query or key times decays: a query
-//           "decayed from" a border between tokens, times those of the tokens after the border up to its own (RWKV-6:
-//           up to the token before); a key "decayed to" a border, times those of the tokens after its own up to it
+//           The decays of a token are e^g, with g its log gates. An operand is a query or key times decays. A query
+//           "decayed from" a border between tokens is multiplied by the decays of the tokens after the border, up to
+//           and with its own token (RWKV-6: without it); a key "decayed to" a border by the decays of the tokens after
+//           its own, up to the border
 // limits    BK and BV of 64, 128, BV also of 256
 #include "gated/forward_tiles.cuh"
 #include "tensor.cuh"

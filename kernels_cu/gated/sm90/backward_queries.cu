@@ -191,9 +191,9 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 // (decays.cuh): [n][2h + p] is sub-chunk n of 8 tokens, channel g + 8h, token 2t + p. Operands hold the same numbers,
 // two tokens in a register (neighbours_of).
 
-// A lane's results of a chunk. Until the sum over tokens, query_share has each token's terms of that sum: GLA: q_i
-// times its sum less k_i times its sum (see math); RWKV-6: the former alone, and key_terms the latter, since
-// query_share_t counts queries from t + 1 on and keys from t on.
+// A lane's results of a chunk. Before the sum over tokens, with query_term_i = q_i (sum_j dA_ij D_ij k_j +
+// from_state_i) and key_term_j = k_j sum_i dA_ij D_ij q_i, query_share_i is query_term_i - key_term_i (GLA) or
+// query_term_i (RWKV-6, where the sum counts queries from t + 1 on and keys from t on). key_terms: RWKV-6's key_term.
 struct Gradients {
   Chunk dq, query_share, key_terms;
 };
@@ -352,7 +352,7 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk
     all[h] = 0.f;
 #pragma unroll
     for (int n = SUBCHUNKS - 1; n >= 0; --n) {
-      // What the sum of the lane's first token has more than that of its second one.
+      // The difference of the sums of the lane's two tokens: the first token's less the second's.
       const float between = query_terms[n][2 * h + 1] - key_terms[n][2 * h];
       const float lane_sum = between + (query_terms[n][2 * h] - key_terms[n][2 * h + 1]);
       const float neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1), sum_of_two = lane_sum + neighbour;

@@ -3,8 +3,8 @@
 // math      g are log gates; a chunk of 32 tokens has four sub-chunks of 8. The decay between query i and key j < i is
 //           a factor of the query times a factor of the key, in one of three ways:
 //           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: halfway through gate 4):
-//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g); if i or j is before m, its sum is minus
-//                                 that of the gates from it to m
+//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g); sum_{m..i} of a token i before m is
+//                                 minus the sum of the gates from i to m
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g after j to the end
 //                                 of its sub-chunk): queries of sub-chunk 1 with keys of 0, and 3 with 2 (`by8`);
 //                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: times the decay of the sub-chunk

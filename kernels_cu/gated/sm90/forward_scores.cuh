@@ -98,9 +98,9 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
                                                const ScoreShare<WARPS>& share, int lane) {
   constexpr int N = ScoreShare<WARPS>::N;
   constexpr int TURNS = N == 1 && sizeof(M) == 4 ? 2 : 1;
-  // The row whose address this lane gives to ldmatrix, of four 8x8 matrices with rows of 16 bytes. Of queries, matrices
-  // 0 and 1 are 16 rows (N = 1, within a sub-chunk: 8 queries and 8 keys), 2 and 3 the next piece of these rows. Of
-  // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
+  // An ldmatrix loads four 8 x 8 matrices: of 8 rows a piece of 16 bytes each. Queries: matrices 0 and 1 are piece 0 of
+  // 16 rows (N = 1, within a sub-chunk: of 8 queries and 8 keys), 2 and 3 are piece 1 of the same rows. Keys, N = 2:
+  // matrices 0 and 1 are pieces 0 and 1 of 8 keys, 2 and 3 of the next 8 keys; N = 1: pieces 0 to 3 of 8 keys.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
   const auto* const subchunk_rows = score_operands.rows + BC * share.subchunk;
   const auto* const rows =

@@ -2,10 +2,11 @@
 //           A producer group multiplies q and k of a chunk by decays, computes the chunk's scores, and stores these
 //           operands in a stage. Consumer warpgroups multiply them by v and by the state S [K, V].
 // math      A chunk has 32 tokens, in two halves and four sub-chunks of 8. The decays of a token are e^g, with g its
-//           log gates. An operand is a query or key times decays: a query "decayed from" a border between tokens, times
-//           those of the tokens after the border up to its own (RWKV-6: up to the token before); a key "decayed to" a
-//           border, times those of the tokens after its own up to the border. The score of a query and an earlier key
-//           is the product of the query decayed from, and the key decayed to, one border between them
+//           log gates. An operand is a query or key times decays. A query "decayed from" a border between tokens is
+//           multiplied by the decays of the tokens after the border, up to and with its own token (RWKV-6: without it);
+//           a key "decayed to" a border by the decays of the tokens after its own, up to the border. The score of a
+//           query and an earlier key is the product of the query decayed from, and the key decayed to, one border
+//           between them
 // smem      Shared. inputs[group]: q, k and g of a chunk, copied from memory; score_operands[group]: operands of the
 //           scores, written and read by the group; operands[stage] and headers[stage]: written by a group, read by all
 //           consumers; v[warpgroup][slot]: a chunk of v, copied from memory, which o then overwrites
