@@ -43,9 +43,9 @@ class Matrix:
         self.code, self.nbytes = loops().CODES[format], self.bits.nbytes + self.scales.nbytes
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        """The addresses of `bits` and `scales`."""
-        return self.bits.ctypes.data, self.scales.ctypes.data
+    def description(self) -> np.ndarray:
+        """int64 [4] for the loops: the code of the format, the addresses of bits and of scales, and M."""
+        return np.array([self.code, self.bits.ctypes.data, self.scales.ctypes.data, self.shape[-2]], np.int64)
 
     def __repr__(self):
         return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"
@@ -59,7 +59,7 @@ class Matrix:
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
         products = y[..., 0].size * self.shape[-2] * self.shape[-1]
         with board.helped(max(self.nbytes, products // PRODUCTS_PER_BYTE)):
-            loops().multiply_at(loops().multiply.address, board.array, self.code, *self.addresses, stack, y)
+            loops().multiply_at(loops().multiply.address, board.array, (self.description,), (stack,), (y,))
         return y if x.ndim == 3 else y[0]
 
     def widened(self) -> np.ndarray:

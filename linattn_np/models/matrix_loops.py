@@ -8,11 +8,11 @@ The sums of a tile's rows stay in registers while its columns are read. Up to FE
 whose inputs are mostly zero skips their columns. More tokens read a tile TOKENS_AT_ONCE at a time, so that the tile's
 numbers are converted to float32 once for all of them.
 
-Several threads share a product. The caller describes the product on a *board*, an array of int64, and publishes a range
-of *tickets*, one for each part of the product. Every thread that looks at the board claims tickets, and the caller
-returns when all parts are done. The caller does not wait for a thread that has claimed nothing. A claim takes several
-tickets while many are left: the board is in another core's cache, and a claim costs the time of reading 20 KB of a
-matrix. A board has one product at a time: one thread calls `multiply`, all others `assist`.
+Several threads share products that do not depend on each other. The caller publishes them on a *board*, an array of
+int64, with a range of *tickets*, one for each part of a product. Every thread that looks at the board claims tickets,
+and the caller returns when all parts are done. The caller does not wait for a thread that has claimed nothing. A claim
+takes several tickets while many are left: the board is in another core's cache, and a claim costs the time of reading
+20 KB of a matrix. One thread calls `multiply`, all others `assist`.
 
 S matrices and T tokens of a product. Arrays are given by addresses; callers guarantee shapes, dtypes and C order.
 """
@@ -54,16 +54,20 @@ PART_OF_FLOAT32 = 1 << 14  # numbers of W in a part of a product in float32, in 
 SPARSE = 0.2  # if at most this share of a token's inputs is not zero, it is faster to skip the zeros
 
 # Indices of the board. The numbers that threads change at the same time have cache lines of their own. NEXT and LIMIT
-# only grow, so that a thread that has read old values cannot claim a ticket of a later product.
-NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; the number of parts of all products that are done; the end of tickets
-STOPPED, START = 17, 18  # 1 if helpers must return; the first ticket of the product
+# only grow, so that a thread that has read old values cannot claim a ticket of later products.
+NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; the number of parts that are done, of all calls; the end of tickets
+STOPPED, START = 17, 18  # 1 if helpers must return; the first ticket of the products
 THREADS = 19  # the number of threads that may look at the board
-# The product: addresses of arrays, and sizes. STACK is how many matrices of the same size it has.
-FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS = range(24, 33)
-ROWS, COLUMNS, TOKENS, PADDED_TOKENS, STACK = range(33, 38)
-TILE_ROWS, TILES = 38, 39  # rows of W in a part, which in float32 may be less than TILE; parts of one matrix
-COMPUTE = 40  # the address of `compute`: a loop that called it by its name would compile it again
-BOARD = 41  # numbers of a board
+COMPUTE = 20  # the address of `compute`: a loop that called it by its name would compile it again
+PRODUCTS, COUNT = 21, 22  # the address of the products' descriptions, and how many there are
+BOARD = 23  # numbers of a board
+# Indices of a product's description: addresses of arrays, and sizes. STACK: the number of matrices of the same size
+FORMAT, BITS, SCALES, X, Y, STACK, TOKENS, COLUMNS, ROWS = range(9)  # which `multiply_at` sets; the others `multiply`
+BYTES_OF_INPUT, LISTS, PADDED_TOKENS = 9, 10, 11  # LISTS: the number of rows of x with a list of inputs
+INPUTS, STARTS, TOTALS = 12, 13, 14
+TILE_ROWS, TILES = 15, 16  # rows of W in a part, which in float32 may be less than TILE; parts of one matrix
+PARTS = 17  # of the product
+PRODUCT = 18  # numbers of a description
 LOOKS = 200  # a thread yields its core to other threads after this many looks at a board without a part for it
 
 LOOP_OPTIONS = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
@@ -285,26 +289,28 @@ class TileSums:
 
 # -- a part of a product ----------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
-def add_blocks(board, tile, row, several_tokens, first, last, sums):
+def add_blocks(product, tile, row, several_tokens, first, last, sums):
     """Adds the products of tile number `tile` and rows row ... row + T - 1 of x to the sums [T, TILE] at the address
     `sums`, over the blocks of columns first ... last - 1.
 
     T is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list.
     """
-    format, columns, blocks = board[FORMAT], board[COLUMNS], (board[COLUMNS] + BLOCK - 1) // BLOCK
-    x, bits, loop = board[X] + 4 * row * columns, board[BITS] + board[BYTES_OF_INPUT] * columns * tile, ALL_OF_SEVERAL
-    inputs = board[INPUTS] + 4 * row * (columns + PREFETCHED_OF_LIST)
-    starts = array_at(board[STARTS] + 4 * row * (blocks + 1), (blocks + 1,), np.int32)
+    format, columns, blocks = product[FORMAT], product[COLUMNS], (product[COLUMNS] + BLOCK - 1) // BLOCK
+    x, bits = product[X] + 4 * row * columns, product[BITS] + product[BYTES_OF_INPUT] * columns * tile
+    inputs = product[INPUTS] + 4 * row * (columns + PREFETCHED_OF_LIST)
+    starts = array_at(product[STARTS] + 4 * row * (blocks + 1), (blocks + 1,), np.int32)
+    loop = ALL_OF_SEVERAL
     if not several_tokens:
         loop = LISTED if starts[-1] >= 0 else ALL
-    variant, scales, totals = len(TILE_LOOPS) * format + loop, board[SCALES] + 4 * TILE * tile, board[TOTALS] + 4 * row
+    variant, totals = len(TILE_LOOPS) * format + loop, product[TOTALS] + 4 * row
+    scales = product[SCALES] + 4 * TILE * tile
     if format != INT4:
         begin, end = BLOCK * first, min(columns, BLOCK * last)
         if loop == LISTED:
             begin, end = starts[first], starts[last]
         add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, sums)
         return
-    scales, block_totals = board[SCALES] + 2 * TILE * tile * blocks, 4 * board[STACK] * board[PADDED_TOKENS]
+    scales, block_totals = product[SCALES] + 2 * TILE * tile * blocks, 4 * product[STACK] * product[PADDED_TOKENS]
     for block in range(first, last):
         begin, end = BLOCK * block, min(columns, BLOCK * (block + 1))
         if loop == LISTED:
@@ -314,32 +320,33 @@ def add_blocks(board, tile, row, several_tokens, first, last, sums):
 
 
 @njit(**LOOP_OPTIONS)
-def multiply_tile(board, part):
+def multiply_tile(product, part):
     """Computes part number `part` of a product in few bits: one tile, for up to CHUNK tokens."""
-    rows, tokens, padded, tiles, stack = board[ROWS], board[TOKENS], board[PADDED_TOKENS], board[TILES], board[STACK]
+    rows, tokens, padded = product[ROWS], product[TOKENS], product[PADDED_TOKENS]
+    tiles, stack = product[TILES], product[STACK]
     tile, token = part % (stack * tiles), part // (stack * tiles) * CHUNK
-    matrix, m, blocks = tile // tiles, tile % tiles * TILE, (board[COLUMNS] + BLOCK - 1) // BLOCK
+    matrix, m, blocks = tile // tiles, tile % tiles * TILE, (product[COLUMNS] + BLOCK - 1) // BLOCK
     count, row, at_once = min(CHUNK, padded - token), matrix * padded + token, TOKENS_AT_ONCE if tokens > FEW else 1
     sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > FEW else blocks
     for block in range(0, blocks, depth):
         for n in range(0, count, at_once):
             last = min(blocks, block + depth)
-            add_blocks(board, tile, row + n, tokens > FEW, block, last, sums.ctypes.data + 4 * TILE * n)
-    y = array_at(board[Y], (stack, tokens, rows), np.float32)
+            add_blocks(product, tile, row + n, tokens > FEW, block, last, sums.ctypes.data + 4 * TILE * n)
+    y = array_at(product[Y], (stack, tokens, rows), np.float32)
     for n in range(min(CHUNK, tokens - token)):
         for r in range(min(TILE, rows - m)):
             y[matrix, token + n, m + r] = sums[n, r]
 
 
 @njit(**LOOP_OPTIONS)
-def multiply_rows(board, tile):
+def multiply_rows(product, tile):
     """Computes TILE_ROWS rows of a product in float32, for all its tokens."""
-    rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
-    matrix, row = tile // tiles, tile % tiles * board[TILE_ROWS]
-    w = array_at(board[BITS], (board[STACK], rows, columns), np.float32)[matrix]
-    x = array_at(board[X], (board[STACK], tokens, columns), np.float32)[matrix]
-    y = array_at(board[Y], (board[STACK], tokens, rows), np.float32)[matrix]
-    for m in range(row, min(rows, row + board[TILE_ROWS])):
+    rows, columns, tokens, tiles = product[ROWS], product[COLUMNS], product[TOKENS], product[TILES]
+    matrix, row = tile // tiles, tile % tiles * product[TILE_ROWS]
+    w = array_at(product[BITS], (product[STACK], rows, columns), np.float32)[matrix]
+    x = array_at(product[X], (product[STACK], tokens, columns), np.float32)[matrix]
+    y = array_at(product[Y], (product[STACK], tokens, rows), np.float32)[matrix]
+    for m in range(row, min(rows, row + product[TILE_ROWS])):
         for token in range(tokens):
             total = np.float32(0)
             for k in range(columns):
@@ -349,12 +356,17 @@ def multiply_rows(board, tile):
 
 @cfunc(types.void(types.intp, types.intp))
 def compute(address, part):
-    """Computes part number `part` of the product on the board at an address."""
+    """Computes part number `part` of the products on the board at an address."""
     board = array_at(address, (BOARD,), np.int64)
-    if board[FORMAT] == FLOAT32:
-        multiply_rows(board, part)
+    products = array_at(board[PRODUCTS], (board[COUNT], PRODUCT), np.int64)
+    n = 0
+    while part >= products[n, PARTS]:
+        part -= products[n, PARTS]
+        n += 1
+    if products[n, FORMAT] == FLOAT32:
+        multiply_rows(products[n], part)
     else:
-        multiply_tile(board, part)
+        multiply_tile(products[n], part)
 
 
 @intrinsic
@@ -374,7 +386,7 @@ def call_at(typing, address, arguments):
 # -- threads ----------------------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
 def claim_parts(board):
-    """Claims parts of the product for this thread; returns the first one's number, and how many: 0 if none is left."""
+    """Claims parts of the products for this thread; returns the first one's number, and how many: 0 if none is left."""
     address = board.ctypes.data
     while True:
         limit, ticket = load_atomic(address + 8 * LIMIT), load_atomic(address + 8 * NEXT)
@@ -409,7 +421,7 @@ def count_look(looks):
 
 
 def new_board():
-    """A board without a product, on which helpers would return at once."""
+    """A board without products, on which helpers would return at once."""
     board = np.zeros(BOARD, np.int64)
     board[COMPUTE], board[STOPPED], board[THREADS] = compute.address, 1, 1
     return board
@@ -417,7 +429,7 @@ def new_board():
 
 @njit(**LOOP_OPTIONS)
 def assist(board):
-    """Computes parts of every product on the board until STOPPED is 1. A helper thread runs this."""
+    """Computes parts of all products on the board until STOPPED is 1. A helper thread runs this."""
     looks = 0
     while not load_atomic(board.ctypes.data + 8 * STOPPED):
         looks = 0 if compute_parts(board) else count_look(looks)
@@ -429,7 +441,7 @@ assist.compile((types.int64[::1],))
 
 @njit(**LOOP_OPTIONS)
 def compute_together(board, parts):
-    """Publishes the board's product, of this many parts; returns when this thread and helpers have computed it."""
+    """Publishes the board's products, of this many parts; returns when this thread and helpers have computed them."""
     address, looks = board.ctypes.data, 0
     board[START] = board[LIMIT]
     limit = board[START] + parts
@@ -474,45 +486,85 @@ def add_totals(x, totals):
             totals[block, token] += total
 
 
-@cfunc(types.void(*(types.intp,) * 10))
-def multiply(board, format, bits, scales, x, y, S, T, K, M):
-    """y [S, T, M] = x [S, T, K] W^T for S matrices W, with all threads that look at the board.
-
-    format : one of CODES' values
-    bits, scales : addresses of the arrays of `matrices.Matrix`
-    """
-    board, x_rows = array_at(board, (BOARD,), np.int64), array_at(x, (S * T, K), np.float32)
-    blocks, padded, listed = (K + BLOCK - 1) // BLOCK, T, 0  # listed: the number of rows of x with a list of inputs
+@njit(**LOOP_OPTIONS)
+def set_sizes(product):
+    """Sets the sizes that `multiply_at` has not set; returns how many numbers of 32 bits `prepare` will store."""
+    format, S, T, K = product[FORMAT], product[STACK], product[TOKENS], product[COLUMNS]
+    blocks, product[PADDED_TOKENS], product[LISTS] = (K + BLOCK - 1) // BLOCK, T, 0
     if format != FLOAT32 and T <= FEW:
-        listed = S * T
+        product[LISTS] = S * T
     elif format != FLOAT32:
-        padded = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
-        padded_rows = np.zeros((S * padded, K), np.float32)
-        for s in range(S):
-            for t in range(T):
-                for k in range(K):
-                    padded_rows[s * padded + t, k] = x_rows[s * T + t, k]
-        x_rows = padded_rows
-    inputs, starts = np.empty((listed, K + PREFETCHED_OF_LIST), np.int32), np.empty((listed, blocks + 1), np.int32)
-    for row in range(listed):
-        list_inputs(x_rows[row], inputs[row], starts[row])
-    totals = np.zeros((blocks if format == INT4 else 0, S * padded), np.float32)
-    add_totals(x_rows, totals)
-    board[FORMAT], board[BITS], board[SCALES], board[X], board[Y] = format, bits, scales, x_rows.ctypes.data, y
-    board[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
-    board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
-    board[ROWS], board[COLUMNS], board[TOKENS], board[PADDED_TOKENS], board[STACK] = M, K, T, padded, S
-    board[TILE_ROWS] = TILE if format != FLOAT32 else min(TILE, max(1, PART_OF_FLOAT32 // max(1, K)))
-    board[TILES] = (M + board[TILE_ROWS] - 1) // board[TILE_ROWS]
-    compute_together(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
-    # Numba frees an array after its last use, so these must be used once more.
-    board[PADDED_TOKENS] = inputs.size + starts.size + totals.size + x_rows.size
+        product[PADDED_TOKENS] = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
+    rows = TILE if format != FLOAT32 else min(TILE, max(1, PART_OF_FLOAT32 // max(1, K)))
+    product[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
+    product[TILE_ROWS], product[TILES] = rows, (product[ROWS] + rows - 1) // rows
+    product[PARTS] = S * product[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK)
+    numbers = product[LISTS] * (K + PREFETCHED_OF_LIST + blocks + 1)
+    if product[PADDED_TOKENS] > T:
+        numbers += S * product[PADDED_TOKENS] * K
+    return numbers + (blocks * S * product[PADDED_TOKENS] if format == INT4 else 0)
 
 
 @njit(**LOOP_OPTIONS)
-def multiply_at(address, board, format, bits, scales, x, y):
-    """y = x W^T by `multiply`, whose address is given, for loops of other modules. Numba's cache of a loop that called
-    `multiply` by its name would not notice a change of `multiply`. x and y must be contiguous.
+def prepare(product, address):
+    """Computes what all parts of a product read, and stores it at an address, in zeros; returns the address after it.
+
+    These are: x with rows of zeros, if PADDED_TOKENS is more than TOKENS; the lists of inputs; for int4 the sums of
+    inputs by blocks.
     """
-    S, T, K = x.shape
-    call_at(address, (board.ctypes.data, format, bits, scales, x.ctypes.data, y.ctypes.data, S, T, K, y.shape[2]))
+    S, T, K, padded = product[STACK], product[TOKENS], product[COLUMNS], product[PADDED_TOKENS]
+    blocks, listed = (K + BLOCK - 1) // BLOCK, product[LISTS]
+    if padded > T:
+        x, padded_x = array_at(product[X], (S, T, K), np.float32), array_at(address, (S, padded, K), np.float32)
+        for s in range(S):
+            for t in range(T):
+                for k in range(K):
+                    padded_x[s, t, k] = x[s, t, k]
+        product[X] = address
+        address += 4 * padded_x.size
+    x = array_at(product[X], (S * padded, K), np.float32)
+    inputs = array_at(address, (listed, K + PREFETCHED_OF_LIST), np.int32)
+    starts = array_at(address + 4 * inputs.size, (listed, blocks + 1), np.int32)
+    totals = array_at(address + 4 * (inputs.size + starts.size), (blocks, S * padded), np.float32)
+    product[INPUTS], product[STARTS], product[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
+    for row in range(listed):
+        list_inputs(x[row], inputs[row], starts[row])
+    if product[FORMAT] != INT4:
+        return product[TOTALS]
+    add_totals(x, totals)
+    return product[TOTALS] + 4 * totals.size
+
+
+@cfunc(types.void(types.intp, types.intp, types.intp))
+def multiply(board, products, count):
+    """Computes products with all threads that look at the board; `count` descriptions are at the address `products`."""
+    board, products = array_at(board, (BOARD,), np.int64), array_at(products, (count, PRODUCT), np.int64)
+    parts, numbers = 0, 0
+    for n in range(count):
+        numbers += set_sizes(products[n])
+        parts += products[n, PARTS]
+    shared = np.zeros(numbers, np.int32)
+    address = shared.ctypes.data
+    for n in range(count):
+        address = prepare(products[n], address)
+    board[PRODUCTS], board[COUNT] = products.ctypes.data, count
+    compute_together(board, parts)
+    board[COUNT] = shared.size  # Numba frees an array after its last use, so this must be used once more
+
+
+@njit(**LOOP_OPTIONS)
+def multiply_at(address, board, matrices, x, y):
+    """y[n] = x[n] W[n]^T by `multiply`, whose address is given, for loops of other modules: if they called it by its
+    name, Numba's cache of them would not notice a change of `multiply`.
+
+    matrices : a tuple of int64 [4], the `Matrix.description` of each stack of matrices
+    x, y : tuples of contiguous float32 arrays [S, T, K] and [S, T, M]
+    """
+    products = np.empty((len(matrices), PRODUCT), np.int64)
+    for n in range(len(matrices)):
+        product, matrix = products[n], matrices[n]
+        product[FORMAT], product[BITS], product[SCALES] = matrix[0], matrix[1], matrix[2]
+        product[X], product[Y], product[ROWS] = x[n].ctypes.data, y[n].ctypes.data, y[n].shape[2]
+        product[STACK], product[TOKENS], product[COLUMNS] = x[n].shape
+    call_at(address, (board.ctypes.data, products.ctypes.data, len(products)))
+    board[COUNT] = products.size  # once more, as in `multiply`

@@ -74,24 +74,19 @@ class NumbaLayers(NumpyLayers):
         again for a copy, as its matrices have other addresses.
         """
         head, norms = self.model_weights.head, np.concatenate([self.model_weights.ln0, self.model_weights.ln_out])
-        matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(matrix_description(head))), np.int64)
+        matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(head.description)), np.int64)
         vectors = np.zeros((len(self.layers), sum(self.loops.VECTORS.values()), norms.shape[-1]), FLOAT32)
         starts = np.cumsum([0, *self.loops.VECTORS.values()])
         for i, layer in enumerate(self.layers):
             for index, name in enumerate(self.loops.MATRICES):
                 if name in vars(layer):
-                    matrices[i, index] = matrix_description(getattr(layer, name))
+                    matrices[i, index] = getattr(layer, name).description
             for (name, count), start in zip(self.loops.VECTORS.items(), starts):
                 if name in vars(layer):
                     part = vectors[i, start : start + count].reshape(getattr(layer, name).shape)
                     part[:] = getattr(layer, name)
                     setattr(layer, name, part)
-        self.step_arguments = matrices, np.array(matrix_description(head)), vectors, norms
-
-
-def matrix_description(matrix):
-    """The description of a packed matrix or stack: (code of its format, addresses of bits and of scales, rows)."""
-    return matrix.code, *matrix.addresses, matrix.shape[-2]
+        self.step_arguments = matrices, head.description, vectors, norms
 
 
 def packed(format, field, weight, arrays):

@@ -110,14 +110,19 @@ def shift_mix(x, norm, eps, maa, shift, slots):
 
 # -- products ---------------------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
-def product(multiply, board, matrix, x):
-    """x W^T [S, B, M], for x [S, B, K] and a stack W of S matrices [M, K].
+def products(multiply, board, matrices, x):
+    """The list of x[n] W[n]^T [S, B, M], for arrays x[n] [S, B, K] and stacks W[n] of S matrices [M, K].
 
     multiply : the address of the compiled loop `matrix_loops.multiply`
     board : the array of the `Board` by which threads share the work
-    matrix : the description of W, by `numba_layers.matrix_description`
+    matrices : the tuple of the stacks' `Matrix.description`s; x : a tuple as long
     """
-    format, bits, scales, rows = matrix
-    y = np.empty((x.shape[0], x.shape[1], rows), np.float32)
-    multiply_at(multiply, board, format, bits, scales, x, y)
+    y = [np.empty((x[n].shape[0], x[n].shape[1], matrices[n][3]), np.float32) for n in range(len(x))]
+    multiply_at(multiply, board, matrices, x, y)
     return y
+
+
+@njit(**LOOP_OPTIONS)
+def product(multiply, board, matrix, x):
+    """One of `products`."""
+    return products(multiply, board, (matrix,), (x,))[0]

@@ -14,6 +14,7 @@ from ..rwkv.numba_loops import (
     layer_norm,
     normalize,
     product,
+    products,
     relu_squared,
     shift_mix,
     sigmoid,
@@ -96,8 +97,8 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     low = product(multiply, board, matrices[MAA_DOWN], x_x)
     x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_of_parts(low[0], 5))
     data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
-    kvrg = product(multiply, board, matrices[KVRG], x_wkvrg[1:])
-    low = product(multiply, board, matrices[DECAY_DOWN], x_wkvrg[:1])
+    y = products(multiply, board, (matrices[KVRG], matrices[DECAY_DOWN]), (x_wkvrg[1:], x_wkvrg[:1]))
+    kvrg, low = y[0], y[1]
     tanh_in_place(low[0])
     w = product(multiply, board, matrices[DECAY_UP], low)[0]
     log_decay(w, vectors[DECAY])
@@ -110,9 +111,9 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
 def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
     """Adds the channel mix of one layer to x; updates `shift`."""
     x_kr, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
-    k = product(multiply, board, matrices[FFN_KEY], x_kr[:1])
+    y = products(multiply, board, (matrices[FFN_KEY], matrices[FFN_RECEPTANCE]), (x_kr[:1], x_kr[1:]))
+    k, gate = y[0], y[1]
     relu_squared(k[0])
-    gate = product(multiply, board, matrices[FFN_RECEPTANCE], x_kr[1:])
     add_gated(x, gate[0], product(multiply, board, matrices[FFN_VALUE], k)[0])
 
 

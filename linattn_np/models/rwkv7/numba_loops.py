@@ -13,6 +13,7 @@ from ..rwkv.numba_loops import (
     layer_norm,
     normalize,
     product,
+    products,
     relu_squared,
     shift_mix,
     sigmoid,
@@ -132,21 +133,18 @@ def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, 
     Returns the first layer's values, which the other layers get as `first_v`. Other arguments: see `step`.
     """
     mixed, _, _ = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MIX : MIX + 6], shift, slots)
-    kvr = product(multiply, board, matrices[KVR], mixed[3:])
-    k, v, r = kvr[0], kvr[1], kvr[2]
-    low = product(multiply, board, matrices[DECAY_DOWN], mixed[:1])
-    tanh_in_place(low[0])
-    w = product(multiply, board, matrices[DECAY_UP], low)[0]
+    down = matrices[KVR], matrices[DECAY_DOWN], matrices[ICL_DOWN], matrices[GATE_DOWN], matrices[VALUE_DOWN]
+    inputs = mixed[3:], mixed[:1], mixed[1:2], mixed[2:3], mixed[4:5]
+    low = products(multiply, board, down, inputs)
+    k, v, r = low[0][0], low[0][1], low[0][2]
+    tanh_in_place(low[1][0])
+    sigmoid_in_place(low[3][0])
+    up = matrices[DECAY_UP], matrices[ICL_UP], matrices[GATE_UP], matrices[VALUE_UP]
+    y = products(multiply, board, up, (low[1], low[2], low[3], low[4]))
+    w, icl, gate, opening = y[0][0], y[1][0], y[2][0], y[3][0]
     biased_sigmoid(w, vectors[DECAY_BASE], -DECAY)
-    low = product(multiply, board, matrices[ICL_DOWN], mixed[1:2])
-    icl = product(multiply, board, matrices[ICL_UP], low)[0]
     biased_sigmoid(icl, vectors[ICL], 1.0)
-    low = product(multiply, board, matrices[GATE_DOWN], mixed[2:3])
-    sigmoid_in_place(low[0])
-    gate = product(multiply, board, matrices[GATE_UP], low)[0]
     if layer:
-        low = product(multiply, board, matrices[VALUE_DOWN], mixed[4:5])
-        opening = product(multiply, board, matrices[VALUE_UP], low)[0]
         residual_value(v, first_v, opening, vectors[VALUE])
     else:
         first_v = v
