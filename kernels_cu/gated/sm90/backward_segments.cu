@@ -55,29 +55,29 @@ template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
-// chunk. A segment takes one walk, or two. chunks: of the segment; started, votes: how many chunks were copied, and
-// votes taken, in the walk before, 0 for the first walk; the second one continues with the next stages and phases of
-// the barriers. n counts the walk's chunks, or votes, from 0.
+// chunk. A segment takes one walk, or two. chunks: of the segment; copied_before, votes_before: how many chunks were
+// copied, and votes taken, in the walk before, 0 for the first walk; the second one continues with the next stages and
+// phases of the barriers. n counts the walk's chunks, or votes, from 0.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
-  int chunks, started, votes;
+  int chunks, copied_before, votes_before;
 
   __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& work)
-      : s(s), chunks((work.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
+      : s(s), chunks((work.tokens + CHUNK - 1) / CHUNK), copied_before(0), votes_before(0) {}
   // The second walk, after a first one of which consumers used `taken` chunks, and after the vote for a second one.
   __device__ __forceinline__ Walk second(int taken) const {
     Walk walk = *this;
-    walk.started = copied(taken), walk.votes = taken + 1;
+    walk.copied_before = copied(taken), walk.votes_before = taken + 1;
     return walk;
   }
-  __device__ __forceinline__ int stage(int n) const { return (started + n) % STAGES; }
+  __device__ __forceinline__ int stage(int n) const { return (copied_before + n) % STAGES; }
   __device__ __forceinline__ void wait(int n) const {
-    barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk has been copied
+    barrier_wait(s.full[stage(n)], (copied_before + n) / STAGES & 1);  // the n-th chunk has been copied
   }
   // The n-th vote, of all consumers, when they have read the chunks before the n-th: whether any of them needs more.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
-    const int slot = (votes + n) % STAGES;
+    const int slot = (votes_before + n) % STAGES;
     fence_async();  // orders these reads before the next copies to the same stages
     const bool any = barrier_any(VOTE, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
@@ -86,8 +86,8 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   }
   // Returns the result of the n-th vote to the copying warp.
   __device__ __forceinline__ bool result(int n) const {
-    const int slot = (votes + n) % STAGES;
-    barrier_wait(s.voted[slot], (votes + n) / STAGES & 1);
+    const int slot = (votes_before + n) % STAGES;
+    barrier_wait(s.voted[slot], (votes_before + n) / STAGES & 1);
     return s.wanted[slot];
   }
   // Whether the walk goes on after the n-th chunk: a consumer needs another one, and the segment has it.

@@ -204,8 +204,8 @@ template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // PIECES: of 8 columns, in a row; ROWS: that a warp writes in a step; STEPS: for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
-  // Of 8 lanes four have one row, and four the row which is that one XOR 5: in the tile's swizzle neither loads nor
-  // stores have bank conflicts then.
+  // Of 8 lanes four have a row r, and four the row r XOR 5: so neither loads nor stores of swizzled tiles have bank
+  // conflicts.
   const int row = (lane >> 2 & 1) * 5 ^ lane / (2 * PIECES) * 2, piece = lane & 3 | lane >> 1 & PIECES - 4;
   const int source = piece / 8 * CHUNK * 128 + swizzled_offset(row, piece % 8),
             target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
