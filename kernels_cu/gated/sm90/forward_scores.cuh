@@ -52,8 +52,7 @@ template <int WARPS> struct ScoreShare {
       : subchunk(warp * N), first_tile(N == 1 ? warp & 1 : 0), is_across_halves(warp >= WARPS / 2) {}
 };
 
-// The address of 16 bytes, the row's piece number `piece`.
-
+// The address of the row's piece `piece`, of 16 bytes.
 template <typename X> __device__ __forceinline__ const char* piece_of(const X* row, int piece) {
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
