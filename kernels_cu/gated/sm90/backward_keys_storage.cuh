@@ -5,11 +5,11 @@
 //           overwrite q by dk and g by dg; ValueStage: likewise its arrays of V columns, v is overwritten by dv;
 //           Shared: the decayed queries and keys of the chunk and dS for dv, written by consumers and read by the warps
 //           that make A and dv; A
-// barriers  mbarriers. full, arrived: a ChannelStage, a ValueStage has been copied; done: the chunk's results are
-//           stored; dA_stored: dA is stored and, in float32, v; operands: the decayed queries and keys and dS for dv
-//           are stored, and the product of dS and v has ended; within: the queries and keys within sub-chunks have been
-//           read; scores: A is stored. Queries and keys "within sub-chunks" are those times their decays from the
-//           middle of their sub-chunk, for pairs in one sub-chunk
+// barriers  mbarriers. full: a ChannelStage has been copied; arrived: a ValueStage has; done: the chunk's results
+//           are stored; dA_stored: dA is stored, and so is v in float32; operands: the decayed queries and keys and the
+//           copy of dS for dv are stored, and the product of dS and v has ended; within: the queries and keys within
+//           sub-chunks have been read; scores: A is stored. Queries and keys "within sub-chunks" are those times their
+//           decays from the middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"

@@ -123,7 +123,7 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
   return n + 1;
 }
 
-// ---- first walk, from the border: S += (keys decayed to the border)^T values ---------------------------------------
+// ---- first walk, from the border: S += (keys decayed to the border)^T values ----------------------------------------
 
 // e^-48, see FORGOTTEN_NATS (tensor.cuh): what a state times this decay adds to a later one is less than float32's
 // rounding, unless it was 4e13 times as large.
@@ -235,7 +235,7 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
   });
 }
 
-// ---- second walk, to the border: S <- D S + keys^T values, any gates ------------------------------------------------
+// ---- second walk, to the border: S <- C S + (keys decayed to the chunk's end)^T values, any gates -------------------
 
 // S (BACKWARDS: dS): on call what the segment starts with, on return what the next one starts with. segment_decay, of
 // the lane's channels, is multiplied by the segment's decay.

@@ -6,10 +6,10 @@
 //           channel of K]. The producers have multiplied A and q by `scale`
 // smem      reads operands and headers, which producers write; v, copied from memory, is read and overwritten by o:
 //           Shared in forward_storage.cuh
-// barriers  mbarriers: waits for values (v is in its slot) and full (a stage's operands are complete), arrives at empty
-//           (they have been read). Of a warpgroup, every chunk: o is in shared memory (SegmentState: v has been read).
-//           In a sequence's last chunk also: the rows of v after its end are 0. One more only separates two loops, see
-//           `consume`
+// barriers  mbarriers: waits for values_copied (v is in its slot) and full (a stage's operands are complete), arrives
+//           at empty (they have been read). Of a warpgroup, every chunk: o is in shared memory (SegmentState: v has
+//           been read). In a sequence's last chunk also: the rows of v after its end are 0. One more only separates two
+//           loops, see `consume`
 // numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if q, k and v are float16
 // limits    sm_90a
 #include "gated/sm90/forward_rows.cuh"
@@ -18,7 +18,8 @@
 
 // Calls f(number, address) for every number of the state that this lane holds and that is inside [K, V], with its
 // address in `state` [K, V]. A warpgroup holds BK channels from `channel` on of 64 columns from `column` on. With t =
-// lane % 4, g = lane / 4: S[4n + 2h + p] has channel 8n + 2t + p and column 16 warp + g + 8h of these.
+// lane % 4, g = lane / 4: S[4n + 2h + p] is of the 8n + 2t + p-th of these channels and the 16 warp + g + 8h-th of
+// these columns.
 template <int BK, typename P, class F>
 __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, const Shape& shape, i64 channel,
                                                   i64 column, F f) {
