@@ -309,9 +309,13 @@ def of_training():
             yield cls(T)
         for C in training.MixForward.MIXES:
             yield training.MixForward(T, C)
-        yield rwkv6.Activation("Tanh", T, T)
+        yield from (rwkv6.Activation(kind, T, T) for kind in ("Tanh", "Sigmoid"))
         for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)
+        for cls, width in product(
+            (training.KeysForward, training.KeysBackward, training.BonusNormBackward), training.OfHeads.WIDTHS
+        ):
+            yield cls(T, width)
         for threads in training.WIDTHS:
             for cls in (
                 training.MixBackward,

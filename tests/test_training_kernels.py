@@ -33,11 +33,11 @@ class Emulated:
     def cast(self, x):
         return x.astype(self.dtype, copy=False)
 
-    def matmul(self, a, b, out=None):
+    def matmul(self, a, b, out=None, add=False):
         y = np.matmul(a.astype(np.float32), b.astype(np.float32))
         if out is None:
             return y
-        out[...] = y
+        out[...] = out.astype(np.float32) + y if add else y
         return out
 
 
@@ -117,9 +117,19 @@ def test_gradients_are_those_of_numpy(device, dtype, kind, rng):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("sizes", [dict(width=264, head_size=8), dict(width=64, head_size=64, vocabulary=256)], ids=str)
-def test_gradients_of_other_sizes(device, sizes, rng):
-    layout, vector, tokens = model(rng, (2, 6), layers=1, **sizes)
+@pytest.mark.parametrize(
+    "kind, sizes",
+    [
+        (RWKV6, dict(width=264, head_size=8, layers=1)),
+        (RWKV6, dict(width=64, head_size=64, vocabulary=256, layers=1)),
+        (RWKV7, dict(width=24, head_size=6)),
+        (RWKV7, dict(width=200, head_size=100)),
+        (RWKV7, dict(width=256, head_size=256)),
+    ],
+    ids=str,
+)
+def test_gradients_of_other_sizes(device, kind, sizes, rng):
+    layout, vector, tokens = model(rng, (2, 6), kind, **sizes)
     close(on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), 2e-5, layout)
 
 
@@ -365,16 +375,17 @@ def test_a_step_is_adamws(device, dtype, scale, rng):
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "sizes, complaint",
+    "kind, sizes, complaint",
     [
-        (dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 2048"),
-        (dict(width=48, head_size=24), "head size is 24, expected one of 8, 16, 32"),
+        (RWKV6, dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 2048"),
+        (RWKV6, dict(width=48, head_size=24), "head size is 24, expected one of 8, 16, 32"),
+        (RWKV7, dict(width=40, head_size=5), "head size is 5, expected an even number up to 256"),
     ],
     ids=str,
 )
-def test_sizes_beyond_the_kernels_are_refused(device, sizes, complaint, rng):
+def test_sizes_beyond_the_kernels_are_refused(device, kind, sizes, complaint, rng):
     with pytest.raises(ContractError, match=complaint):
-        on_device(device, DTYPES[0], *model(rng, layers=1, **sizes))
+        on_device(device, DTYPES[0], *model(rng, kind=kind, layers=1, **sizes))
 
 
 def test_recomputing_is_for_cuda():

@@ -1,4 +1,4 @@
-// what      The activations of RWKV-6's mixes: value(x) is y = f(x), slope(y) the derivative at x, computed from y, so
+// what      The activations of RWKV's mixes: value(x) is y = f(x), slope(y) the derivative at x, computed from y, so
 //           that a training step need not keep x.
 #include "training.cuh"
 
@@ -13,4 +13,9 @@ struct ReluSquared {
 struct Tanh {
   template <typename T> static __device__ __forceinline__ float value(float x) { return tanhf(x); }
   template <typename T> static __device__ __forceinline__ float slope(float y) { return 1.f - y * y; }
+};
+
+struct Sigmoid {
+  template <typename T> static __device__ __forceinline__ float value(float x) { return sigmoid(x); }
+  template <typename T> static __device__ __forceinline__ float slope(float y) { return y * (1.f - y); }
 };

@@ -31,17 +31,17 @@ class CudaProducts:
         """`x` in the dtype of products."""
         return x.astype(self.dtype, copy=False)
 
-    def matmul(self, a, b, out=None):
+    def matmul(self, a, b, out=None, add=False):
         """a b for a [..., M, K] and b [..., K, N]; of each of a, b and `out`, rows or columns must be contiguous.
 
-        `out` has `dtype` or float32; without it, the result is a new float32 array.
+        `out` has `dtype` or float32; without it, the result is a new float32 array. `add`: out + a b, in `out`.
         """
         if out is None:
             out = self.device.empty((*a.shape[:-1], b.shape[-1]), np.float32)
         if out.strides[-1] != out.itemsize:
-            self.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
+            self.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2), add)
         elif out.ndim == 2:
-            self.product(a[None], b[None], out[None])
+            self.product(a[None], b[None], out[None], add)
         else:
-            self.product(a, b, out)
+            self.product(a, b, out, add)
         return out

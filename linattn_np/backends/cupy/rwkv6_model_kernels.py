@@ -320,11 +320,11 @@ class ElementwiseKernel(ModelKernel):
 
 
 class Activation(ElementwiseKernel):
-    """y = relu(x)^2 or tanh(x), where the product that made x could not apply it."""
+    """y = relu(x)^2, tanh(x) or sigmoid(x), where the product that made x could not apply it."""
 
     file = "rwkv6/activation"
     arguments = members("pointers x y, integers count")
-    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
+    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh", "Sigmoid")
     EACH = 8
     kind: str
     X: np.dtype

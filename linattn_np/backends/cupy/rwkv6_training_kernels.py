@@ -20,6 +20,7 @@ import numpy as np
 
 from .arguments import members, structs
 from .kernel import Kernel
+from .plan import ceil_div
 
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
@@ -120,6 +121,64 @@ class GatedNormBackward(TokenKernel):
     file = "training/gated_norm_backward"
     arguments = members(
         "pointers dy o gate weight bias do_ dgate parts, integers tokens D N tokens_per_block, reals eps"
+    )
+
+
+class OfHeads(Kernel):
+    """The base of kernels whose warps compute a head of one token, or of several, one after the other; a lane has PAIRS
+    pairs of channels."""
+
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible PAIRS, for heads of at most 64 PAIRS channels
+    threads = 128
+    T: np.dtype
+    PAIRS: int
+
+    @classmethod
+    def fitting(cls, T, N):
+        """The instance with the fewest registers for heads of N channels."""
+        return cls(T, next(width for width in cls.WIDTHS if N <= 64 * width))
+
+    def blocks(self, heads) -> int:
+        """Blocks for so many heads, each of one token, or of several."""
+        return ceil_div(32 * heads, self.threads)
+
+
+# RWKV-7's products of the time mix and the parameters that make keys of them; arrays by name.
+KEYS = members(
+    "pointers k v decay_logits icl_logits value_logits first_v decay_base icl_base value_base removal replacement"
+)
+
+
+class KeysForward(OfHeads):
+    """The arguments of RWKV-7's recurrence: w, key, a and b, and the value mixed with the first layer's."""
+
+    file = "training/keys_forward"
+    arguments = (*structs("keys", 1, KEYS), *members("pointers w key mixed_v a b, integers tokens H N"))
+
+
+class KeysBackward(OfHeads):
+    """The gradients of `KeysForward`, and those of r, the key and the value through the bonus."""
+
+    file = "training/keys_backward"
+    arguments = (
+        *structs("keys", 1, KEYS),
+        *members(
+            "pointers r gate dgated bonus scores r_gradient w_gradient key_gradient v_gradient a_gradient b_gradient "
+            "first_v_gradient dr dk dv decay_logits_gradient icl_logits_gradient value_logits_gradient parts, "
+            "integers tokens H N tokens_per_block"
+        ),
+    )
+    PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`
+
+
+class BonusNormBackward(OfHeads):
+    """The gradients of `rwkv6_model_kernels.GatedNorm` with BONUS, but for those of r, key and v, which `KeysBackward`
+    computes from the scores."""
+
+    file = "training/bonus_norm_backward"
+    arguments = members(
+        "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, integers tokens H N tokens_per_block, "
+        "reals eps"
     )
 
 

@@ -186,17 +186,17 @@ class TrainingStep:
         if self.D % 8 or self.D > kernels.MOST_CHANNELS:
             wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
             version.refuse(f"width is {self.D}, {wanted}")
-        self.shared: Any = None  # RWKV-7's `grad.Mixes`, which its layers share
+        self.first_v: Any = None  # of RWKV-7: (the first layer's v, the sum of its gradients so far)
         self.threads = kernels.width(self.D)
         most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
         self.tokens_per_block = ceil_div(self.tokens, most_blocks)  # in kernels that sum over tokens
         self.blocks = ceil_div(self.tokens, self.tokens_per_block)
 
     # -- products --
-    def product(self, x, w, out=None):
-        """x w, in `out` if it is given."""
+    def product(self, x, w, out=None, add=False):
+        """x w, in `out` if it is given; `add`: out + x w."""
         out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
-        return self.products.matmul(x, w, out)
+        return self.products.matmul(x, w, out, add)
 
     def gradient(self, x, dy, out):
         """Writes x^T dy, the gradient of w in the product x w, to `out`."""

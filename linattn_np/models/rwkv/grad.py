@@ -6,7 +6,7 @@ array, or to `grads`, a namespace of arrays with the names of the weights. A pul
 not checked: activations are [B, T, D], or [n, B, T, D] for n mixes, each with its own matrix of a stack.
 """
 
-from ..array_math import affine, beside, fused, lerp, library_of, relu_squared
+from ..array_math import affine, beside, lerp, library_of, relu_squared
 from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS
 
@@ -201,27 +201,22 @@ def sum_over_tokens(x):
 
 
 # -- elementwise; `y` is the function's result -------------------------------------------------------------------------
-@fused
 def tanh_vjp(dy, y):
     return dy * (1 - y * y)
 
 
-@fused
 def centred(x, mean, scale):
     return (x - mean) * scale
 
 
-@fused
 def normalize_vjp(dy, y, scale, mean, projection):
     return scale * (dy - mean - y * projection)
 
 
-@fused
 def relu_squared_vjp(dy, x):
     return 2 * dy * library_of(x).maximum(x, 0)
 
 
-@fused
 def entropy_vjp(logits, log_sum, targets, tokens, weight):
     """(softmax(logits) - one-hot targets) * weight, for `tokens` = 0 .. V - 1."""
     return (library_of(logits).exp(logits - log_sum) - (targets == tokens)) * weight

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from ...ops.functions import rwkv6
-from ..array_math import beside, fused, gated, lerp, library_of, log_decay, sigmoid, sigmoid_gate, tanh
+from ..array_math import beside, gated, lerp, log_decay, sigmoid, sigmoid_gate, tanh
 from ..rwkv import grad
 from ..rwkv.grad import normalize, relu_squared_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
@@ -75,13 +75,9 @@ def time_mix_vjp(ops, layer, dy, grads):
     grads.decay[...] = sum_over_tokens(dlow)
     dlow = tanh_vjp(pulls["decay_up"](dlow, grads.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, grads.decay_down)
-    dkvrg = library_of(dy).empty((4, *dy.shape), dr.dtype)
-    for out, gradient in zip(dkvrg, (dk, dv, dr, dgate)):
-        out[...] = gradient.reshape(dy.shape)
+    dkvrg = np.stack([gradient.reshape(dy.shape) for gradient in (dk, dv, dr, dgate)])
     dmixed = pulls["kvrg"](dkvrg, grads.kvrg)
-    dm = library_of(ops.m).empty(ops.m.shape, ops.m.dtype)
-    np.multiply(dmixed_w, d, out=dm[0])
-    np.multiply(dmixed, d, out=dm[1:])
+    dm = np.concatenate((dmixed_w[None], dmixed)) * d
     grads.maa[...] = sum_over_tokens(dm)
     dlow = pulls["maa_up"](dm, grads.maa_up).transpose(1, 2, 0, 3)
     dlow = tanh_vjp(dlow, ops.low)
@@ -102,19 +98,16 @@ def channel_mix_vjp(ops, layer, dy, grads):
     return dy + ops.pull_norm(dx + ops.pull_shift(dd), grads.ln2)
 
 
-@fused
 def mixes_vjp(dx, dw, dk, dv, dr, dg, mx, mw, mk, mv, mr, mg):
     """``(dx, dd)``: the gradients of x and d, from those of the six mixes x + d m; `dx` is also the first mix's."""
     return dx + dw + dk + dv + dr + dg, dx * mx + dw * mw + dk * mk + dv * mv + dr * mr + dg * mg
 
 
-@fused
 def two_mixes_vjp(dk, dr, mk, mr):
     """As `mixes_vjp`, for the channel mix's two."""
     return dk + dr, dk * mk + dr * mr
 
 
-@fused
 def gated_vjp(dy, x, weight, bias, gate):
     """The gradients of x weight + bias and of the gate, for y = (x weight + bias) silu(gate)."""
     opening = sigmoid(gate)
@@ -122,7 +115,6 @@ def gated_vjp(dy, x, weight, bias, gate):
     return dy * silu, dy * (x * weight + bias) * (opening + silu * (1 - opening))
 
 
-@fused
 def sigmoid_gate_vjp(dy, gate, value):
     """The gradients of gate and value, for y = sigmoid(gate) value."""
     opening = sigmoid(gate)

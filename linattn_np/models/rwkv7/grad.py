@@ -1,7 +1,6 @@
 """RWKV-7's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV7`'s.
 
-`gated_vjp`, and `RecordingOperations` with which `math.gated` is computed, take CuPy arrays too, for `cuda_grad`. "icl"
-is the in-context learning rate. `grads` is as in `rwkv.grad`.
+"icl" is the in-context learning rate. `grads` is as in `rwkv.grad`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ...ops.functions import rwkv7
-from ..array_math import affine, fused, lerp, library_of, sigmoid, tanh
+from ..array_math import affine, lerp, sigmoid, tanh
 from ..rwkv import grad
 from ..rwkv.grad import normalize, relu_squared_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
@@ -99,7 +98,7 @@ def time_mix_vjp(ops, layer, dy, grads):
     ops : the `RecordingOperations` with which `math.time_mix` was computed
     """
     dmixed = gated_vjp(ops, layer, ops.pulls["output"](ops.pull_drop(dy), grads.output), grads)
-    return dy + mix_vjp(ops, stacked_copy(*dmixed), layer.mix, grads.mix, grads.ln1)
+    return dy + mix_vjp(ops, np.stack(dmixed), layer.mix, grads.mix, grads.ln1)
 
 
 def gated_vjp(ops, layer, dgated, grads):
@@ -125,7 +124,7 @@ def gated_vjp(ops, layer, dgated, grads):
     dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, grads.icl_up), grads.icl_down)
     dlow = sigmoid_vjp(pulls["gate_up"](dgated * ops.ungated, grads.gate_up), ops.gate_opening)
     dmixed_g = pulls["gate_down"](dlow, grads.gate_down)
-    dmixed_k, dmixed_v_of_matrix, dmixed_r = pulls["kvr"](stacked_copy(dk, dv, dr), grads.kvr)
+    dmixed_k, dmixed_v_of_matrix, dmixed_r = pulls["kvr"](np.stack((dk, dv, dr)), grads.kvr)
     return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v_of_matrix, dmixed_r
 
 
@@ -184,24 +183,13 @@ def normalized_heads(x):
     return y, pull
 
 
-def stacked_copy(*arrays):
-    """Arrays of equal shapes in a new array, along its first axis; CuPy's `stack` would copy pointers to the device."""
-    stack = library_of(arrays[0]).empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
-    for out, array in zip(stack, arrays):
-        out[...] = array
-    return stack
-
-
-@fused
 def biased_sigmoid(low, base):
     return sigmoid(base + low)
 
 
-@fused
 def replacement_key(k, icl, replacement):
     return k * (1 + (icl - 1) * replacement)
 
 
-@fused
 def sigmoid_vjp(dy, y):
     return dy * y * (1 - y)

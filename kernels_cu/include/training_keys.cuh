@@ -1,0 +1,37 @@
+// what      RWKV-7's time mix in a training step: the arrays and functions that `keys_forward` and its gradient share.
+#include "decode.cuh"
+
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
+constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
+
+// Products of the time mix [tokens, H, N] and parameters [H, N], as training/keys_forward.cu has them.
+template <typename T> struct Keys {
+  const T* k;
+  const T* v;
+  const T* decay_logits;
+  const T* icl_logits;
+  const T* value_logits;
+  const T* first_v;
+  const float* decay_base;
+  const float* icl_base;
+  const float* value_base;
+  const float* removal;
+  const float* replacement;
+};
+
+__device__ __forceinline__ float2 operator+(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
+__device__ __forceinline__ float2 operator-(float2 x, float2 y) { return {x.x - y.x, x.y - y.y}; }
+__device__ __forceinline__ float2 operator*(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+__device__ __forceinline__ float2 operator*(float2 x, float y) { return {x.x * y, x.y * y}; }
+__device__ __forceinline__ float2 operator-(float x, float2 y) { return {x - y.x, x - y.y}; }
+__device__ __forceinline__ float sum(float2 x) { return x.x + x.y; }
+
+// sigmoid(base + logits) of two neighbouring channels.
+template <typename T> __device__ __forceinline__ float2 opened(const T* logits, const float* base) {
+  const float2 x = load2(base) + load2(logits);
+  return {sigmoid(x.x), sigmoid(x.y)};
+}
+
+// key / k, the share of the key that is written: 1 + (icl - 1) replacement.
+__device__ __forceinline__ float2 kept(float2 icl, float2 replacement) { return 1.f - (1.f - icl) * replacement; }
