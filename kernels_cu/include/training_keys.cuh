@@ -27,11 +27,7 @@ __device__ __forceinline__ float2 operator*(float2 x, float y) { return {x.x * y
 __device__ __forceinline__ float2 operator-(float x, float2 y) { return {x - y.x, x - y.y}; }
 __device__ __forceinline__ float sum(float2 x) { return x.x + x.y; }
 
-// sigmoid(base + logits) of two neighbouring channels.
-template <typename T> __device__ __forceinline__ float2 opened(const T* logits, const float* base) {
-  const float2 x = load2(base) + load2(logits);
-  return {sigmoid(x.x), sigmoid(x.y)};
-}
+__device__ __forceinline__ float2 sigmoid(float2 x) { return {sigmoid(x.x), sigmoid(x.y)}; }
 
 // key / k, the share of the key that is written: 1 + (icl - 1) replacement.
 __device__ __forceinline__ float2 kept(float2 icl, float2 replacement) { return 1.f - (1.f - icl) * replacement; }

@@ -50,7 +50,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int PAIRS>
-__global__ void __launch_bounds__(THREADS, 2) training_keys_backward(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_backward(const Args<T> args) {
   const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, head = task % args.H, block = task / args.H;
   const i64 begin = block * args.tokens_per_block;
   if (begin >= args.tokens) return;
@@ -68,22 +68,25 @@ __global__ void __launch_bounds__(THREADS, 2) training_keys_backward(const Args<
       k[n] = icl[n] = removed[n] = dkappa[n] = dkey[n] = db[n] = {};
       if (j >= N) continue;
       const i64 index = token_head * N + j, channel = head * N + j;
-      // All loads come before the stores, which could be to the same addresses for all that the compiler knows.
+      // All loads come first: the compiler moves them neither over stores, which could be to the same addresses, nor
+      // over the branches of divisions.
       const float2 r = load2(args.r + index), r_gradient = load2(args.r_gradient + index),
                    key_gradient = load2(args.key_gradient + index), v_gradient = load2(args.v_gradient + index),
                    a_gradient = load2(args.a_gradient + index), w_gradient = load2(args.w_gradient + index),
                    dungated = load2(args.dgated + index) * load2(args.gate + index),
                    first_v_gradient = load2(args.first_v_gradient + index), bonus = load2(args.bonus + channel),
                    replacement = load2(args.keys.replacement + channel), removal = load2(args.keys.removal + channel),
-                   decay = opened(args.keys.decay_logits + index, args.keys.decay_base + channel);
+                   decay_logits = load2(args.keys.decay_logits + index) + load2(args.keys.decay_base + channel),
+                   icl_logits = load2(args.keys.icl_logits + index) + load2(args.keys.icl_base + channel);
       k[n] = load2(args.keys.k + index), db[n] = load2(args.b_gradient + index);
-      icl[n] = opened(args.keys.icl_logits + index, args.keys.icl_base + channel);
-      float2 change = {}, share = {};
+      float2 change = {}, value_logits = {};
       if (args.keys.first_v) {
         change = load2(args.keys.first_v + index) - load2(args.keys.v + index);
-        share = opened(args.keys.value_logits + index, args.keys.value_base + channel);
+        value_logits = load2(args.keys.value_logits + index) + load2(args.keys.value_base + channel);
       }
 
+      const float2 decay = sigmoid(decay_logits), share = sigmoid(value_logits);
+      icl[n] = sigmoid(icl_logits);
       dkappa[n] = icl[n] * db[n] - a_gradient;
       removed[n] = k[n] * removal;
       squares += sum(removed[n] * removed[n]);
@@ -91,17 +94,17 @@ __global__ void __launch_bounds__(THREADS, 2) training_keys_backward(const Args<
       dkey[n] = key_gradient + r * bonus * score.y;
       store2(args.dr + index, r_gradient + k[n] * kept(icl[n], replacement) * bonus * score.y);
 
-      const float2 decay_logits = w_gradient * decay * (1.f - decay) * -DECAY;
-      store2(args.decay_logits_gradient + index, decay_logits);
-      sums[0][n] = sums[0][n] + decay_logits;
+      const float2 ddecay_logits = w_gradient * decay * (1.f - decay) * -DECAY;
+      store2(args.decay_logits_gradient + index, ddecay_logits);
+      sums[0][n] = sums[0][n] + ddecay_logits;
 
       const float2 dv = v_gradient + dungated * score.x;
       if (args.keys.first_v) {
-        const float2 value_logits = dv * change * share * (1.f - share);
-        store2(args.value_logits_gradient + index, value_logits);
+        const float2 dvalue_logits = dv * change * share * (1.f - share);
+        store2(args.value_logits_gradient + index, dvalue_logits);
         store2(args.first_v_gradient + index, first_v_gradient + dv * share);
         store2(args.dv + index, dv * (1.f - share));
-        sums[2][n] = sums[2][n] + value_logits;
+        sums[2][n] = sums[2][n] + dvalue_logits;
       } else {
         store2(args.dv + index, dv + first_v_gradient);
       }
@@ -115,10 +118,10 @@ __global__ void __launch_bounds__(THREADS, 2) training_keys_backward(const Args<
       const i64 index = token_head * N + j, channel = head * N + j;
       const float2 removal = load2(args.keys.removal + channel), replacement = load2(args.keys.replacement + channel);
       const float2 kappa = removed[n] * inverse, dremoved = (dkappa[n] - kappa * along) * inverse;
-      const float2 icl_logits = (kappa * db[n] + dkey[n] * k[n] * replacement) * icl[n] * (1.f - icl[n]);
-      store2(args.icl_logits_gradient + index, icl_logits);
+      const float2 dicl_logits = (kappa * db[n] + dkey[n] * k[n] * replacement) * icl[n] * (1.f - icl[n]);
+      store2(args.icl_logits_gradient + index, dicl_logits);
       store2(args.dk + index, dkey[n] * kept(icl[n], replacement) + dremoved * removal);
-      sums[1][n] = sums[1][n] + icl_logits;
+      sums[1][n] = sums[1][n] + dicl_logits;
       sums[3][n] = sums[3][n] + dremoved * k[n];
       sums[4][n] = sums[4][n] - dkey[n] * k[n] * (1.f - icl[n]);
     }

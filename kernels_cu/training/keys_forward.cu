@@ -39,18 +39,23 @@ template <typename T, int PAIRS> __global__ void __launch_bounds__(THREADS) trai
     removed[n] = icl[n] = {};
     if (j >= N) continue;
     const i64 index = first + j, channel = first_channel + j;
-    const float2 k = load2(args.keys.k + index), replacement = load2(args.keys.replacement + channel),
-                 decay = opened(args.keys.decay_logits + index, args.keys.decay_base + channel);
-    icl[n] = opened(args.keys.icl_logits + index, args.keys.icl_base + channel);
-    removed[n] = k * load2(args.keys.removal + channel);
-    squares += sum(removed[n] * removed[n]);
-    store2(args.w + index, decay * -DECAY);
-    store2(args.key + index, k * kept(icl[n], replacement));
+    // All loads come first: the compiler does not move them over the branches of divisions.
+    const float2 k = load2(args.keys.k + index), removal = load2(args.keys.removal + channel),
+                 replacement = load2(args.keys.replacement + channel),
+                 decay_logits = load2(args.keys.decay_logits + index) + load2(args.keys.decay_base + channel),
+                 icl_logits = load2(args.keys.icl_logits + index) + load2(args.keys.icl_base + channel);
+    float2 v = {}, first_v = {}, value_logits = {};
     if (args.keys.first_v) {
-      const float2 v = load2(args.keys.v + index), first_v = load2(args.keys.first_v + index),
-                   share = opened(args.keys.value_logits + index, args.keys.value_base + channel);
-      store2(args.mixed_v + index, v + (first_v - v) * share);
+      v = load2(args.keys.v + index), first_v = load2(args.keys.first_v + index);
+      value_logits = load2(args.keys.value_logits + index) + load2(args.keys.value_base + channel);
     }
+
+    icl[n] = sigmoid(icl_logits);
+    removed[n] = k * removal;
+    squares += sum(removed[n] * removed[n]);
+    store2(args.w + index, sigmoid(decay_logits) * -DECAY);
+    store2(args.key + index, k * kept(icl[n], replacement));
+    if (args.keys.first_v) store2(args.mixed_v + index, v + (first_v - v) * sigmoid(value_logits));
   }
   const float inverse = 1.f / fmaxf(sqrtf(warp_sum(squares)), LEAST_NORM);
 #pragma unroll

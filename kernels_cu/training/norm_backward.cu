@@ -83,12 +83,15 @@ template <int C> struct State {
     if (args.dxx) direct = load8(args.dxx + index);
     if (args.dd) shifted = load8(args.dd + index);
     if constexpr (C > 0) {
+      Stored<T> mixes[C];
+#pragma unroll
+      for (int c = 0; c < C; ++c) mixes[c].load(args.dmixed + c * args.tokens * D + index);
       const Eight xx = load8(args.xx + index);
 #pragma unroll
       for (int n = 0; n < 8; ++n) before.x[n] = in_block ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const Eight dmixed = load8(args.dmixed + c * args.tokens * D + index), maa = load8(args.maa + c * D + j);
+        const Eight dmixed = mixes[c].floats(), maa = load8(args.maa + c * D + j);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           direct.x[n] += dmixed.x[n];
@@ -108,7 +111,8 @@ template <int WARPS> struct Shared {
 };
 
 template <typename T, int THREADS, template <typename> class Change, int C>
-__global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
+    training_norm_backward(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x;
