@@ -4,9 +4,9 @@
 //           half has two sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a query and an earlier
 //           key is a product of q times the decay from a border to the query and k times the decay from the key to it.
 //           In one sub-chunk the border is the sub-chunk's middle (tiles `middle_q`, `middle_k`; a query before it, or
-//           a key after it, is divided by the decay between both); between sub-chunks of one half it is the later
-//           sub-chunk's start, between the halves the chunk's middle (tile `border`). For the product with S, queries
-//           are decayed from the chunk's start, and keys to its end (state_q, state_k).
+//           a key after it, is divided by the decay between it and the middle); between sub-chunks of one half it is
+//           the later sub-chunk's start, between the halves the chunk's middle (tile `border`). For the product with S,
+//           queries are decayed from the chunk's start, and keys to its end (state_q, state_k).
 // barriers  of the callers, as in gated/forward.cu. For each chunk: fetch_chunk_gates; every thread waits for its own
 //           copies; store_span_decays; a barrier: q, k and span_decays are in shared memory, and `grows` is the OR of
 //           what store_span_decays returned to the block's threads; make_operands for each of the warp's shares; a
