@@ -57,12 +57,11 @@ class TimeMix(Mix):
         do, dgate, scores = self.gated_norm_backward(dgated, grads)
         pulled = self.pull_recurrence(do.reshape(-1, ops.context, self.H, self.N), grads)
         pulled = [gradient.reshape(ops.tokens, ops.D) for gradient in pulled]
-        dk, dv, dr, dhigh = self.recurrence_arguments_backward(dgated, scores, pulled, grads)
+        dkvr, dhigh = self.recurrence_arguments_backward(dgated, scores, pulled, grads)
         dhigh["gate"] = dgate
         dmixed = ops.empty(6, ops.tokens, ops.D)
-        for n, gradient in enumerate((dk, dv, dr)):
-            ops.gradient(self.mixed[3 + n], gradient, grads.kvr[n])
-            ops.product(gradient, transposed(layer.kvr[n]), dmixed[3 + n])
+        ops.gradient(self.mixed[3:], dkvr, grads.kvr)
+        ops.product(dkvr, transposed(layer.kvr), dmixed[3:])
         for name, low in self.low.items():
             up, down, n = getattr(layer, f"{name}_up"), getattr(layer, f"{name}_down"), LOW_RANKS[name]
             ops.gradient(low, dhigh[name], getattr(grads, f"{name}_up"))
@@ -84,9 +83,13 @@ class TimeMix(Mix):
         return w, key, self.v if mixed_v is None else mixed_v, a, b
 
     def recurrence_arguments_backward(self, dgated, scores, pulled, grads):
-        """The gradients of k, v, r and of the second products of low rank; `pulled`: those of the recurrence."""
+        """The gradients of k, v and r [3, tokens, D], and those of the second products of low rank by name.
+
+        pulled : the gradients through the recurrence, in whose memory some of the results are
+        """
         ops, kernel = self.ops, kernels.KeysBackward.fitting(self.ops.dtype, self.N)
         parts, (dr, dw, dkey, dv, da, db) = ops.partial_sums(len(kernel.PARAMETERS)), pulled
+        dkvr = ops.empty(3, *dv.shape)
         dhigh = {"decay": da, "icl": db, "value": ops.empty(*dv.shape) if "value" in self.high else None}
         self.run_kernel(
             kernel,
@@ -104,9 +107,9 @@ class TimeMix(Mix):
             a_gradient=da,
             b_gradient=db,
             first_v_gradient=ops.first_v[1],
-            dr=dr,
-            dk=dkey,
-            dv=dv,
+            dk=dkvr[0],
+            dv=dkvr[1],
+            dr=dkvr[2],
             **{f"{name}_logits_gradient": gradient for name, gradient in dhigh.items()},
             parts=parts,
         )
@@ -115,7 +118,7 @@ class TimeMix(Mix):
         for name, gradient in zip(kernel.PARAMETERS, sums):
             if hasattr(grads, name):
                 getattr(grads, name)[...] = gradient
-        return dkey, dv, dr, dhigh
+        return dkvr, dhigh
 
     def gated_norm(self):
         """(GroupNorm(o) + (sum r key bonus) v) gate, the sum over a head."""
