@@ -5,9 +5,23 @@ the members of the kernel's argument struct (`arguments.members` explains the te
 the shared memory of a block, and `constants` pairs of a C++ constant and the attribute that must equal it. The compiler
 checks all of these. What the arrays in `arguments` hold stands in the head of the CUDA file.
 
-The kernels compute a head of values at a time; `group` of these share a head of queries and keys. A *walk* is a kernel
-whose blocks go from chunk to chunk, or from token to token, and hold the state, or its gradient, in registers.
-Channels K are at most 128 in chunks, 256 token by token; chunks take no float64.
+The state of a head is [K, V]: K channels by V columns. The kernels compute a head of values at a time; `group` of these
+share a head of queries and keys. A *walk* is a kernel whose blocks go from chunk to chunk, or from token to token, and
+hold the state, or its gradient, in registers. Sequences are cut into *segments* if there are too few walks to fill the
+card: `delta_segments`. K is at most 128 in chunks, 256 token by token; chunks take no float64.
+
+Fields that classes share: `dtype` of q, k, v and o; `gate`, the dtype of g and of beta; BK and BV, the channels and
+columns of the state that a block computes; BK >= K, but for blocks with a part of the channels. Arguments that kernels
+share:
+
+- prepared: one struct for every chunk, of `prepared_bytes`: what the chunk does to a state
+- starts, P: the states from which segments start, and the number of segments of a sequence
+- F: the matrix [K, K] by which a segment multiplies the state; null: not wanted
+- chunk_states: the states before all chunks, and the gradients of the states after them
+- parts: terms of dq, dk and other gradients, which `DeltaSumParts` adds up
+- normalized: whether the kernel divides the rows of q and k by their lengths
+- bytes: the largest of 16, 8, 4 and 2 of which all rows' addresses and lengths are multiples
+- w_scale: a factor of the prepared W: the call's scale if `gradient`; else 1, as the walk multiplies o by the scale
 """
 
 from __future__ import annotations
@@ -35,7 +49,7 @@ class ChunkKernel(Kernel):
 
 
 class DeltaPrepare(ChunkKernel):
-    """What each chunk does to a state, for a walk, if the channels of a token share a gate."""
+    """Writes what each chunk does to a state, for a walk, if the channels of a token share a gate."""
 
     file = "delta/prepare"
     arguments = members(
@@ -68,7 +82,7 @@ class DeltaDplrPrepare(DeltaPrepare):
 
 
 class Walk(ChunkKernel, TiledKernel):
-    """The base of walks from chunk to chunk, which read what a kernel such as `DeltaPrepare` has prepared."""
+    """The base of walks from chunk to chunk, which read what `DeltaPrepare` or a kernel like it has prepared."""
 
     CHUNK: ClassVar[int] = 32
     shared = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}>",)
@@ -77,15 +91,15 @@ class Walk(ChunkKernel, TiledKernel):
     BV: int
     two_writes: bool  # whether a token writes v along k, and what it read from the state along b, as in RWKV-7
     stages: int  # chunks that are in shared memory at a time
-    outputs: bool = True  # False: the kernel computes what segments do to a state instead: `delta_segments`
+    outputs: bool = True  # False: the kernel computes instead what each segment does to a state
 
     @classmethod
-    def fitting(cls, dtype, K, V, rule, heads, device):
-        """The instance for `heads` walks side by side. It has 128 columns per block if so wide blocks fill half of the
-        card, else 64, and three stages; if these do not fit in shared memory, two stages, and then 64 columns. In
+    def fitting(cls, dtype, K, V, rule, walks, device):
+        """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
+        the card, else 64, and three stages; if these do not fit in shared memory, two stages, and then 64 columns. In
         float32 it has two stages at most: two blocks of 64 columns and channels then share a multiprocessor."""
-        BK, fill_half = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
-        BV = TILES[V > TILES[0] and fill_half]
+        BK, wide_blocks = TILES[K > TILES[0]], walks * ceil_div(V, TILES[1])
+        BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages) for width, stages in sizes]
         return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
@@ -142,7 +156,8 @@ class DeltaBackwardStates(Walk):
 
 class DeltaBackwardChunks(ChunkKernel):
     """dq, dk, dbeta and dg of each chunk, from what `DeltaBackwardStates` wrote, if the channels of a token share a
-    gate. If heads of values share a head of keys, it writes a term of dq and dk for each of the former (`parts`)."""
+    gate. `e` and `w` are its `residual` and `dresidual`. If heads of values share a head of keys, the kernel writes the
+    term of each head of values to `parts` in place of dq and dk."""
 
     file = "delta/backward_chunks"
     arguments = members(
@@ -175,7 +190,8 @@ class DeltaBackwardChunks(ChunkKernel):
 
 
 class DplrBackwardChunks(ChunkKernel):
-    """`DeltaBackwardChunks` for RWKV-7: dq, dk, da, db and dg of each chunk, TILE channels per block."""
+    """`DeltaBackwardChunks` for RWKV-7: dq, dk, da, db and dg of each chunk, TILE channels per block. `u` and `du` are
+    the `residual` and `dresidual` of `DeltaBackwardStates`."""
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
@@ -209,14 +225,14 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
 
 # -- token by token ----------------------------------------------------------------------------------------------------
-READ = members(
+COMMON_ARGUMENTS = members(
     "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes, "
     "pointers? starts, integers P"
 )
 
 
 class DeltaKernel(Kernel):
-    """The base of kernels that go token by token; `gate` is the dtype of gates and of beta."""
+    """The base of kernels that go token by token."""
 
     threads = 128
     rule: str
@@ -225,22 +241,23 @@ class DeltaKernel(Kernel):
 
 
 class DeltaRecurrentForward(DeltaKernel):
-    """The forward walk: o and final states, or `kept`, the states before every few tokens, or what segments do (F)."""
+    """The forward walk. A launch computes o and final states; or `kept`, the states before every `shape.chunk`-th
+    token, for `DeltaRecurrentBackward`; or what segments do to a state: `F`, and G in `starts`."""
 
     file = "delta/recurrent_forward"
-    arguments = READ + members("rows? o final, pointers? kept F")
+    arguments = COMMON_ARGUMENTS + members("rows? o final, pointers? kept F")
     shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
     constants: ClassVar[tuple] = (("CHANNELS", "CHANNELS"),)
-    CHANNELS: ClassVar[int] = 16  # of a lane
+    CHANNELS: ClassVar[int] = 16  # of a lane: BK / CHANNELS lanes share a column
     BK: int
     columns: int  # of a lane
 
     @classmethod
-    def fitting(cls, rule, dtype, gate, K, V, heads, multiprocessors):
-        """The instance with the most columns per lane whose blocks still fill half of the card, and have columns for
-        more than half of their lanes; else with the fewest. `heads`: those of all segments."""
+    def fitting(cls, rule, dtype, gate, K, V, walks, multiprocessors):
+        """The instance for so many walks at the same time: that with the most columns per lane whose blocks still fill
+        half of the card, and have columns for more than half of their lanes; else that with the fewest."""
         kernels = [cls(rule, dtype, gate, channels(K), columns) for columns in cls.widths(dtype)]
-        filling = (x for x in kernels if x.BV < 2 * V and 2 * heads * ceil_div(V, x.BV) >= multiprocessors)
+        filling = (x for x in kernels if x.BV < 2 * V and 2 * walks * ceil_div(V, x.BV) >= multiprocessors)
         return next(filling, kernels[-1])
 
     @staticmethod
@@ -259,21 +276,22 @@ class DeltaRecurrentForward(DeltaKernel):
 
 class DeltaRecurrentBackward(DeltaKernel):
     """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens. A
-    block has BV columns, and writes its terms of sums over columns to `parts` and `token_parts`."""
+    block has BV columns. Of gradients that are sums over all columns it writes its terms: to `parts` of those with a
+    number for each channel, to `token_parts` of those with one for each token."""
 
     file = "delta/recurrent_backward"
-    arguments = READ + members("rows do_, rows? dv dht dh0, pointers? kept parts token_parts")
+    arguments = COMMON_ARGUMENTS + members("rows do_, rows? dv dht dh0, pointers? kept parts token_parts")
     shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
     BK: int
     TOKENS: int
-    outputs: bool = True  # False: the kernel computes what segments do to a state's gradient instead
+    outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
 
     @classmethod
-    def fitting(cls, rule, dtype, gate, K, shared):
-        """The instance with the most tokens whose shared memory is at most `shared` bytes; that of one token always is
-        on cards that are served."""
+    def fitting(cls, rule, dtype, gate, K, shared_per_block):
+        """The instance with the most tokens whose shared memory is at most `shared_per_block` bytes; that of one token
+        always is on cards that are served."""
         kernels = (cls(rule, dtype, gate, channels(K), tokens) for tokens in (8, 4, 2, 1))
-        return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
+        return next(kernel for kernel in kernels if kernel.shared_bytes <= shared_per_block)
 
     @property
     def number_bytes(self) -> int:
@@ -282,13 +300,12 @@ class DeltaRecurrentBackward(DeltaKernel):
 
     @property
     def BV(self):
-        columns_of_warp = 32 * 64 // self.number_bytes // self.BK  # their channels take 64 bytes of each lane
-        return columns_of_warp * self.threads // 32
+        warp_columns = 32 * 64 // self.number_bytes // self.BK  # each lane has 64 bytes of the warp's part of a state
+        return warp_columns * self.threads // 32
 
     @property
     def channel_gradients(self) -> tuple[str, ...]:
-        """The arrays whose gradients have a number for each channel, and are sums over columns. A gate that channels
-        share has one for each token."""
+        """The arrays whose gradients go to `parts`, in its order. A gate that channels share has one number a token."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
     def bytes_between_kernels(self, problem, heads) -> int:
@@ -303,8 +320,8 @@ class DeltaRecurrentBackward(DeltaKernel):
 
 
 class DeltaStep(Kernel):
-    """One token of each sequence: o and the new state, in the layouts that `step` describes. `pieces`: whether rows of
-    the state allow accesses of 16 bytes."""
+    """One token of each sequence: o and the new state, in the layouts that the module `step` describes. `slots`: which
+    state a sequence has; null: its own number. `pieces`: whether rows of the state allow accesses of 16 bytes."""
 
     file = "delta/step"
     arguments = members(
@@ -323,7 +340,8 @@ class DeltaStep(Kernel):
 
 # -- both --------------------------------------------------------------------------------------------------------------
 class DeltaJoinSegments(Kernel):
-    """The states at segments' starts, and their gradients at the ends, from what segments do: `delta_segments`."""
+    """The states at segments' starts, and the gradients at their ends, from what each segment does: `delta_segments`.
+    `starts` has G before the launch, and the states and gradients after it."""
 
     file = "delta/join_segments"
     shared = ("Shared<{dtype}, {BK}>",)
@@ -339,7 +357,7 @@ class DeltaJoinSegments(Kernel):
 
 class DeltaSumParts(Kernel):
     """dx, the sum of `parts` over tiles of columns and over the heads of values of a group. `x`: q or k if the forward
-    pass divided its rows by their lengths, or null; dx is then the gradient before this division."""
+    pass divided its rows by their lengths, and dx is then the gradient of the undivided rows; else null."""
 
     file = "delta/sum_parts"
     arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
