@@ -1,24 +1,23 @@
-// what      Prepares a chunk of the delta rules with gates of channels token by token. It is for chunks with a decay
-//           above GROWTH. Other chunks of 16-bit data are prepared from tokens times products of decays in float16;
-//           here these would leave its range
-// math      D is the decay of each channel at token t. Z_j is what remains of what token j writes along. It begins as
-//           k_j. At each later token t:
-//           KDA: Z_j <- D Z_j - beta_t k_t (k_t . D Z_j);   RWKV-7: Z_j <- D Z_j + b_t (a_t . Z_j), and the same for a
-//           second Z_j, which begins as b_j.
-//           score_tj = q_t . Z_j, after token t. Matrices as in prepared.cuh, R the first of residuals, L the second:
-//           KDA: B_tj = beta_j score_tj, Z = beta_j Z_j after the last token; GRADIENT: both without beta_j;
-//                R_tj = I_tj - (k_t . D Z_j) beta_j
-//           RWKV-7: B and Z by the Z_j from k_j, H and Zb by those from b_j; L_tj = a_t . Z_j from k_j,
-//                R_tj = I_tj + a_t . Z_j from b_j
-//           E_t = -(decay from the chunk's start through t) k_t (KDA), (decay through t - 1) a_t (RWKV-7)
-//           W_t = w_scale (decay through t) q_t + sum over j <= t of H_tj E_j. Here H has the factor w_scale, and KDA
-//           has B with beta_j in its place
-// shapes    a warp has a row of Z at a time, a lane 4 of its channels. Of E and W a thread has the 4 tokens and 4
-//           channels of its BlockTask
+// what      Prepares a chunk of 32 tokens of the delta rules with a gate for each channel (KDA and RWKV-7), token by
+//           token: what the chunk does to a state. The kernels call it for chunks in which a token's decay, the exp of
+//           its log gate, is above GROWTH in a channel. Other chunks of 16-bit data are prepared from tokens times
+//           products of decays in float16; here these would leave its range
+// math      D_t is the decay of each channel at token t, P_t the product of those of the chunk's tokens through t.
+//           z_j [K] is the direction in which token j has written, as later tokens change it. It begins as k_j. At each
+//           token t > j:   KDA: z_j <- D_t z_j - beta_t k_t (k_t . D_t z_j);   RWKV-7: z_j <- D_t z_j + b_t (a_t . z_j),
+//           and the same for a second z_j, which begins as b_j.
+//           score_tj = q_t . z_j after token t, read_tj = k_t . D_t z_j (KDA) or a_t . z_j (RWKV-7) before it.
+//           Stored (prepared.cuh; matrices have a row for each token t, and zeros for j > t, I is the identity):
+//           KDA: B_tj = beta_j score_tj, row j of Z = beta_j z_j after the last token; GRADIENT: both without beta_j.
+//                R_tj = I_tj - beta_j read_tj;   E_t = -P_t k_t;   W_t = w_scale (P_t q_t + sum_j beta_j score_tj E_j)
+//           RWKV-7: of the z_j from k_j: B = score, L = read, Z;   of those from b_j: H = score, R = I + read, Zb
+//                E_t = P_{t-1} a_t;   W_t = w_scale (P_t q_t + sum_j H_tj E_j)
+// shapes    a warp has one z_j at a time, a lane 4 of its channels. Of E and W a thread has 4 tokens and 4 channels:
+//           those of its BlockTask
 // barriers  one: E and H are written
-// numerics  float32. Z, scores and residuals in the recurrence's order. E and W by products of decays from the chunk's
-//           start: these products must be finite in float32. W is computed from E as stored, in T
-// limits    blocks of 2 BK threads
+// numerics  float32. z_j, scores and reads in the recurrence's order. E and W by P_t, which must be finite in float32.
+//           W is computed from E as stored, in T
+// limits    blocks of 2 BK threads, all of which call it
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
@@ -34,21 +33,24 @@ __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
   return largest > GROWTH;
 }
 
-// Prepares the chunk in the tiles q, k, a, b, g, in shared memory; KDA passes k as a and b. KDA alone (not TWO_WRITES)
-// has betas, and lengths of keys and of queries, which may be normalized. Everything in `to` is stored but beta. H:
-// shared memory [BT][LD] that overlaps with no other argument.
+// Prepares the chunk whose tokens are in the tiles q, k, a, b, g [BT, BK] (`place`), in shared memory, zeros past the
+// sequence's end. TWO_WRITES: RWKV-7. KDA passes k as a and b. It alone has betas, and divides queries and keys by
+// their lengths if the call asks for that: `lengths` of keys, then of queries. GRADIENT: `to` is for a walk in both
+// directions.
+// Everything in `to` is stored but beta. H: shared memory that overlaps with no other argument, for the matrix that
+// multiplies E in W.
 template <bool TWO_WRITES, bool GRADIENT, int BK, typename T, typename G>
 __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_WRITES, GRADIENT>::Type& to, const T* q,
                                                const T* k, const T* a, const T* b, const G* g, const Lengths* lengths,
                                                const float* betas, float (*H)[LD], float w_scale) {
   constexpr int THREADS = 2 * BK, WARPS = THREADS / 32;
-  // What token t is multiplied by: 1 over its length if it is normalized. kind: 0 for keys, 1 for queries.
+  // 1 over the length of token t, or 1 if the call does not normalize. kind: 0 for keys, 1 for queries.
   const auto inverse_length = [&](int kind, int t) {
     return TWO_WRITES ? 1.f : lengths[kind].factor[t] * lengths[kind].power[t];
   };
   const auto beta = [&](int t) { return TWO_WRITES ? 1.f : betas[t]; };
   const BlockTask<BK> task;
-  float4 from_start = {1.f, 1.f, 1.f, 1.f}, W[BLOCK];  // from_start: the decay through the token
+  float4 from_start = {1.f, 1.f, 1.f, 1.f}, W[BLOCK];  // from_start: P_t
 #pragma unroll 1
   for (int t = 0; t < task.first; ++t) from_start = times(from_start, decays_at(place<BK>(g, t, task.c)));
 #pragma unroll
@@ -67,11 +69,11 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
   };
 #pragma unroll 1
   for (int n = threadIdx.x >> 5; n < (1 + TWO_WRITES) * BT; n += WARPS) {
-    const int j = n % BT, start = n / BT;  // 0: Z_j begins as k_j; 1: as b_j
+    const int j = n % BT, start = n / BT;  // 0: z_j begins as k_j; 1: as b_j
     float4 z = times(inverse_length(0, j), own_channels(start ? b : k, j));
 #pragma unroll 1
     for (int t = 0; t < BT; ++t) {
-      float read = 0.f, score = 0.f;  // what token t reads from Z_j: k_t . D Z_j, or a_t . Z_j
+      float read = 0.f, score = 0.f;
       if (t > j) {
         const float4 gates = own_channels(g, t), decay = decays_at(&gates.x), key = own_channels(b, t);
         if (!TWO_WRITES) z = times(decay, z);
@@ -85,7 +87,7 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
         add_product(score, own_channels(q, t), z);
         score = inverse_length(1, t) * warp_sum(score);
       }
-      if (lane) continue;
+      if (lane) continue;  // lane 0 stores
       if (start == TWO_WRITES) H[t][j] = w_scale * beta(j) * score;
       if constexpr (GRADIENT) {
         put_split(to.B[start].at(t, j), score);

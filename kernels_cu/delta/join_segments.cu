@@ -1,20 +1,21 @@
-// what      Joins the segments of sequences under a delta rule: the state from which each of them starts, and backwards
-//           the gradient of the state behind it.
-// math      A segment turns the state S before it into F S + G, and the gradient dS of the state behind it into
-//           F^T dS + G. Segments have the numbers 0...P - 1. S_p is the state before segment p, dS_p the gradient of
-//           the state behind it. S_1 = G_0, as segment 0 starts from the initial state; dS_{P-2} = G_{P-1}.
-//           S_{p+1} = F_p S_p + G_p, p = 1...P - 2;  dS_{p-1} = F_p^T dS_p + G_p, p = P - 2...1
-// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], on 16 bytes; starts [directions, N, P, H, K, V]. Of
-//           segment p, starts holds G_{p-1} and later S_p; backwards G_{p+1} and later dS_p. Segment 0's place
-//           (backwards that of P - 1) is not touched. All R
+// what      Joins the segments 0...P - 1 into which sequences are cut, for a delta rule: computes the state S_p before
+//           segment p, and, if the host asks for both directions, the gradient dS_p of the state after segment p.
+// math      Segment p changes S_p to F_p S_p + G_p, and dS_p to F_p^T dS_p + G'_p. The host gives F, G and G', computed
+//           from the initial state for segment 0, from the final state's gradient for P - 1: so S_1 = G_0, and
+//           dS_{P-2} = G'_{P-1}
+//           S_{p+1} = F_p S_p + G_p, p = 1...P - 2;   dS_{p-1} = F_p^T dS_p + G'_p, p = P - 2...1
+// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], on 16 bytes; starts [directions, N, P, H, K, V] has
+//           at p first G_{p-1} and then S_p, and in the second direction first G'_{p+1} and then dS_p. Its places of
+//           segment 0, and in the second direction of P - 1, are not touched. All are of type R. N sequences
 // grid      a block for every (direction, sequence, head, BV columns), direction slowest; a thread has 2 channels of 4
 //           columns
 // smem      a ring of panels of F; S, or dS
 // barriers  one a segment: the previous S has been read; one a panel: it and S are in shared memory, and the previous
 //           panel has been read; one at the end: whether a number is not finite
 // numerics  R: float32, or float64
-//           Where growth makes F or a state infinite, the first two channels of the last state become NaN in all
-//           columns of the block: walks then take the sequence whole (segments.cuh)
+//           If a last state, S_{P-1} or dS_0, is not finite, since gates above 0 have made F or a state grow, its
+//           first two channels become NaN in all columns of the block: the kernels that read `starts` take this for the
+//           order to compute the sequence as one segment
 // source    the recurrence of Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, computed one segment
 //           after the other
 // limits    K <= BK of 64, 128, 256; P >= 3
@@ -32,34 +33,35 @@ template <typename R> struct Args {
 
 constexpr int BV = 16;
 
-template <typename R> struct alignas(16) Four {
+template <typename R> struct alignas(16) Four {  // neighbouring columns of a channel
   R x[4];
 };
 
 template <typename R, int BK> struct Shared {
   static constexpr int STAGES = BK * sizeof(R) > 1024 ? 3 : 4;  // 3 of float64 and 256 channels fit on every card
   static constexpr int PANEL = 16384 / BK / sizeof(R);          // columns of F in a stage; if BACKWARDS, rows
-  // A row of a panel of columns has PANEL numbers and 16 bytes, for banks; one of a panel of rows has BK.
+  // [BK][PANEL] columns of F, 16 bytes between its rows, which are then in different banks; or [PANEL][BK] rows of F.
   R panels[STAGES][BK * (PANEL + 16 / sizeof(R))];
-  Four<R> S[BK][BV / 4];
+  Four<R> S[BK][BV / 4];  // S_p or dS_p
 };
 
-// block: the number of the (sequence, head, BV columns). S in the code is dS if BACKWARDS.
+// Joins the segments in one direction. block: the number of the (sequence, head, BV columns). In the code S is dS, and
+// G is G', if BACKWARDS. Step n multiplies by F_p, p = first_segment + n * direction, and ends with x, the next S.
 template <bool BACKWARDS, int BK, typename R>
 __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* starts, u32 block) {
   constexpr int STAGES = Shared<R, BK>::STAGES, PANEL = Shared<R, BK>::PANEL, PIECE = 16 / sizeof(R), THREADS = 2 * BK;
-  constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK : PANEL + PIECE;
+  constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK : PANEL + PIECE;  // a panel's rows, their distance
   constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE;
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles, h = pair % H, n = pair / H;
-  const int K = int(args.K), V = int(args.V), P = int(args.P), stride = (K + 3) / 4 * 4;
-  const int channel = threadIdx.x / (BV / 4) * 2, group = threadIdx.x % (BV / 4);
-  const int column = int(block % tiles) * BV + 4 * group;
-  const int first = BACKWARDS ? P - 2 : 1, direction = BACKWARDS ? -1 : 1, steps = P - 2;
+  const int K = int(args.K), V = int(args.V), P = int(args.P), F_stride = (K + 3) / 4 * 4;
+  const int channel = threadIdx.x / (BV / 4) * 2, column_group = threadIdx.x % (BV / 4);
+  const int column = int(block % tiles) * BV + 4 * column_group;
+  const int first_segment = BACKWARDS ? P - 2 : 1, direction = BACKWARDS ? -1 : 1, steps = P - 2;
   const int panels = (K + PANEL - 1) / PANEL;  // of a segment
-  // Calls f(number in starts, number in x) for the thread's 2 channels and 4 columns of the state that step `step`
-  // multiplies: S_p, or dS_p, of p = first + direction * step.
+  // Calls f(number in starts, number in x) for the thread's 2 channels and 4 columns of the place of the S that step
+  // `step` multiplies. Before that S is stored, the place has the G that is added to the previous segment's product.
   const auto each = [&](int step, R(&x)[2][4], auto f) {
-    R* state = starts + ((i64(n) * P + first + direction * step) * H + h) * K * V;
+    R* state = starts + ((i64(n) * P + first_segment + direction * step) * H + h) * K * V;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -67,16 +69,17 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         if (channel + j < K && column + i < V) f(state[i64(channel + j) * V + column + i], x[j][i]);
   };
   const auto load = [](R& from, R& to) { to = from; };
-  const auto fetch = [&](int panel) {  // starts to copy panel `panel` of all that are read, in their order
-    if (panel < steps * panels) {
-      const int p = first + direction * (panel / panels), from = panel % panels * PANEL;
-      const R* F = args.F + ((i64(n) * P + p) * H + h) * K * stride;
+  // Starts to copy a panel of F: `number` counts those of all steps, in the order in which they are read.
+  const auto fetch = [&](int number) {
+    if (number < steps * panels) {
+      const int p = first_segment + direction * (number / panels), from = number % panels * PANEL;
+      const R* F = args.F + ((i64(n) * P + p) * H + h) * K * F_stride;
 #pragma unroll
       for (int index = threadIdx.x; index < ROWS * ACROSS; index += THREADS) {
-        const int row = index / ACROSS, place = index % ACROSS * PIECE;
-        const int of_row = row + (BACKWARDS ? from : 0), of_column = place + (BACKWARDS ? 0 : from);
-        if (of_row < K && of_column < stride)
-          cp_async<16>(s.panels[panel % STAGES] + row * LD + place, F + of_row * stride + of_column, true);
+        const int row = index / ACROSS, column = index % ACROSS * PIECE;  // of the panel
+        const int F_row = row + (BACKWARDS ? from : 0), F_column = column + (BACKWARDS ? 0 : from);
+        if (F_row < K && F_column < F_stride)
+          cp_async<16>(s.panels[number % STAGES] + row * LD + column, F + F_row * F_stride + F_column, true);
       }
     }
     cp_async_commit();
@@ -89,7 +92,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
     __syncthreads();  // the previous S has been read
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      s.S[channel + j][group] = {x[j][0], x[j][1], x[j][2], x[j][3]};
+      s.S[channel + j][column_group] = {x[j][0], x[j][1], x[j][2], x[j][3]};
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[j][i] = G[j][i];
     }
@@ -100,10 +103,10 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
       __syncthreads();  // the panel and S are in shared memory; the previous panel has been read
       fetch(number + STAGES - 1);
       const R* F = s.panels[number % STAGES];
-      const int from = panel * PANEL, width = channel < K ? min(PANEL, stride - from) : 0;
+      const int from = panel * PANEL, width = channel < K ? min(PANEL, F_stride - from) : 0;
 #pragma unroll 4
       for (int k = 0; k < width; k += 4) {
-        R factors[2][4] = {};  // of the thread's channels
+        R factors[2][4] = {};  // F, or F^T if BACKWARDS: of the thread's 2 channels, for channels from + k ... + 3 of S
         if constexpr (BACKWARDS) {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
@@ -119,7 +122,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const Four<R> state = s.S[from + k + i][group];
+          const Four<R> state = s.S[from + k + i][column_group];
 #pragma unroll
           for (int j = 0; j < 2; ++j)
 #pragma unroll

@@ -1,17 +1,20 @@
 // what      Every recurrence with gates in float64, backwards in time: the gradients of what writes a state's rows, of
 //           the rows' gates, and of the initial state.
-// math      X is a row of the state, or of its transpose (forwards.cu). x, a, p and u_r are the row's numbers; X, its
-//           gradients D and G, y, b, z and u_c are vectors over the columns. X_t = a_t (b_t * X_{t-1}) + x_t y_t
+// math      X is a row of the state, or of its transpose, whose rows are the columns of V. x_t, a_t, p_t and u_r are
+//           numbers of the row; X, its gradients D and G, y_t, b_t, z_t and u_c are vectors over the columns. a and b
+//           are decays. X_t = a_t (b_t * X_{t-1}) + x_t y_t
 //           G_T = dht;  for t = T ... 1:  D_t = G_t + scale p_t z_t,  G_{t-1} = a_t (b_t * D_t);  dh0 = G_0
 //           (RWKV-6: D_t = G_t,  G_{t-1} = a_t (b_t * D_t) + scale p_t z_t)
 //           dx_t = y_t . D_t;  the gradient of log a_t:  da_t = a_t (b_t * X_{t-1}) . D_t
 //           RWKV-6: dx_t += scale p_t u_r (u_c * y_t) . z_t;  du_r = scale sum_t p_t x_t (u_c * y_t) . z_t.  The bonus
-//           belongs to the rows, then u_c is 1; or to the columns, then u_r is 1 and du is not wanted
-// shapes    The state [K, V]:     x y p z = k v q do, dx is dk, a the decays of channels, b those of columns of V
-//           its transpose [V, K]: x y p z = v k do q, dx is dv, a and b the other way round
-//           x p dx a da [B, H, T, R] and y z b [B, H, T, C]; chunk_starts [B, H, NC, R, C]: X before each chunk's
-//           first token, from forwards.cu; chunk_states [N, H, R, chunk, columns]: X_{t-1} of all tokens t of the chunk
-//           that is being computed; u [H, R] or [H, C]; du [N, H, R]. N = B shape.count sequences
+//           u has a number for each channel: so u_r is its number and u_c is 1, or in the transpose u_c is u, u_r is 1,
+//           and du is not wanted
+//           state [K, V]:      x y p z = k v q do, a decays of channels, b of columns of V; dx is dk
+//           transpose [V, K]:  x y p z = v k do q, a decays of columns of V, b of channels; dx is dv
+// shapes    R rows, C columns of the state or its transpose: x p dx a da [B, H, T, R] and y z b [B, H, T, C];
+//           chunk_starts [B, H, NC, R, C]: X before the first token of each of NC chunks, from forwards.cu;
+//           chunk_states [N, H, R, shape.chunk, columns]: X_{t-1} of all tokens t of the chunk that is being computed;
+//           u [H, R] or [H, C]; du [N, H, R]. N sequences: shape.count in each of B rows of the batch
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
 // barriers  none: a lane reads what it has written itself
@@ -26,15 +29,16 @@
 struct Args {
   Rows<const double> x, a, y, b, z, p;
   Rows<double> dx, da;               // da: null: not wanted
-  const double *u_rows, *u_columns;  // null: the bonus is not of this side, or there is none
+  const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
   double* du;                        // null: not wanted
   const double* dht;                 // [N, H, K, V] or null
   double* dh0;                       // [N, H, K, V] or null
   const double* chunk_starts;
   double* chunk_states;
   Shape shape;
-  i64 R, C;
-  i64 columns, adds;              // columns of this launch; whether its results are added to those of earlier launches
+  i64 R, C;                       // rows and columns of the matrix of which X is a row: K and V, or V and K
+  i64 columns;                    // of this launch
+  i64 adds;                       // whether this launch's results are added to those of earlier launches
   i64 row_stride, column_stride;  // of X in dht and dh0
   i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
   double scale;
@@ -47,13 +51,14 @@ constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE
 
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_backwards(const Args args) {
-  const StateRow at(args.shape, args.R);
-  if (at.r >= args.R) return;
-  const i64 batch = at.b, h = at.h, r = at.r, sequence_head = at.n * args.shape.H + h, chunk_length = args.shape.chunk;
-  const Span chunks = chunks_of(args.shape, at.n % args.shape.count);
+  const StateRow row(args.shape, args.R);
+  if (row.r >= args.R) return;
+  const i64 batch = row.b, h = row.h, r = row.r, sequence_head = row.n * args.shape.H + h,
+            chunk_length = args.shape.chunk;
+  const Span chunks = chunks_of(args.shape, row.n % args.shape.count);
   double* states = args.chunk_states + (sequence_head * args.R + r) * chunk_length * args.columns;
   double du = 0.;
-  // The index of X's column c in dht and dh0.
+  // The index of X's number in column c in dht and dh0.
   const auto at_column = [&](int c) {
     return sequence_head * args.R * args.C + r * args.row_stride + c * args.column_stride;
   };

@@ -1,11 +1,14 @@
 // what      Every recurrence with gates in float64, forwards in time: outputs, or the gradient of the queries.
-// math      X is a row of the state [K, V], with x y z = k v do, or of its transpose [V, K], with x y z = v k q. x, a
-//           and u_r are the row's numbers, y, b, z and u_c vectors over the columns, a and b being decays:
-//           X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t, which is dq, or o of the transpose
-//           RWKV-6:  result_t = scale (z_t . X_{t-1} + u_r x_t (u_c * y_t) . z_t). The bonus belongs to the rows, then
-//           u_c is 1; or to the columns, then u_r is 1
-// shapes    x a result [B, H, T, R] and y b z [B, H, T, C]; u [H, R] or [H, C]; chunk_starts [B, H, NC, R, C]. N = B
-//           shape.count sequences
+// math      X is a row of the state [K, V]; or of its transpose [V, K], whose rows are the columns of V. x_t, a_t and
+//           u_r are numbers of the row; X, y_t, b_t, z_t and u_c are vectors over the columns. a and b are decays
+//           X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t
+//           RWKV-6:  result_t = scale (z_t . X_{t-1} + u_r x_t (u_c * y_t) . z_t). The bonus u has a number for each
+//           channel: so u_r is its number and u_c is 1, or in the transpose u_c is u and u_r is 1
+//           state:      x y z = k v do, a decays of channels, b of columns of V; result: dq
+//           transpose:  x y z = v k q, a decays of columns of V, b of channels; result: o
+// shapes    R rows, C columns of the state or its transpose: x a result [B, H, T, R]; y b z [B, H, T, C]; u [H, R] or
+//           [H, C]; chunk_starts [B, H, NC, R, C], of NC chunks in a row of the batch. N sequences: shape.count in each
+//           of B rows
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
 // barriers  none
@@ -19,13 +22,14 @@
 struct Args {
   Rows<const double> x, a, y, b, z;
   Rows<double> result;
-  const double *u_rows, *u_columns;  // null: the bonus is not of this side, or there is none
+  const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
   const double* initial;             // [N, H, K, V] or null
   double* final;                     // [N, H, K, V] or null
   double* chunk_starts;              // X before every chunk's first token; null: not wanted
   Shape shape;
-  i64 R, C;
-  i64 columns, adds;              // columns of this launch; whether its results are added to those of earlier launches
+  i64 R, C;                       // rows and columns of the matrix of which X is a row: K and V, or V and K
+  i64 columns;                    // of this launch
+  i64 adds;                       // whether this launch's results are added to those of earlier launches
   i64 row_stride, column_stride;  // of X in `initial` and `final`
   i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
   double scale;
@@ -38,19 +42,19 @@ constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_
 
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
-  const StateRow at(args.shape, args.R);
-  if (at.r >= args.R) return;
-  const i64 batch = at.b, h = at.h, r = at.r, sequence_head = at.n * args.shape.H + h;
-  i64 chunk = chunks_of(args.shape, at.n % args.shape.count).start;
-  // The index of X's column c in `initial` and `final`.
+  const StateRow row(args.shape, args.R);
+  if (row.r >= args.R) return;
+  const i64 batch = row.b, h = row.h, r = row.r, sequence_head = row.n * args.shape.H + h;
+  i64 chunk = chunks_of(args.shape, row.n % args.shape.count).start;
+  // The index of X's number in column c in `initial` and `final`.
   const auto at_column = [&](int c) {
     return sequence_head * args.R * args.C + r * args.row_stride + c * args.column_stride;
   };
   Row<COLUMNS> X;
   X.each(int(args.columns), [&](double& state, int c) { state = args.initial ? args.initial[at_column(c)] : 0.; });
 #pragma unroll 1
-  for (i64 t = at.span.start; t < at.span.stop; ++t) {
-    if (args.chunk_starts && (t - at.span.start) % args.shape.chunk == 0) {
+  for (i64 t = row.span.start; t < row.span.stop; ++t) {
+    if (args.chunk_starts && (t - row.span.start) % args.shape.chunk == 0) {
       double* start =
           args.chunk_starts + (((batch * args.shape.H + h) * args.shape.NC + chunk++) * args.R + r) * args.C;
       X.each(int(args.columns), [&](double& state, int c) { start[c] = state; });
