@@ -4,8 +4,8 @@
 //           products of decays in float16; here these would leave its range
 // math      D_t is the decay of each channel at token t, P_t the product of those of the chunk's tokens through t.
 //           z_j [K] is the direction in which token j has written, as later tokens change it. It begins as k_j. At each
-//           token t > j:   KDA: z_j <- D_t z_j - beta_t k_t (k_t . D_t z_j);   RWKV-7: z_j <- D_t z_j + b_t (a_t . z_j),
-//           and the same for a second z_j, which begins as b_j.
+//           token t > j:   KDA: z_j <- D_t z_j - beta_t k_t (k_t . D_t z_j)
+//                          RWKV-7: z_j <- D_t z_j + b_t (a_t . z_j), and the same for a second z_j, which begins as b_j
 //           score_tj = q_t . z_j after token t, read_tj = k_t . D_t z_j (KDA) or a_t . z_j (RWKV-7) before it.
 //           Stored (prepared.cuh; matrices have a row for each token t, and zeros for j > t, I is the identity):
 //           KDA: B_tj = beta_j score_tj, row j of Z = beta_j z_j after the last token; GRADIENT: both without beta_j.

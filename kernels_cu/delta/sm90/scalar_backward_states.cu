@@ -10,13 +10,17 @@
 //           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk_row`)
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes P, dv and dS,
-//           and stores dS. The others as in scalar_forward.cu
-// smem      scalar_chunks.cuh
-// barriers  by stage: full: queries and keys have arrived; values_full: do has; operands_ready: B, W and Z are in
-//           shared memory; outputs_ready: dv is, and all of the stage has been read; others: scalar_forward_storage.cuh
+//           and stores dS. Operands: a warpgroup makes A and M, then B, W and Z. In a last warpgroup warp 0 copies
+//           chunks, warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks. All but
+//           the consumers are functions of scalar_chunks.cuh
+// smem      Stage (scalar_chunks.cuh): a chunk's q, k and do, and its matrices; W overwrites q, and dv overwrites do
+// barriers  by stage, in this order. full: queries and keys have arrived; values_full: do has; then complete in shared
+//           memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N; operands_ready: B, W and Z;
+//           outputs_ready: dv, and all of the stage has been read
 // numerics  products of T are summed in float32. q, k and do are used undecayed; dS, W, Z, beta_j E_j P_j and dv are
-//           rounded to T; A, B and N are the sums of two T each. N by substitution in float32 within 16
-//           tokens; a decay is a product of the decays of the tokens in between, never a quotient
+//           rounded to T; A, B and N are the sums of two T each ("split"). N by substitution in float32 within 16
+//           tokens, else by products of split matrices; a decay is a product of the decays of the tokens in between,
+//           never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_chunks.cuh"
@@ -50,8 +54,9 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// A warpgroup with 64 columns of V: P, dv and dS of each chunk. dS is transposed in registers (see each_transposed in
-// warpgroup.cuh). first: the block's first column of V; all_columns: of all blocks of a head.
+// A warpgroup with 64 columns of V: P, dv and dS of each chunk. dS is transposed in registers: of a warp's 16 columns a
+// lane has `column` and the 8th after it, and of every 8 channels two (each_transposed in warpgroup.cuh). first: the
+// block's first column of V; all_columns: BV of all blocks of a head.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
                                         int all_columns) {

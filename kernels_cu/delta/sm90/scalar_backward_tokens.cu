@@ -27,7 +27,7 @@
 //             full: q and k have been copied: copies -> decays, gradients, consumers
 //             decays_ready: D and gates: decays -> gradients, consumers
 //             scores_ready: M: gradients -> inverses
-//             inverse_ready: R: inverses -> gradients
+//             inverse_ready: R, in `inverse` and `inverse_to_end`: inverses -> gradients
 //             operands_ready: Z (and R, from which it is made): gradients -> consumers
 //             outputs_ready: dq and dk; the stage, its gates and v's slot have been read: gradients -> copies, decays
 //           By slot of v, two slots:
@@ -68,9 +68,9 @@ template <typename T> struct Args {
   double scale;
 };
 
-// A chunk of q and k, and its matrices; N and N_to_end, the names of scalar_chunks.cuh, stand for R here. A split panel
-// has rounded elements in columns 0 to 31 and their rounding errors in columns 32 to 63. Matrices in a union have the
-// same place, one after the other in time.
+// A chunk of q and k, and its matrices. Rows have 128 bytes, in the tensor cores' swizzle: row r has its 16-byte piece
+// p in the place of piece p ^ r % 8. A Panel is T[32][64]; a split one has rounded elements in columns 0 to 31 and
+// their rounding errors in columns 32 to 63. Matrices in a union have the same place, one after the other in time.
 template <typename T, int BK> struct alignas(1024) GradientStage {
   using Element = T;
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, overwritten by dq; rows 32 to 63: keys, by dk
@@ -79,12 +79,12 @@ template <typename T, int BK> struct alignas(1024) GradientStage {
     Panel<T> Z[BK / 64];
   };
   union {
-    Panel<T> N_to_end;  // R_ij beta_i L_i, [j, i], split: for Z
-    Panel<T> H;         // [query, key], split
+    Panel<T> inverse_to_end;  // R_ij beta_i L_i / |k_i|, [j, i], split: for Z
+    Panel<T> H;               // [query, key], split
   };
   union {
-    Panel<T> N;  // R_ij, [j, i], split
-    Panel<T> P;  // [later key, earlier key], split
+    Panel<T> inverse;  // R_ij, [j, i], split
+    Panel<T> P;        // [later key, earlier key], split
   };
   float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
 };
@@ -188,7 +188,7 @@ __device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& arg
 
 // ---- a warpgroup that makes M and Z, and computes gradients ---------------------------------------------------------
 
-// Adds x over the 8 lanes lane % 4, lane % 4 + 4 ...: lane l gets the sum of their x[l / 4].
+// Adds each x[n] over the 8 lanes that have the same lane % 4. Lane l returns the sum of x[l / 4].
 __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
 #pragma unroll
   for (int count = 4; count; count /= 2) {
@@ -237,7 +237,7 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
     Values z;
     load_transposed(keys, in.queries_keys[p] + CHUNK, channel_offset);
     wgmma_fence();
-    start_split_product<T>(z, keys, wgmma_tile(in.N_to_end, 16, 1024), false);
+    start_split_product<T>(z, keys, wgmma_tile(in.inverse_to_end, 16, 1024), false);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(z);
@@ -249,7 +249,8 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
 
 // Stores a warp's 16 rows of H (warps 0 and 1, rows are queries) or P (warps 2 and 3, rows are keys), and the terms of
 // dg and dbeta that these rows' pairs have for each token. products: F or -G; scores: q . k or k . k, without decays.
-// left_offset: this lane's left_operand_offset (scalar_chunks.cuh).
+// A lane has of each x[4n + 2h + p]: row g + 8h of the warp's, key 8n + 2t + p. left_offset: left_operand_offset of
+// scalar_chunks.cuh, by which the warp stores.
 template <class S>
 __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& products, const Values& scores, int lane,
                                             int warp, int left_offset) {
@@ -328,7 +329,7 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
   auto& rows = s.stages[stage].queries_keys;
-  const int first_row = 16 * (warp & 1) + lane / 4;
+  const int first_row = 16 * (warp & 1) + lane / 4;  // this lane has this row and the 8th after it
   if (args.normalized) {
     const float* const inverses = (warp < 2 ? s.gates[stage].query_inverse : s.gates[stage].key_factors) + first_row;
     const float inverse[2] = {inverses[0], inverses[8]};
@@ -390,10 +391,11 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64, V_PANELS = S::BV / 64;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0), lane = threadIdx.x & 31;
+  // Offsets in panels of what this lane loads and stores. own_offset: for the warp's 16 of the 64 rows of q and k.
   const int channel_offset = channel_operand_offset(lane, warp), left_offset = left_operand_offset(lane),
             right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
   const bool has_keys = warp >= 2;
-  const int first_row = 16 * (warp & 1), row = first_row + lane / 4;
+  const int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // the lane has `row` and row + 8
   Ring<S::STAGES> ring, Z_ring, scores_ring;
   Ring<2> values_ring;
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < work.tokens; ++chunk, scores_ring.next())
@@ -593,7 +595,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     make_X<T>(X, v, S_k, gates, lane);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
-    start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.N));
+    start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.inverse));
     wgmma_commit();
     start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
     wgmma_wait<1>();

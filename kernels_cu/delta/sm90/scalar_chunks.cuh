@@ -1,6 +1,7 @@
-// what      A chunk of 32 tokens in Hopper's kernels of the delta rule with one gate per token and head, or none: a
-//           warp that copies chunks, one that computes decays, two that invert, a warpgroup that makes operands; of the
-//           warpgroups with 64 columns of V each, what kernels share; and `run_roles`, by which all of these run.
+// what      A chunk of 32 tokens in Hopper's kernels of the delta rule with one gate per token and head, or none: what
+//           the warps of each role do with it, and `run_roles`, which gives the warps of a block their roles: one
+//           copies chunks, one computes decays, two invert, a warpgroup makes operands, and a warpgroup for every 64
+//           columns of V, a *consumer*, computes the state (here is what kernels share of that).
 // math      i and j are tokens of the chunk, S is the state before it. Decays: D_ij from after token j through token i,
 //           E_i from the chunk's start through i, L_i from after i to the chunk's end. Matrices [32, 32]:
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
@@ -9,14 +10,14 @@
 //           X_j = v_j - E_j S^T k_j
 //           BACKWARD_STATES: the same B and Z without beta; W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j. Chunks are
 //           taken from the last to the first
-//           BACKWARD_TOKENS: R = (I + M diag(beta))^-1, in the places of N, for residuals: N diag(beta) = diag(beta) R.
-//           Z and X as in FORWARD
+//           BACKWARD_TOKENS: Z and X as in FORWARD, but Z by R = (I + M diag(beta))^-1: N diag(beta) = diag(beta) R
+//           `inverse` in the code is N diag(beta), N and R, by pass
 // shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S, the
 //           struct of its shared memory, and passes Args, that of its arguments. S has
 //           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
-//           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, minus_beta_M, N,
-//             N_to_end and D. gates[STAGES]: Gates; in BACKWARD_TOKENS they also have query_inverse and key_to_end,
-//             arrays of a number for each token. upcoming: Upcoming
+//           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, minus_beta_M, inverse,
+//             inverse_to_end and D. gates[STAGES]: Gates; in BACKWARD_TOKENS they also have query_inverse and
+//             key_to_end, arrays of a number for each token. upcoming: Upcoming
 //           - barriers full, decays_ready, scores_ready, inverse_ready, operands_ready and outputs_ready, one for each
 //             stage, and values_full, for move_chunks also one for each: see scalar_forward_storage.cuh
 //           - for make_operands, which BACKWARD_TOKENS does not use: Panel<T> minus_BE[2], of even and odd chunks
@@ -24,6 +25,15 @@
 //           wide_gate and wide_beta, whether these are float32 (otherwise T); normalized (see Gates). For move_chunks,
 //           which BACKWARD_TOKENS does not use: q, q_rows, k, k_rows; group, how many value heads share a head of q and
 //           k
+//           Fragments: a lane's part of operands and sums, g = lane / 4 and t = lane % 4. A u32 has two 16-bit numbers,
+//           the first one in its low half
+//           - x[4] of a product [16, 8]: x[2h + p] is row g + 8h, column 2t + p. x[2][4]: two of these side by side
+//           - Values x, of a warp's 16 rows and 32 columns: x[4n + 2h + p] is row g + 8h, column 8n + 2t + p. A state
+//             [16 columns of V, BK channels] is float[BK / 2], likewise
+//           - u32 a[4], a left operand [16, 16]: a[m] is row g + 8 (m % 2), columns 8 (m / 2) + 2t and the next.
+//             Operand x, of 32 columns: x[s] has those from 16 s on
+//           - u32 b[4], two right operands [16, 8] side by side: b[2n] is column 8n + g, rows 2t and the next;
+//             b[2n + 1] has the rows 8 later
 // numerics  products of T are summed in float32. W, X and Z are rounded to T. A, B, N and M's block at the lower left
 //           are split: sums of two numbers of T, a rounded one and its rounding error. A number of them beyond T's
 //           range (65504 in float16) becomes NaN: infinity and a rounding error of -infinity. N's diagonal blocks of 16
@@ -38,9 +48,10 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 
 enum Pass { FORWARD, BACKWARD_STATES, BACKWARD_TOKENS };
 
-// 32 rows of 128 bytes, in the tensor cores' swizzle (swizzled.cuh): row r has its 16-byte piece p in the place of
-// piece p ^ r % 8. A split matrix [32, 32], whose elements are sums of two numbers of T, has the rounded elements in
-// columns 0 to 31, and their rounding errors in columns 32 to 63.
+// 32 rows of 128 bytes, in the tensor cores' swizzle: row r has its 16-byte piece p in the place of piece p ^ r % 8;
+// swizzled_offset(r, p) is its offset in bytes. All arrays of rows of 128 bytes have this swizzle, float32 ones, too. A
+// split matrix [32, 32], whose elements are sums of two numbers of T, has the rounded elements in columns 0 to 31, and
+// their rounding errors in columns 32 to 63.
 template <typename T> using Panel = T[CHUNK][64];
 
 // A chunk of tokens and its matrices. In a union the member below overwrites the one above, which has been read by
@@ -59,12 +70,12 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
     Panel<T> Z[BK / 64];
   };
   union {
-    Panel<T> N_to_end;  // element [i, j] of N below times key_end_factors[i] of Gates; [j, i], split: for Z
-    Panel<T> B;         // [query, key], split
+    Panel<T> inverse_to_end;  // element [i, j] of `inverse` times key_end_factors[i] of Gates; [j, i], split: for Z
+    Panel<T> B;               // [query, key], split
   };
   union {
     float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
-    Panel<T> N;          // FORWARD: N_ij beta_j, BACKWARD_STATES: N_ij; [j, i], split: for B
+    Panel<T> inverse;    // FORWARD: N_ij beta_j, BACKWARD_STATES: N_ij; [j, i], split: for B
   };
   Tile<T, BV> values;  // v, overwritten by o; BACKWARD_STATES: do, overwritten by dv
 };
@@ -108,7 +119,7 @@ template <Pass PASS, int BK, int BV> struct Registers {
   static_assert(BV / 64 * ROLES.consumer + ROLES.operands + ROLES.other <= ALL_THREADS<BV> / 128 * AT_FIRST);
 };
 
-// The rounding errors of x and y, rounded to T: `rounded` holds x and y rounded to T.
+// The rounding errors of x and y, as two numbers of T; `rounded` has x and y rounded to T.
 template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded, float x, float y) {
   const float2 values = unpack(rounded, T{});
   return pack<T>(x - values.x, y - values.y);
@@ -127,7 +138,7 @@ __device__ __forceinline__ float2 load_float2(const float* p) { return *reinterp
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
 
-// The first token of the chunk that a pass takes when `token` tokens have been before it in whole chunks.
+// The first token of the chunk that a pass takes after the chunks of `token` tokens, a multiple of CHUNK.
 template <class S> __device__ __forceinline__ int first_token(const WorkTile& work, int token) {
   return S::PASS == BACKWARD_STATES ? (work.tokens - 1 & -CHUNK) - token : token;
 }
@@ -138,8 +149,8 @@ template <class S, class Args, typename T>
 __device__ __forceinline__ void move_chunks(S& s, const Args& args, const TensorMap& in, const Rows<const T>& in_rows,
                                             const TensorMap& out, const Rows<T>& out_rows, const WorkTile& work,
                                             int column) {
-  WorkTile keys = work;
-  keys.head /= int(args.group);  // value heads that share a head of q and k
+  WorkTile keys = work;  // its head is that of q and k
+  keys.head /= int(args.group);
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token - S::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
@@ -170,11 +181,11 @@ __device__ __forceinline__ void move_chunks(S& s, const Args& args, const Tensor
 
 // ---- matrices [16, 16] in panels ------------------------------------------------------------------------------------
 
-// The row of a matrix [16, 16] at (0, 0) of a panel whose address this lane gives to an instruction, as a byte offset:
-// to `ldmatrix_x4` for a left operand, to `stmatrix_x4` for a product, and to `ldmatrix_x4_trans` for a right operand
-// [k, n] stored by rows.
+// The instructions below load or store a matrix [16, 16] of 16-bit numbers as four of [8, 8]; each lane gives them the
+// address of a row of 8 numbers. This is its byte offset in a panel, for the matrix at (0, 0): for `ldmatrix_x4` of a
+// left operand, `stmatrix_x4` of a product, and `ldmatrix_x4_trans` of right operands that are stored by rows.
 __device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
-// The same to `ldmatrix_x4` for a right operand that is stored by columns.
+// The same for `ldmatrix_x4` of right operands that are stored by columns.
 __device__ __forceinline__ int right_operand_offset(int lane) {
   return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
 }
@@ -186,8 +197,9 @@ __device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
 
 // ---- a warp that computes decays ------------------------------------------------------------------------------------
 
-// Gates or betas of this lane's token in each of CHUNKS_AHEAD chunks, as they are in memory. `value` converts them: a
-// conversion in `load` would wait for the memory.
+// Gates or betas of this lane's token in each of CHUNKS_AHEAD chunks, as they are in memory: the lane with number l has
+// token l of a chunk. `value` converts them: a conversion in `load` would wait for the memory. BACKWARDS: the chunks
+// follow each other backwards in time.
 template <bool BACKWARDS> struct TokenScalars {
   u32 bits[CHUNKS_AHEAD];
 
@@ -211,8 +223,8 @@ template <bool BACKWARDS> struct TokenScalars {
   }
 };
 
-// Fills `norms` with 1 / sqrt(|x|^2 + 1e-6) of the 32 rows x from `first` on, for normalised queries and keys; |x|^2 is
-// the diagonal of x x^T. Returns the value of row `lane`.
+// Fills `norms` with the inverse lengths 1 / sqrt(|x|^2 + 1e-6) of the 32 rows x from `first` on; |x|^2 is on the
+// diagonal of x x^T. Returns that of row `lane`.
 template <typename T, int PANELS>
 __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
                                                int lane) {
@@ -236,7 +248,7 @@ __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64],
   return norms[lane];
 }
 
-// Fills each stage's D and Gates.
+// Fills each stage's D and Gates; for one warp.
 template <class S, class Args>
 __device__ __forceinline__ void compute_decays(S& s, const Args& args, const WorkTile& work) {
   using T = typename S::T;
@@ -261,7 +273,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
     }
     if (chunk >= S::STAGES) barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
     auto& to = s.gates[ring.stage];
-    float query = float(args.scale), key = 1.f;
+    float query = float(args.scale), key = 1.f;  // this lane's query_factors and key_factors
     if (args.normalized) {
       auto& rows = s.stages[ring.stage].queries_keys;
       barrier_wait(s.full[ring.stage], ring.parity);
@@ -318,11 +330,11 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
 // ---- split matrices: each element is a rounded number and its rounding error ---------------------------------------
 
 // Splits this lane's accumulators of a block [16, 16]: x[0] and x[1] are those of its left and of its right 8 columns.
-template <typename T> __device__ __forceinline__ void split(u32 (&rounded)[4], u32 (&rest)[4], const float (*x)[4]) {
+template <typename T> __device__ __forceinline__ void split(u32 (&rounded)[4], u32 (&errors)[4], const float (*x)[4]) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     const float* two = &x[m / 2][m % 2 * 2];
-    rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
+    rounded[m] = pack<T>(two[0], two[1]), errors[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
   }
 }
 
@@ -331,19 +343,20 @@ template <typename T, int N>
 __device__ __forceinline__ void store_split(Panel<T>& to, int offset, const float (&x)[2 * N][4]) {
 #pragma unroll
   for (int c = 0; c < N; ++c) {
-    u32 rounded[4], rest[4];
-    split<T>(rounded, rest, &x[2 * c]);
+    u32 rounded[4], errors[4];
+    split<T>(rounded, errors, &x[2 * c]);
     stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c)), rounded);
-    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c + 32)), rest);
+    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c + 32)), errors);
   }
 }
 
-// d[16, 16] += a[16, 16] b[16, 16] of split matrices: [0] rounded elements, [1] rests, the rounding errors. rest x rest
-// is too small to matter; rounded x rounded is added last, so that the sum of the small products is not rounded away.
+// d[16, 16] += a[16, 16] b[16, 16] of split matrices: [0] rounded elements, [1] rounding errors. The product of both
+// errors is too small to matter; that of the rounded elements is added last, so that the sum of the small products is
+// not rounded away.
 template <typename T>
 __device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[2][4], const u32 (&b)[2][4]) {
 #pragma unroll
-  for (int product = 0; product < 3; ++product)  // rest x rounded, rounded x rest, rounded x rounded
+  for (int product = 0; product < 3; ++product)  // errors x rounded, rounded x errors, rounded x rounded
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const u32 right[2] = {b[product == 1][2 * m], b[product == 1][2 * m + 1]};
@@ -377,16 +390,17 @@ __device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_b
   }
 }
 
-// Fills in.N and in.N_to_end of every other chunk from `first` on. in.N: N diag(beta) (FORWARD), N (BACKWARD_STATES), R
-// (BACKWARD_TOKENS). in.N_to_end: the same, element [i, j] times gates.key_end_factors[i]. Both are stored transposed:
-// a row for each key j. N has four blocks [16, 16]: N11 and N22 by substitution, N21 = -N22 diag(beta) M21 N11 by
-// products, N12 = 0. For N21 store_scores has stored -M21 (FORWARD: the beta is in the stored N22), -beta_i M21_ij
-// (BACKWARD_STATES) or -M21_ij beta_j (BACKWARD_TOKENS: R21 = -R22 M21 diag(beta) R11).
+// Fills in.inverse and in.inverse_to_end of every other chunk from `first` on; for one warp. in.inverse: N diag(beta)
+// (FORWARD), N (BACKWARD_STATES), R (BACKWARD_TOKENS). in.inverse_to_end: the same, element [i, j] times
+// gates.key_end_factors[i]. Both are stored transposed: a row for each key j. N has four blocks [16, 16]: N11 and N22
+// by substitution, N21 = -N22 diag(beta) M21 N11 by products, N12 = 0. store_scores has stored, for N21, -M21 (FORWARD:
+// the beta is in the stored N22), -beta_i M21_ij (BACKWARD_STATES) or -M21_ij beta_j (BACKWARD_TOKENS: R21 = -R22 M21
+// diag(beta) R11).
 template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
   const int left_offset = left_operand_offset(lane);
-  const int column = swizzled_offset(lane, 2 * second_block);  // offset of key `lane`'s row at its block's first query
+  const int key_offset = swizzled_offset(lane, 2 * second_block);  // of key `lane`'s row at its block's first query
   Ring<S::STAGES> ring;
   if (first) ring.next();
 #pragma unroll 1
@@ -397,13 +411,13 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     float x[16];
     substitute(x, in.minus_beta_M, lane);
     const auto store_split_row = [&](Panel<T>& to, const float (&row)[8], int offset) {
-      u32 rounded[4], rest[4];
+      u32 rounded[4], errors[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m)
         rounded[m] = pack<T>(row[2 * m], row[2 * m + 1]),
-        rest[m] = rounding_errors<T>(rounded[m], row[2 * m], row[2 * m + 1]);
+        errors[m] = rounding_errors<T>(rounded[m], row[2 * m], row[2 * m + 1]);
       *reinterpret_cast<uint4*>(at_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
-      *reinterpret_cast<uint4*>(at_offset(to, offset ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
+      *reinterpret_cast<uint4*>(at_offset(to, offset ^ 64)) = {errors[0], errors[1], errors[2], errors[3]};
       __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
     };
 #pragma unroll
@@ -412,16 +426,17 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         numbers[i] = S::PASS == FORWARD ? gates.beta[lane] * x[8 * half + i] : x[8 * half + i];
-      store_split_row(in.N, numbers, column ^ 16 * half);
+      store_split_row(in.inverse, numbers, key_offset ^ 16 * half);
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
-      store_split_row(in.N_to_end, numbers, column ^ 16 * half);
+      store_split_row(in.inverse_to_end, numbers, key_offset ^ 16 * half);
       // N12 = 0: keys of the second block and queries of the first. part 0: rounded elements, 1: rounding errors.
       if (second_block)
         for (int part = 0; part < 2; ++part) {
-          *reinterpret_cast<uint4*>(at_offset(in.N_to_end, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
+          const int offset = key_offset ^ 32 ^ 16 * half ^ 64 * part;
+          *reinterpret_cast<uint4*>(at_offset(in.inverse_to_end, offset)) = {0, 0, 0, 0};
           if constexpr (S::PASS == BACKWARD_TOKENS)  // other passes do not read N12
-            *reinterpret_cast<uint4*>(at_offset(in.N, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
+            *reinterpret_cast<uint4*>(at_offset(in.inverse, offset)) = {0, 0, 0, 0};
         }
     }
     __syncwarp();
@@ -431,7 +446,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     float y[2][4] = {};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      ldmatrix_x4(left[part], at_offset(in.N, shifted_offset(left_offset, 0, 32 * part)));
+      ldmatrix_x4(left[part], at_offset(in.inverse, shifted_offset(left_offset, 0, 32 * part)));
       ldmatrix_x4(right[part],
                   at_offset(in.minus_beta_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
     }
@@ -441,18 +456,18 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     const int offset = S::PASS == BACKWARD_STATES ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
-      ldmatrix_x4_trans(right[part], at_offset(in.N, shifted_offset(offset, 16, 16 + 32 * part)));
+      ldmatrix_x4_trans(right[part], at_offset(in.inverse, shifted_offset(offset, 16, 16 + 32 * part)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) y[0][m] = y[1][m] = 0.f;
     multiply_split<T>(y, left, right);
-    store_split<T, 1>(in.N, shifted_offset(left_offset, 0, 16), y);
+    store_split<T, 1>(in.inverse, shifted_offset(left_offset, 0, 16), y);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float2 to_end = load_float2(gates.key_end_factors + 16 + 8 * m + 2 * (lane & 3));
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? to_end.y : to_end.x;
     }
-    store_split<T, 1>(in.N_to_end, shifted_offset(left_offset, 0, 16), y);
+    store_split<T, 1>(in.inverse_to_end, shifted_offset(left_offset, 0, 16), y);
     fence_async();
     barrier_arrive(s.inverse_ready[ring.stage]);
     ring.next(), ring.next();
@@ -504,14 +519,16 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
   wgmma_commit();
 }
 
-// Stores the scores of a chunk from d = [q; k] k^T: warps 0 and 1 have the rows of A, warps 2 and 3 those of M. A is
+// Stores the scores of a chunk, from d = [q; k] k^T: warps 0 and 1 have the rows of A, warps 2 and 3 those of M. A is
 // stored split, and the diagonal blocks [16, 16] of -diag(beta) M in float32. The block below the diagonal, which warp
-// 3 has, is stored split where M12 = 0 would be, and FORWARD without beta, as -M21: see `invert`. BACKWARD_TOKENS
-// stores no A, and -M diag(beta) in place of -diag(beta) M, in the block below the diagonal too.
+// 3 has, is stored split where M12 = 0 would be: rounded elements in the 16-bit columns 32 to 47 of rows 0 to 15, their
+// errors in columns 48 to 63; FORWARD without beta, as -M21: see `invert`. BACKWARD_TOKENS stores no A, and
+// -M diag(beta) in place of -diag(beta) M, in the block below the diagonal, too. left_offset: left_operand_offset.
 template <class S>
 __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, Values& d, int lane, int warp,
                                              int left_offset) {
   using T = typename S::T;
+  // pair_offset: of the two elements of float32 rows at `row`, column 2 (lane % 4).
   const int row = 16 * (warp & 1) + lane / 4,
             pair_offset = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
   const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows of A; rows 16 to 31 of M
@@ -553,15 +570,15 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
     for (int n = 2; n < 4; ++n)
 #pragma unroll
       for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
-    u32 rounded[4], rest[4];
-    split<T>(rounded, rest, x);
+    u32 rounded[4], errors[4];
+    split<T>(rounded, errors, x);
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
-    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), rest);
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), errors);
   }
   barrier_arrive(s.scores_ready[ring.stage]);
 }
 
-// Computes the scores of a chunk, and stores them.
+// Computes the scores of a chunk, and stores them; for a warpgroup.
 template <class S>
 __device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, int lane, int warp, int left_offset) {
   Values d;
@@ -582,13 +599,13 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
 #pragma unroll
   for (int c = 0; c < 2; ++c)
     if (16 * c <= row && 16 * c >= column) {  // A and N are lower triangles
-      u32 A[2][4], N_beta[2][4];
+      u32 A[2][4], inverse[2][4];
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
         ldmatrix_x4(A[part], at_offset(in.A, shifted_offset(left_offset, row, 16 * c + 32 * part)));
-        ldmatrix_x4(N_beta[part], at_offset(in.N, shifted_offset(right_offset, column, 16 * c + 32 * part)));
+        ldmatrix_x4(inverse[part], at_offset(in.inverse, shifted_offset(right_offset, column, 16 * c + 32 * part)));
       }
-      multiply_split<T>(B, A, N_beta);
+      multiply_split<T>(B, A, inverse);
     }
   float x[2][4];
 #pragma unroll
@@ -617,8 +634,9 @@ __device__ __forceinline__ void start_transposed_split_product(Values& y, const 
     wgmma<T, CHUNK, true>(y, x[c % 2], matrix + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
 }
 
-// In each iteration: A and M of chunk + 2; Z, the product of keys and N_to_end; B; W = scale E q + the product of keys
-// and minus_BE, the matrix -B_ij E_j. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
+// Makes the operands of all chunks; for a warpgroup. In each iteration: A and M of chunk + 2; Z, the product of keys
+// and inverse_to_end; B; W = scale E q + the product of keys and minus_BE, the matrix -B_ij E_j. W overwrites the
+// queries, B overwrites inverse_to_end, Z overwrites M and (BK = 128) A.
 template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
   static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename S::T;
@@ -651,11 +669,12 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
       start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
     barrier_wait(s.inverse_ready[ring.stage], ring.parity);
-    u64 N_to_end = wgmma_tile(in.N_to_end, 16, 1024), minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
-    forget(N_to_end), forget(minus_BE);  // see stage_descriptor
+    u64 inverse_to_end = wgmma_tile(in.inverse_to_end, 16, 1024),
+        minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
+    forget(inverse_to_end), forget(minus_BE);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], N_to_end, false);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, false);
     wgmma_commit();
     compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left_offset);
     fence_async();
@@ -680,7 +699,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
         }
       }
     }
-    barrier_sync(1, OPERAND_THREADS);  // all warps have written minus_BE, and have read A, the queries and N_to_end
+    barrier_sync(1, OPERAND_THREADS);  // all warps have written minus_BE, and read A, the queries and inverse_to_end
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, true);
@@ -702,7 +721,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// This lane's numbers of a state, rounded to T, as left operands of products over channels.
+// Rounds this lane's numbers of a transposed state to T: left operands [16 columns of V, 16 channels] each.
 template <typename T, int BK>
 __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const float (&state)[BK / 2]) {
 #pragma unroll
@@ -712,7 +731,8 @@ __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const fl
   wgmma_keep(rounded);
 }
 
-// Issues y = S^T x of 32 rows x, for a rounded state S; tile_of(p): the descriptor of the rows' channels from 64 p on.
+// Issues y = S^T x of 32 rows x, for a state S as round_state leaves it; tile_of(p): the descriptor of the rows'
+// channels from 64 p on.
 template <typename T, int STEPS, class F>
 __device__ __forceinline__ void start_state_product(Values& y, const u32 (&state)[STEPS][4], F tile_of) {
 #pragma unroll
@@ -726,7 +746,7 @@ template <int N> __device__ __forceinline__ void decay_state(float (&state)[N], 
     for (float& value : state) value *= chunk_decay;
 }
 
-// X_j = v_j - E_j S^T k_j, rounded to T.
+// X_j = v_j - E_j S^T k_j, rounded to T. S_k: S^T k without E.
 template <typename T>
 __device__ __forceinline__ void make_X(Operand& X, const Operand& v, const Values& S_k, const Gates& gates, int lane) {
   each_two([&](int i, int c, int m) {
@@ -736,7 +756,7 @@ __device__ __forceinline__ void make_X(Operand& X, const Operand& v, const Value
   });
 }
 
-// Issues state += x^T rows, a sum over 32 tokens; `rows`: the descriptor of their [32, BK].
+// Issues state += x rows, a sum over 32 tokens, x [columns of V, tokens]; `rows`: the descriptor of rows [32, BK].
 template <typename T, int BK>
 __device__ __forceinline__ void start_state_update(float (&state)[BK / 2], const Operand& x, u64 rows) {
 #pragma unroll
