@@ -16,6 +16,10 @@
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
 //           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg [B, H, T]
 //           as g, or [B, H, T, tiles] float32, from each block the part of its BV columns of dk, for the host to add
+//           Fragments: with g = lane / 4 and t = lane % 4 a lane has, of sums [16 rows of a warp, columns], x[4n + 2h +
+//           p]: row g + 8h, column 8n + 2t + p. So of Values, an output o: row is a column of V, column is a token; of
+//           the state S: row is a column of V, column is a channel of K; of scores d: row is a query, column is a key.
+//           A u32 has two neighbouring bfloat16 numbers of a row, the first one in its low half
 // grid      a block for every (sequence, head, BV columns of V, WeightedSum), sequence slowest: a warpgroup for every
 //           64 columns, which holds their state transposed in registers; a warpgroup that computes A; a warp that moves
 //           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
@@ -104,35 +108,35 @@ __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum
 
 // ---- a warp that sums dg --------------------------------------------------------------------------------------------
 
-// Returns partner_i . o_i of tokens i = 2 lane and 2 lane + 1 over the block's columns: the sum of what each consumer
-// warp's store_dot_products has stored in the partner's place.
-template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
+// Returns partner_i . o_i of the chunk's tokens i = 2 lane and 2 lane + 1 over the block's columns: the sum of what
+// each consumer warp's store_dot_products has stored in the partner's place.
+template <int PANELS> __device__ __forceinline__ float2 partner_dots(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int warp = 0; warp < 4 * PANELS; ++warp) {
-    const float2 of_warp = *reinterpret_cast<const float2*>(swizzled(partner[warp / 4][0], lane, 2 * (warp % 4)));
-    sum.x += of_warp.x, sum.y += of_warp.y;
+    const float2 dots = *reinterpret_cast<const float2*>(swizzled(partner[warp / 4][0], lane, 2 * (warp % 4)));
+    sum.x += dots.x, sum.y += dots.y;
   }
   return sum;
 }
 
-// GatedQueries: writes q_i . dq_i of each token to token_sums, for GatedKeys. `tile`: the number of this block's tile
-// of columns, of args.parts tiles.
+// GatedQueries: writes q_i . dq_i of each token, over the BV columns of this block, to token_sums, for GatedKeys.
+// `tile`: the number of this block's tile of columns, of args.dq_tiles.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                             int tile) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int lane = threadIdx.x & 31;
-  const i64 row = (i64(work.batch) * args.shape.H + work.head) * args.parts + tile;
+  const i64 row = (i64(work.batch) * args.shape.H + work.head) * args.dq_tiles + tile;
   float* to = args.token_sums + row * args.shape.T + work.start + 2 * lane;
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration, to += CHUNK) {
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
-    const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
+    const float2 dots = partner_dots(s.stages[iteration % STAGES].partner, lane);
     barrier_arrive(s.summed[iteration % STAGES]);
     const int tokens_left = work.tokens - iteration * CHUNK - 2 * lane;
-    if (tokens_left > 0) to[0] = sum.x;
-    if (tokens_left > 1) to[1] = sum.y;
+    if (tokens_left > 0) to[0] = dots.x;
+    if (tokens_left > 1) to[1] = dots.y;
   }
 }
 
@@ -147,30 +151,31 @@ __device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile
   return args.stretch_states + slot * (BK / 16) * (BK / 16) * 32;
 }
 
-// GatedKeys: writes dg or, if dk has several tiles of BV columns, the part of this block's tile `tile`. Chunks come
-// backward in time. The sum over the later tokens of a stretch is carried from chunk to chunk.
+// GatedKeys: writes dg or, if dk has several tiles of BV columns, the part of this block's tile `tile`, of `tiles`.
+// Chunks come backward in time. The sum over the later tokens of a stretch is carried from chunk to chunk. A lane has
+// the chunk's tokens 2 lane, its first, and 2 lane + 1, its second.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                               int tile, int tiles) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int lane = threadIdx.x & 31, T = int(args.shape.T);
-  const int query_tiles = tile ? 0 : int(args.parts);  // tile 0 alone adds q . dq
-  int first = first_token_of(0, work, true);           // the chunk's first token
+  const int query_tiles = tile ? 0 : int(args.dq_tiles);  // tile 0 alone adds q . dq
+  int first = first_token_of(0, work, true);              // the chunk's first token
   const i64 head = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
-  const float* from = args.token_sums + head * args.parts * T + token;
+  const float* from = args.token_sums + head * args.dq_tiles * T + token;
   i64 to = (head * T + token) * tiles + tile;
   const auto store = [&](i64 index, float x) {
     if (tiles == 1) static_cast<G*>(args.dg)[index] = from_float<G>(x);
     else static_cast<float*>(args.dg)[index] = x;
   };
-  float later_chunks = 0.f;                // the sum over the stretch's chunks after this one
-  float token0[BK / 64], token1[BK / 64];  // q . dq of tokens 2 lane and 2 lane + 1
+  float later_chunks = 0.f;                         // the sum over the stretch's chunks after this one
+  float first_dots[BK / 64], second_dots[BK / 64];  // q . dq of the lane's tokens, by tile of dq
   const auto load = [&](int first) {
 #pragma unroll
     for (int p = 0; p < BK / 64; ++p) {
       const bool exists = p < query_tiles && first >= 0;
-      token0[p] = exists && first + 2 * lane < work.tokens ? from[p * i64(T)] : 0.f;
-      token1[p] = exists && first + 2 * lane + 1 < work.tokens ? from[p * i64(T) + 1] : 0.f;
+      first_dots[p] = exists && first + 2 * lane < work.tokens ? from[p * i64(T)] : 0.f;
+      second_dots[p] = exists && first + 2 * lane + 1 < work.tokens ? from[p * i64(T) + 1] : 0.f;
     }
     from -= CHUNK;
   };
@@ -184,11 +189,11 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
                   BV * BK * sizeof(bf16));
     const bool has_first = first + 2 * lane < work.tokens, has_second = first + 2 * lane + 1 < work.tokens;
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
-    const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
+    const float2 key_dots = partner_dots(s.stages[iteration % STAGES].partner, lane);
     barrier_arrive(s.summed[iteration % STAGES]);
-    float first_term = -sum.x, second_term = -sum.y;
+    float first_term = -key_dots.x, second_term = -key_dots.y;
 #pragma unroll
-    for (int p = 0; p < BK / 64; ++p) first_term += token0[p], second_term += token1[p];
+    for (int p = 0; p < BK / 64; ++p) first_term += first_dots[p], second_term += second_dots[p];
     load(first - CHUNK);                           // early, to hide the loads' latency
     float later_lanes = first_term + second_term;  // then the sum over this lane and those after it
 #pragma unroll
@@ -250,8 +255,8 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 
 // ---- a warpgroup that multiplies queries by keys --------------------------------------------------------------------
 
-// The two blocks of 8 queries that a warp has: blocks w and 7 - w for warp w. Block n needs the scores of n + 1 blocks
-// of 8 keys (BACKWARDS: 8 - n), so that each warp has 9.
+// The two blocks of 8 queries that a warp has, one in each half of the chunk: blocks w and 7 - w for warp w. Block n
+// needs the scores of n + 1 blocks of 8 keys (BACKWARDS: 8 - n), so that each warp has 9.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A_ij = scale D_ij q_i . k_j, from products d of queries and keys: a lane has query g of both
@@ -263,17 +268,18 @@ __device__ __forceinline__ constexpr int block_of(int warp, int half) { return h
 template <bool BACKWARDS, bool SEPARATE_SELF>
 __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
                                              int warp) {
-  constexpr int HALF = CHUNK / 16;  // blocks of 8 keys in half a chunk
+  constexpr int HALF_BLOCKS = CHUNK / 16;  // blocks of 8 tokens in half a chunk
   const float *const to_token = gates.to_token[0], *const to_end = gates.to_end[0] - CHUNK;  // level 0 has none
   const float *const query_gates = BACKWARDS ? to_end : to_token, *const key_gates = BACKWARDS ? to_token : to_end;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   // Scores of a query block with keys in the other half of the chunk, and with keys in the queries' half.
-  u32 other_half[HALF], same_half[2][HALF];
+  u32 other_half[HALF_BLOCKS], same_half[2][HALF_BLOCKS];
   float self_score[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int block = block_of(warp, half), i = 8 * block + g, upper = block >> 1 & 1;  // upper 16 tokens of its half
-    const auto decayed = [&](int n, int level) {
+    // i: the lane's query; upper: whether the block is in the later 16 tokens of its half.
+    const int block = block_of(warp, half), i = 8 * block + g, upper = block >> 1 & 1;
+    const auto decayed = [&](int n, int level) {  // the query's scores with the lane's two keys of the n-th 8
       const float query = query_gates[level * CHUNK + i];
       const float2 keys = *reinterpret_cast<const float2*>(&key_gates[level * CHUNK + 2 * t + 8 * n]);
       return pack<bf16>(d[4 * n + 2 * half] * (scale * exp2_approx(query + keys.x)),
@@ -281,10 +287,10 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
     };
     float diagonal[2];  // products of the block [8, 8] on the diagonal
 #pragma unroll
-    for (int m = 0; m < HALF; ++m) {
-      const int n = HALF * half + m;
+    for (int m = 0; m < HALF_BLOCKS; ++m) {
+      const int n = HALF_BLOCKS * half + m;
       if (m == 0 || n == block) diagonal[0] = d[4 * n + 2 * half], diagonal[1] = d[4 * n + 2 * half + 1];
-      if (BACKWARDS != (half == 1)) other_half[m] = decayed(n ^ HALF, 5 /* 32 tokens */);
+      if (BACKWARDS != (half == 1)) other_half[m] = decayed(n ^ HALF_BLOCKS, 5 /* 32 tokens */);
     }
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -299,12 +305,12 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
       x = (BACKWARDS ? key < g : key > g) || SEPARATE_SELF && key == g ? 0.f : key == g ? x : x * decay;
     }
 #pragma unroll
-    for (int m = 0; m < HALF; ++m) {
-      const int n = HALF * half + m;
+    for (int m = 0; m < HALF_BLOCKS; ++m) {
+      const int n = HALF_BLOCKS * half + m;
       u32 pair = 0;
       // The last block of 8 keys in a half (BACKWARDS: the first) is on the diagonal or all its scores are 0: `pair`
       // stays 0 for it, and the next line takes the diagonal's scores.
-      if (m != (BACKWARDS ? 0 : HALF - 1)) {
+      if (m != (BACKWARDS ? 0 : HALF_BLOCKS - 1)) {
         pair = decayed(n, m / 2 ? 4 - upper : 3 + upper);  // groups of 8 tokens if they are in the same 16, else of 16
         if (BACKWARDS ? n < block : n > block) pair = 0;
       }
@@ -314,8 +320,8 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // not above: the compiler would load gates again after each store to A
     const int block = block_of(warp, half), row = 8 * block + lane % 8, piece = lane / 8;
-    stmatrix_x4(swizzled(A[0], row, HALF * half + piece), same_half[half]);
-    if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF * (1 - half) + piece), other_half);
+    stmatrix_x4(swizzled(A[0], row, HALF_BLOCKS * half + piece), same_half[half]);
+    if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF_BLOCKS * (1 - half) + piece), other_half);
     if (SEPARATE_SELF && t == g / 2)
       gates.self_scores[8 * block + g] =
           pack<bf16>(self_score[half] - to_float(from_float<bf16>(self_score[half])), self_score[half]);
@@ -355,8 +361,8 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
 
 // ---- warpgroups with 64 columns of V each --------------------------------------------------------------------------
 
-// Calls f(c, registers) for every 16 channels c of the warp's 16 columns of S, rounded to bfloat16 as the left operand
-// of a tensor core product [16 columns, 16 channels].
+// Calls f(c, x) for every 16 channels of S: x is their left operand [the warp's 16 columns, channels 16 c and on],
+// rounded to bfloat16. x[m] is column g + 8 (m % 2), channels 16 c + 8 (m / 2) + 2t and the next.
 template <int BK, class F> __device__ __forceinline__ void each_operand(const float (&S)[BK / 2], F f) {
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
@@ -367,8 +373,8 @@ template <int BK, class F> __device__ __forceinline__ void each_operand(const fl
   }
 }
 
-// A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores for each stretch, in the
-// register layout of each_operand.
+// A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores for each stretch: the
+// operands of each_operand, one after the other.
 template <int BK> using StretchState = uint4[BK / 16];
 
 // This lane's share of <S, stored>, the sum of elementwise products over the warp's columns: the trace of S^T stored.
@@ -386,8 +392,8 @@ __device__ __forceinline__ float dot_with_state(const float (&S)[BK / 2], const 
   return (lane & 3) != g / 2 ? 0.f : g & 1 ? odd : even;
 }
 
-// Calls f(i, pair) for this lane's numbers of a panel [token, column], as two bfloat16 numbers of neighbouring tokens.
-// The accumulators of an output (Values) have the same column's same tokens at indices i and i + 1.
+// Calls f(i, pair) for this lane's numbers of the warp's 16 columns of a panel [token, column]: `pair` has two bfloat16
+// numbers of neighbouring tokens in a column, those that an output has at o[i] and o[i + 1].
 template <class F> __device__ __forceinline__ void each_token_pair(bf16 (&panel)[CHUNK][64], F f) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) {
@@ -405,8 +411,8 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
   const int thread = opaque(threadIdx.x), lane = thread & 31, g = lane >> 2;
   float x[CHUNK / 4] = {};  // x[2n + p] is of token 8n + 2t + p
   each_token_pair(partner, [&](int i, u32 pair) {
-    float &first = x[i / 4 * 2], &second = x[i / 4 * 2 + 1];
-    first = fmaf(low(pair), o[i], first), second = fmaf(high(pair), o[i + 1], second);
+    float &even = x[i / 4 * 2], &odd = x[i / 4 * 2 + 1];  // of tokens with even and odd numbers
+    even = fmaf(low(pair), o[i], even), odd = fmaf(high(pair), o[i + 1], odd);
   });
   last_token_term = warp_sum(last_token_term);
   // Over the 8 lanes with the same lane % 4. Afterwards x[p] is of token 8g + 2t + p.
@@ -447,7 +453,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   // How many blocks of 16 channels of S are converted to bfloat16 for one group of products: all if registers suffice.
   constexpr int CONVERTED = !SPLITS_STATE<Pass> && BK > BV ? BK / 16 : BK / 64;
   const int warpgroup = threadIdx.x / 128, column = tile_column + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
-  const i64 state = work.sequence_head * sum.K * sum.V;
+  const i64 state = work.sequence_head * sum.K * sum.V;  // of this sequence and head in `initial`
   float S[BK / 2] = {}, total_decay = 1.f;
   if (sum.initial)
     each_transposed<BK>(S, sum.initial + state, sum, sum, column,

@@ -69,7 +69,7 @@ template <class Pass, typename G> struct Args {
   uint4* stretch_states;
   float* token_sums;  // Gated passes: q_i . dq_i of each tile of columns of dq
   void* dg;           // GatedKeys: of the gates' type, or float32 if several blocks write parts of it
-  i64 parts;          // Gated passes: the tiles of columns of dq
+  i64 dq_tiles;       // Gated passes: the tiles of BV columns that dq has
 };
 
 // Sums of a chunk's log gates within groups of 2^level tokens, as logarithms to base 2. If two tokens are in

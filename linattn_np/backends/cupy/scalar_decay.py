@@ -350,7 +350,7 @@ def launch_sums(draft, problem, kernel, sums, g, shape, columns, decays=None, se
     gate_arrays : those of `arrays_for_gate`, if the gate's gradient is wanted
     """
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(columns, kernel.BV) * len(sums)
-    gate_arrays = {"parts": 0} | gate_arrays
+    gate_arrays = {"dq_tiles": 0} | gate_arrays
     draft.launch(
         kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, segments=segments, computed=computed, **gate_arrays
     )
@@ -450,14 +450,14 @@ def launch_gradient_sums(draft, backward, cut, summaries=(), dg=None):
 
 def arrays_for_gate(draft, gla, shape, dq_kernel, dk_dv_kernel):
     """The arrays for the gate's gradient dg, by argument. The kernel of dq writes `stretch_states`, a state of every
-    STRETCH tokens, and `token_sums`, one sum per token for each of the `parts`, its tiles of K. From these the kernel
-    of dk and dv computes dg: [B, H, T], or [B, H, T, tiles] if K takes several of its tiles."""
+    STRETCH tokens, and `token_sums`, one sum per token for each of its `dq_tiles` tiles of K. From these the kernel of
+    dk and dv computes dg: [B, H, T], or [B, H, T, tiles] if K takes several of its tiles."""
     B, H, T, K = gla.shape("B H T K")
     states = T // dq_kernel.STRETCH + shape.count
-    parts, tiles = ceil_div(K, dq_kernel.BV), ceil_div(K, dk_dv_kernel.BV)
+    dq_tiles, tiles = ceil_div(K, dq_kernel.BV), ceil_div(K, dk_dv_kernel.BV)
     return {
         "stretch_states": draft.empty((B, H, states, dq_kernel.BK, dq_kernel.BK), BFLOAT16),
-        "token_sums": draft.empty((B, H, parts, T), FLOAT32),
+        "token_sums": draft.empty((B, H, dq_tiles, T), FLOAT32),
         "dg": draft.empty((B, H, T), dk_dv_kernel.gate) if tiles == 1 else draft.empty((B, H, T, tiles), FLOAT32),
-        "parts": parts,
+        "dq_tiles": dq_tiles,
     }

@@ -47,7 +47,7 @@ class WeightedSums(TiledKernel):
             *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
             *members(
                 "rows g, shape, pointers? decays, integers segments computed, pointers? stretch_states token_sums dg, "
-                "integers parts"
+                "integers dq_tiles"
             ),
         )
 
