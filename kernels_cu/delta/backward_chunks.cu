@@ -49,16 +49,17 @@ constexpr int COLUMNS = TILE;  // columns of V that are in shared memory at a ti
 
 template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16, ERRORS = sizeof(T) == 2 ? BT * COLUMNS : 16 / sizeof(T);
-  T q[BT * BK], k[BT * BK];
+  T q[BT * BK], k[BT * BK];  // tiles: place<BK>(q, i, c) is the address of channel c of token i
   union {
     T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
     struct {
-      Matrix<T> dq_from_k, dk_from_k, dk_from_q;  // [BT, BT]: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q
+      // [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q.
+      Matrix<T> dq_from_k, dk_from_k, dk_from_q;
     };
   };
   union {
     struct {
-      T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[ERRORS], w[BT * COLUMNS];
+      T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[ERRORS], w[BT * COLUMNS];  // tiles of COLUMNS
     };
     float pairs[BT][LD];  // A_ij dA_ij + M_ij dM_ij, j < i
   };
@@ -188,8 +189,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   TokenFactors& factors = s.factors;
   const Shape& shape = args.shape;
-  const u32 chunk = blockIdx.x % u32(shape.NC), pair = blockIdx.x / u32(shape.NC);
-  const u32 h = pair % u32(shape.H), b = pair / u32(shape.H), head = h / u32(args.group);
+  const u32 chunk = blockIdx.x % u32(shape.NC), batch_head = blockIdx.x / u32(shape.NC);
+  const u32 h = batch_head % u32(shape.H), b = batch_head / u32(shape.H), head = h / u32(args.group);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start), bytes = int(args.bytes), channels = int(shape.K);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, channel = 16 * warp;
@@ -210,7 +211,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   __syncthreads();  // q and k have arrived; decays are in shared memory
   set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);
 
-  // g = lane / 4 and t = lane % 4 say which elements of a product a lane has: see Accumulators in chunk.cuh.
+  // Of 8 x 8 numbers of a product a lane has row g, columns 2t and 2t + 1. Accumulators x [32 tokens, the warp's 16
+  // channels]: x[m][across][2 down + n] is token 16 m + 8 down + g, channel 8 across + 2t + n.
   Accumulators dq = {}, dk = {}, dS_e = {};  // dq and dk begin as S do and S w
   float products[TASKS][2][4] = {};          // of the warp's tasks: [0] do . e and [1] w . e; or [0] <S, dS>
 #pragma unroll 1

@@ -1,5 +1,9 @@
 // what      A chunk's tokens in the delta rules' kernels of every card: copies, decays by one gate for all channels of
 //           a token, products of rows, and products of matrices of tokens with tokens.
+// shapes    BT = 32 tokens a chunk. A tile has the chunk's rows of COLS numbers in shared memory: place<COLS>(tile,
+//           row, column) is a number's address; Readers load operands of tensor cores from it. A Matrix is [BT, BT], in
+//           16 bits the sum of two numbers, a rounded one and its rounding error. T: the type of data; Word<T>: two
+//           neighbouring numbers
 // numerics  products of T are summed in float32; matrices of tokens are, for 16-bit data, the sum of two
 //           numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N, the inverse
@@ -43,17 +47,18 @@ struct TokenNumbers {
   float decay = 1.f, beta = 0.f;
 
   template <typename G>
-  __device__ __forceinline__ TokenNumbers(const Rows<const G>& g, const Rows<const G>& b, i64 batch, i64 head,
+  __device__ __forceinline__ TokenNumbers(const Rows<const G>& gates, const Rows<const G>& betas, i64 batch, i64 head,
                                           i64 first, int rows) {
     const int lane = threadIdx.x & 31;
     if (lane < rows) {
-      decay = decay_of(to_float(*g.row(batch, head, first + lane)));
-      beta = to_float(*b.row(batch, head, first + lane));
+      decay = decay_of(to_float(*gates.row(batch, head, first + lane)));
+      beta = to_float(*betas.row(batch, head, first + lane));
     }
   }
 };
 
-// Copies a chunk's rows, number by number; zeros from row `rows` and column `width` on.
+// Copies a chunk's rows, which are `stride` numbers apart, number by number; zeros from row `rows` and column `width`
+// on.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride, int rows, int width) {
 #pragma unroll 1
@@ -105,13 +110,14 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
   }
 }
 
-// Fills s.decay_between, s.decay_from_start and s.decay_to_end, by all warps, each of which has BT / WARPS rows.
-// `decay`: of token `lane`. A barrier must follow.
+// Fills s.decay_between, s.decay_from_start and s.decay_to_end (TokenFactors, chunk_storage.cuh) by all warps, each of
+// which has BT / WARPS rows. `decay`: of token `lane`. A barrier must follow.
 template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(Decays& s, float decay) {
   constexpr int ROWS = BT / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
   const float next = __shfl_down_sync(0xffffffffu, decay, 1);
-  float since = lane < first ? next : 1.f;  // the decay from after token `lane` through token i
+  // The decay from after token `lane` through the row's token i, at first that of the warp's first row.
+  float since = lane < first ? next : 1.f;
 #pragma unroll
   for (int distance = 1; distance < BT; distance *= 2) {
     const float further = __shfl_down_sync(0xffffffffu, since, distance);

@@ -43,7 +43,7 @@ enum Value { DO, DU, V_, U };  // multiply rows q, rows a, columns k, columns b
 
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Operand<T, bf16>> {
   union {
-    T tokens[4][BT * TILE];
+    T tokens[4][BT * TILE];  // q, a, k, b, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i
     // Rows q and a after a border, decayed from it; columns k and b before it, decayed to it. A number is the sum of
     // two.
     Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
@@ -144,8 +144,9 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     delta_dplr_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(padded(shape.K)) / TILE, pair = blockIdx.x / tiles / u32(shape.NC);
-  const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = pair % u32(shape.H), b = pair / u32(shape.H);
+  const u32 tiles = u32(padded(shape.K)) / TILE, batch_head = blockIdx.x / tiles / u32(shape.NC);
+  const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = batch_head % u32(shape.H), b = batch_head / u32(shape.H);
+  // first: the block's first channel; channels: those from it on.
   const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start);

@@ -1,10 +1,10 @@
 // what      RWKV-7's recurrence, a delta rule that erases by vectors a and b of its own: prepares each chunk of 32
 //           tokens, that is, computes what the chunk does to a state, for the kernels that walk over states. GRADIENT:
 //           for those that walk in both directions.
-// math      Decayed tokens: kd_i is a_i decayed from the chunk's start through token i - 1, qd_i is q_i decayed from
+// math      Decayed tokens: ad_i is a_i decayed from the chunk's start through token i - 1, qd_i is q_i decayed from
 //           the start through i; ke, be are k and b decayed to the chunk's end. Scores: Axy_ij = x_i . y_j times the
 //           decay between both tokens, x = q or a, y = k or b; of q with its own gate, j <= i; of a without it, j < i.
-//           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = kd, W = w_scale (qd + H kd), Zb = N^T be,
+//           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = ad, W = w_scale (qd + H ad), Zb = N^T be,
 //           Zk = ke + L^T be
 //           What these do to a state: prepared.cuh, where Zk is Z.
 //           Each token x is stored as x' = x / p_x, p_x a power of 2. Primed matrices are those of primed tokens:
@@ -44,7 +44,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   union {
     T columns[2][BT * BK];  // k and b
     Operand<T, f16> to_end[2][BT * BK];
-    T Z[2][BT * BK];
+    T Z[2][BT * BK];  // Zk and Zb; then [0] is W
   };
   union {
     struct {
@@ -62,7 +62,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
     struct {
       float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
-      Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L' divided by `largest`
+      Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L', divided by their matrix_powers
     };
   };
   union {
@@ -75,7 +75,8 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
   };
   Lengths lengths[4];
-  float weight[BT], largest[2];  // weight: p_a p_b; largest: powers of 2 below the numbers of L' and N'
+  float weight[BT];        // p_a p_b
+  float matrix_powers[2];  // of L' and of N': the largest power of 4 that the matrix's largest number is not below
 };
 
 // The sums of a block: scores with k, then with b, numbered by PairOfBlock (j <= i: of q, strict: of a); then squares.
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   for (int n = 0; n < BLOCK; ++n)
     *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
   if (threadIdx.x < 64) {
-    const int lane = own_lane(), kind = threadIdx.x / 32;
+    const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
     float x[BT], largest = 0.f;
     if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
     barrier_sync(1, 64);  // weights are in shared memory
@@ -235,14 +236,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     solve_column(x, s.AB, s.weight);
 #pragma unroll
     for (int i = 0; i < BT; ++i) largest = fmaxf(largest, fabsf(x[i]));
-    largest = power_below(max_of_lanes(largest));
-    largest *= largest;
-    if (lane == 0) s.largest[kind] = largest;
-    put_column(kind ? s.N_transposed : s.L_transposed, x, 1.f / largest);
+    const float root = power_below(max_of_lanes(largest)), power = root * root;
+    if (lane == 0) s.matrix_powers[kind] = power;
+    put_column(kind ? s.N_transposed : s.L_transposed, x, 1.f / power);
   }
   __syncthreads();  // N', L' and qd are in shared memory
 
-  const float L_scale = s.largest[0], N_scale = s.largest[1];
+  const float L_power = s.matrix_powers[0], N_power = s.matrix_powers[1];
   multiply_triangles<THREADS, Operand<T, f16>>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
           put_split_pair(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
         };
         const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
-        put(s.B, q_lengths.power[i], column_lengths[0], fmaf(L_scale, sums[0].x, one), fmaf(L_scale, sums[0].y, next));
-        put(s.H, N_scale * q_lengths.power[i], column_lengths[1], sums[1].x, sums[1].y);
+        put(s.B, q_lengths.power[i], column_lengths[0], fmaf(L_power, sums[0].x, one), fmaf(L_power, sums[0].y, next));
+        put(s.H, N_power * q_lengths.power[i], column_lengths[1], sums[1].x, sums[1].y);
       },
       s.L_transposed, s.N_transposed);
   const int channel = int(threadIdx.x) / 32 * 16;
@@ -265,8 +265,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   each_pair([&](int i, int c, int m, int across, int down) {
     const float *zk = z[0][m][across] + 2 * down, *zb = z[1][m][across] + 2 * down;
     const float2 key = unpack_pair(place<BK>(s.to_end[0], i, c));
-    const float k_factor = column_lengths[0].power[i], b_factor = N_scale * column_lengths[1].power[i];
-    put_pair(place<BK>(s.Z[0], i, c), {k_factor * fmaf(L_scale, zk[0], key.x), k_factor * fmaf(L_scale, zk[1], key.y)});
+    const float k_factor = column_lengths[0].power[i], b_factor = N_power * column_lengths[1].power[i];
+    put_pair(place<BK>(s.Z[0], i, c), {k_factor * fmaf(L_power, zk[0], key.x), k_factor * fmaf(L_power, zk[1], key.y)});
     put_pair(place<BK>(s.Z[1], i, c), {b_factor * zb[0], b_factor * zb[1]});
   });
   store_channels<BK>(to.Z[0], s.Z[0]);
@@ -287,12 +287,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
       const int i = x / BT, j = x % BT;
       const float factor = 1.f / column_lengths[1].power[i];
-      const auto put = [&](Matrix<T>& M, const auto& transposed, float largest, const Lengths& lengths) {
-        const auto at = [&](int j) { return factor * largest * lengths.power[j] * transposed.number(j, i); };
+      const auto put = [&](Matrix<T>& M, const auto& transposed, float power, const Lengths& lengths) {
+        const auto at = [&](int j) { return factor * power * lengths.power[j] * transposed.number(j, i); };
         put_split_pair(M.at(i, j), at(j), at(j + 1));
       };
-      put(to.residual_matrix[0], s.N_transposed, N_scale, column_lengths[1]),
-          put(to.residual_matrix[1], s.L_transposed, L_scale, column_lengths[0]);
+      put(to.residual_matrix[0], s.N_transposed, N_power, column_lengths[1]),
+          put(to.residual_matrix[1], s.L_transposed, L_power, column_lengths[0]);
     }
     clear_padding<THREADS>(to.residual_matrix[0]), clear_padding<THREADS>(to.residual_matrix[1]);
   } else {

@@ -12,9 +12,9 @@
 //           difference of two sums over tokens, which would round more than the result
 // shapes    q k [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g dg
 //           [B, HV, T, K], beta [B, HV, T], dbeta [B, HV, T] float32, dq dk [B, HV, T, K]; S and dS:
-//           backward_storage.cuh. If heads of values share keys
-//           or lengths divide them, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of the
-//           divided queries and keys, for sum_parts.cu
+//           backward_storage.cuh. If heads of values share keys, or queries and keys are normalized, `parts` [2, B, HV,
+//           T, K] float32 takes the place of dq and dk: the gradients with respect to the normalized queries and keys,
+//           for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, k and gates; 64 columns of S, dS, do, w and e at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and q, k and g have arrived. Then:
@@ -48,7 +48,7 @@ enum Token { TOKEN_Q, TOKEN_K };
 
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Operand<T, bf16>> {
   union {
-    T tokens[2][BT * TILE];
+    T tokens[2][BT * TILE];  // q, k, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i
     // Rows q and k after a border, decayed from it; columns k before it, decayed to it. A number is the sum of two.
     Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
@@ -156,9 +156,10 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     delta_kda_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(padded(shape.K)) / TILE, pair = blockIdx.x / tiles / u32(shape.NC);
-  const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = pair % u32(shape.H), b = pair / u32(shape.H);
+  const u32 tiles = u32(padded(shape.K)) / TILE, batch_head = blockIdx.x / tiles / u32(shape.NC);
+  const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = batch_head % u32(shape.H), b = batch_head / u32(shape.H);
   const u32 head = h / u32(args.group);
+  // first: the block's first channel; channels: those from it on.
   const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start);

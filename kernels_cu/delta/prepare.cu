@@ -7,7 +7,9 @@
 //           GRADIENT: B and Z without beta, and R = I - M N diag(beta), which makes residuals. What these matrices do
 //           to a state: prepared.cuh
 // shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC], NC the chunks of a batch row; a warp makes E, W
-//           and Z of 16 channels
+//           and Z of 16 channels. A tile is [BT, BK] in shared memory: place<BK>(tile, i, c) is the address of channel
+//           c of token i. A Matrix is [BT, BT], of 16-bit data the sum of two numbers. Of 8 x 8 numbers of a product a
+//           lane has row g, columns 2t and 2t + 1, with g = lane / 4, t = lane % 4
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  five: inputs and decays | lengths | M and A | N | B and Z_from_keys. Each: these are in shared memory
@@ -46,35 +48,36 @@ template <typename T, int BK> struct alignas(16) Shared {
   Matrix<Operand<T, bf16>> A;
   float M[BT][LD];
   union {
-    float decay_between[BT][LD];        // the decay from token j to token i; 0 for i < j
-    Matrix<Operand<T, bf16>> turned_N;  // the transpose of N
+    float decay_between[BT][LD];  // D_ij; 0 for i < j
+    Matrix<Operand<T, bf16>> N_transposed;
   };
-  float inverse_length[2][BT];  // of keys and of queries, or 1
-  float beta[BT], decay_from_start[BT], decay_to_end[BT];
+  float inverse_length[2][BT];                             // of keys and of queries; 1 if not normalized
+  float beta[BT], decay_from_start[BT], decay_to_end[BT];  // decays: P, L
   float minus_beta[BT];
   float E_factors[BT], Z_factors[BT], W_factors[BT];  // factors: of keys for E, of keys for Z, of queries for W
 };
 
-// Number n of the products of 16 rows, of keys or queries (`kind`) from `row` on, with 16 keys from `column` on; if
-// `squares`, with the same queries, whose lengths are on the diagonal. Those of keys are on that of keys with keys.
-struct Square {
+// The n-th product [16, 16] for scores: 16 keys or queries (`kind`) from `row` on, with 16 keys from `column` on; or,
+// if of_queries_alone, of 16 queries with themselves. Squared lengths are on the diagonals: those of queries of the
+// latter, those of keys of keys with the same keys.
+struct ScoreTile {
   static constexpr int COUNT = 8;
   Kind kind;
-  bool squares;
+  bool of_queries_alone;
   int row, column;
-  __device__ __forceinline__ explicit Square(int n)
+  __device__ __forceinline__ explicit ScoreTile(int n)
       : kind(n % 2 || n == 6 ? OF_Q : OF_K),
-        squares(n >= 6),
+        of_queries_alone(n >= 6),
         row(n < 2 || n == 6 ? 0 : 16),
         column(n == 4 || n == 5 || n == 7 ? 16 : 0) {}
   // Whether the product's diagonal has the squares of its rows' lengths.
-  __device__ __forceinline__ bool has_lengths() const { return row == column && squares == (kind == OF_Q); }
+  __device__ __forceinline__ bool has_lengths() const { return row == column && of_queries_alone == (kind == OF_Q); }
 };
 
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE_SM100 ? 384 : 512) / BK))
     delta_prepare(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SQUARES = Square::COUNT / WARPS;
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SCORE_TILES = ScoreTile::COUNT / WARPS;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);
   const u32 head = chunk.h / u32(args.group);
@@ -105,15 +108,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
   const auto inverse_length = [&](float squares) {
     return args.normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
   };
-  float sums[SQUARES][2][4] = {};
+  float sums[SCORE_TILES][2][4] = {};
 #pragma unroll
-  for (int n = 0; n < SQUARES; ++n) {
-    const Square square(warp + n * WARPS);
-    multiply_squares<BK>(sums[n], square.kind ? s.q : s.k, square.squares ? s.q : s.k, square.row, square.column);
-    if (square.has_lengths() && t == g / 2)
+  for (int n = 0; n < SCORE_TILES; ++n) {
+    const ScoreTile tile(warp + n * WARPS);
+    multiply_squares<BK>(sums[n], tile.kind ? s.q : s.k, tile.of_queries_alone ? s.q : s.k, tile.row, tile.column);
+    if (tile.has_lengths() && t == g / 2)
 #pragma unroll
       for (int x = 0; x < 2; ++x)
-        s.inverse_length[square.kind][square.row + 8 * x + g] =
+        s.inverse_length[tile.kind][tile.row + 8 * x + g] =
             inverse_length(g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x]);
   }
   __syncthreads();  // lengths are in shared memory
@@ -124,19 +127,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
     s.W_factors[lane] = float(args.w_scale) * start * s.inverse_length[OF_Q][lane];
   }
 #pragma unroll
-  for (int n = 0; n < SQUARES; ++n) {
-    const Square square(warp + n * WARPS);
-    if (square.squares) continue;
+  for (int n = 0; n < SCORE_TILES; ++n) {
+    const ScoreTile tile(warp + n * WARPS);
+    if (tile.of_queries_alone) continue;
 #pragma unroll
     for (int down = 0; down < 2; ++down)
 #pragma unroll
       for (int across = 0; across < 2; ++across) {
-        const int i = square.row + 8 * down + g, j = square.column + 8 * across + 2 * t;
+        const int i = tile.row + 8 * down + g, j = tile.column + 8 * across + 2 * t;
         const float2 D = *reinterpret_cast<const float2*>(&s.decay_between[i][j]);
         const float2 keys = *reinterpret_cast<const float2*>(&s.inverse_length[OF_K][j]);
-        const float row = s.inverse_length[square.kind][i], *two = sums[n][across] + 2 * down;
+        const float row = s.inverse_length[tile.kind][i], *two = sums[n][across] + 2 * down;
         const float x = D.x * (row * keys.x * two[0]), y = D.y * (row * keys.y * two[1]);
-        if (square.kind == OF_Q) put_split_pair(s.A.at(i, j), x, y);
+        if (tile.kind == OF_Q) put_split_pair(s.A.at(i, j), x, y);
         else *reinterpret_cast<float2*>(&s.M[i][j]) = {x, y};
       }
   }
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
 #pragma unroll
     for (int i = 0; i < BT; ++i) x[i] = i == lane;
     solve_column(x, s.M, s.minus_beta);
-    put_column(s.turned_N, x);
+    put_column(s.N_transposed, x);
   }
   __syncthreads();  // N is in shared memory
 
@@ -156,12 +159,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
       [&](int i, int j, const float2(&sum)[1]) {
         put_split_pair(s.B.at(i, j), s.beta[j] * sum[0].x, s.beta[j + 1] * sum[0].y);
         if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), sum[0].x, sum[0].y);
-        const float2 high = unpack_pair(s.turned_N.at(i, j)), low = s.turned_N.errors_at(i, j);
+        const float2 high = unpack_pair(s.N_transposed.at(i, j)), low = s.N_transposed.errors_at(i, j);
         const float row = GRADIENT ? 1.f : s.beta[i];
         put_split_pair(s.Z_from_keys.at(i, j), row * s.Z_factors[j] * (high.x + low.x),
                        row * s.Z_factors[j + 1] * (high.y + low.y));
       },
-      s.turned_N);
+      s.N_transposed);
   if constexpr (GRADIENT)
     multiply_triangles<THREADS, Operand<T, bf16>>(
         s.M,
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
           put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * sum[0].x,
                          float(i == j + 1) - s.beta[j + 1] * sum[0].y);
         },
-        s.turned_N);
+        s.N_transposed);
   __syncthreads();  // B and Z_from_keys are in shared memory
 
   const int channel = 16 * warp;

@@ -4,8 +4,9 @@
 //           S <- D S + Z^T (v + Y), or, TWO_WRITES (RWKV-7), S <- D S + Zb^T Y + Z^T v
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
 //           join_segments.cu. Without OUTPUTS: the state after a walk from zeros (a first segment: from the initial
-//           state) is G; the state after a walk from the identity with values of 0 is F. G of a sequence's last
-//           segment, and F of its first and last one, are not needed and not computed
+//           state) is G, stored in `starts` in the place of the next segment; the state after a walk from the identity
+//           with values of 0 is F. G of a sequence's last segment, and F of its first and last one, are not needed and
+//           not computed
 // grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. The blocks of
 //           F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const u32 n = head / H, h = head % H, b = n / count;
   const bool computes_F = !OUTPUTS && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
+  // Whether the sequence is computed as one segment, since joining segments has left float32's range (segments.cuh).
   const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, first_column, BV);
   const auto segment =
       segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);

@@ -1,8 +1,11 @@
 // what      Steps of a walk over the states of a delta rule, from one prepared chunk (prepared.cuh) to the next:
 //           products of a warp's 16 columns. What tokens read is computed transposed [columns, tokens], since such
 //           accumulators are operands of the next product without any move.
-// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels], of
-//           which a lane has row lane / 4 at 0 and 1, row lane / 4 + 8 at 2 and 3. A word has two neighbouring numbers
+// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, channels 8n...8n +
+//           7]. With g = lane / 4 and t = lane % 4 a lane has S[n][2h + p]: column g + 8h, channel 8n + 2t + p. So of
+//           `y`, what 32 tokens read, transposed: y[n][2h + p] is column g + 8h, token 8n + 2t + p. A Word has two
+//           neighbouring numbers of T. Operands x[BT / 16][4]: of the warp's columns and 16 tokens each, x[n][m] has
+//           column g + 8 (m % 2), tokens 16 n + 8 (m / 2) + 2t and the next
 #include "delta/chunk.cuh"
 #include "delta/segments.cuh"
 
@@ -81,7 +84,7 @@ __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Wo
     }
 }
 
-// Loads the warp's columns of a chunk's tokens, packed and transposed.
+// Loads the warp's columns of a chunk's tokens, from `column` on, as operands.
 template <int BV, typename T>
 __device__ __forceinline__ void load_packed(Word<T> (&x)[BT / 16][4], const T* tile, int column) {
   const TransposedReader<BV, T> reader(column);
