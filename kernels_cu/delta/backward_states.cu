@@ -69,8 +69,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   constexpr int STOP =
       BACKWARDS ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B) : RESIDUAL_BYTES + COMMON_BYTES;
   const Shape& shape = args.shape;
-  const u32 pair = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = pair / H, h = pair % H, b = n / count;
+  const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
   const bool computes_F = !OUTPUTS && !BACKWARDS && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
   const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), n, h, args.starts, first_column, BV);
@@ -81,7 +81,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   const Span span = segment.tokens;
   const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
-  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))), t = threadIdx.x & 3;
+  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV)));  // of the block
+  const int t = threadIdx.x & 3;
+  // column: the warp's first one in the block's; padded_columns: those from the block's first one on.
   const int column = threadIdx.x / 32 * 16, padded_columns = padded(shape.V) - first_column,
             chunks = (tokens + BT - 1) / BT;
   const i64 first_chunk = segment.chunks.start;
@@ -125,7 +127,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
                       bytes);
     };
 
-    if (OUTPUTS && column < padded_columns) {
+    if (OUTPUTS && column < padded_columns) {  // stores S, rounded: matrices of 8 columns by 8 channels
 #pragma unroll
       for (int c = 0; c < BK / 8; ++c) {
         T* to = args.chunk_states + state_index(shape, BACKWARDS, b, h, first_chunk + chunk, c / 8 * TILE);

@@ -1,16 +1,19 @@
-// what      The gradients of the delta rules token by token, from states that the forward kernel has kept. Without
-//           OUTPUTS, what a segment of a sequence does to the gradient of a state, from C to F^T C + G: G alone.
-// math      dS, the gradient of the state after a token: dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
+// what      The gradients of the delta rules token by token, from states that recurrent_forward.cu has kept. Without
+//           OUTPUTS, what a segment of a sequence does to the gradient of a state, from dS to F^T dS + G': G' alone.
+// math      Template argument Rule; Dplr is RWKV-7's. dS, the gradient of the state after a token: dS <- dS + scale q
+//           do^T, then with D = diag(exp g) S_{t-1}
 //           GatedDelta, Kda: u = dS^T k, e = v - D^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
 //           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
 //           Dplr: p = S_{t-1}^T a, dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
 //           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
-//           both: dq = scale S_t do. Of GatedDelta dg is summed over channels, too
-// shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V];
-//           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T]
-//           of beta and of GatedDelta's g; starts: join_segments.cu
+//           all: dq = scale S_t do. Of GatedDelta dg is summed over channels, too. e and p are called residuals
+// shapes    q k a b [B, H, T, K], v [B, HV, T, V], g [B, HV, T] (GatedDelta) or [B, HV, T, K], beta [B, HV, T]; kept
+//           [B, HV, chunks, V, K padded to a multiple of 4]: the states before every TOKENS-th token; do dv [B, HV, T,
+//           V], dht dh0 [N, HV, K, V]; parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels;
+//           token_parts [2, tiles, B, HV, T] of beta and of GatedDelta's g; starts: join_segments.cu; G' is stored
+//           there
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
-//           all channels, EACH of them a lane
+//           all channels, LANE_CHANNELS of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
 // barriers  one: whether states from which segments start are finite; three a chunk: it has arrived, and the previous
 //           chunk's parts have been added up | decays and the tokens' scalars are in shared memory | parts of sums over
@@ -36,19 +39,20 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
 
 template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared {
   using R = Real<T>;
-  static constexpr int EACH = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
+  static constexpr int LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
   static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;  // of sums over columns
-  static constexpr int SLOT = COLUMNS > KINDS ? COLUMNS : KINDS;                     // rows of a warp for a token
+  static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;                // rows of a warp for a token
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
   T do_[TOKENS * BV];
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
   TokenScalars<R> scalars[TOKENS];
-  R found[TOKENS * BV];                 // e, or of Dplr p
+  R residual[TOKENS * BV];              // e, or of Dplr p
   R token_parts[TOKENS + 1][WARPS][2];  // warps' parts of dbeta and of a token's dg; the last row is not read
-  R slots[TOKENS][SLOT][WARPS][BK];     // the state before a token by columns, then its parts of sums over columns
+  // A token's rows, by warp: the columns of the state before it; later the warp's parts of sums over columns.
+  R slots[TOKENS][SLOT_ROWS][WARPS][BK];
 };
 
-// Sums over all lanes of N numbers, each of them to every lane; returns the sum number lane / (32 / N).
+// Sums each of N numbers over all lanes, and gives all sums to every lane; returns the sum with number lane / (32 / N).
 template <int N, typename R> __device__ __forceinline__ R sum_columns(R (&x)[N]) {
 #pragma unroll
   for (int n = N / 2, distance = 16; distance; n /= 2, distance /= 2) {
@@ -71,57 +75,64 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     delta_recurrent_backward(const Args<T, G> args) {
   using Storage = Shared<Rule, T, G, BK, TOKENS>;
   using R = Real<T>;
-  constexpr int EACH = Storage::EACH, COLUMNS = Storage::COLUMNS, BV = Storage::BV, KINDS = Storage::KINDS;
-  constexpr int SLOT = Storage::SLOT, NEAR = EACH < 4 ? EACH : 4;  // neighbouring channels of a lane
+  constexpr int LANE_CHANNELS = Storage::LANE_CHANNELS, COLUMNS = Storage::COLUMNS, BV = Storage::BV,
+                KINDS = Storage::KINDS;
+  constexpr int SLOT_ROWS = Storage::SLOT_ROWS,
+                NEIGHBOURS = LANE_CHANNELS < 4 ? LANE_CHANNELS : 4;  // neighbouring channels of a lane
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
   BlockWork work(shape, BV);
-  const bool whole = OUTPUTS && is_whole<true>(shape, u32(args.P), work.n, work.h, args.starts, int(work.tile), BV);
+  const bool whole =
+      OUTPUTS && is_whole<true>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
   const auto segment =
       segment_of<true>(OUTPUTS, shape, u32(args.P), work.n, work.h, args.dht, args.starts, args.dh0, whole);
   work.span = segment.tokens;
   if (!OUTPUTS && segment.last) return;
-  const int K = int(shape.K), columns_left = int(shape.V) - work.tile, tokens = int(work.span.stop - work.span.start);
+  const int K = int(shape.K), columns_left = int(shape.V) - work.first_column,
+            tokens = int(work.span.stop - work.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
   const int own_column = column + lane / (32 / COLUMNS);  // the one whose dv the lane stores
-  const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
+  // The i-th of this lane's channels.
+  const auto channel = [&](int i) { return NEIGHBOURS * (lane + 32 * (i / NEIGHBOURS)) + i % NEIGHBOURS; };
   const int kept_channels = (K + 3) / 4 * 4;
   const R scale = converted_once<R>(args.scale);
 
-  R S[EACH][COLUMNS] = {}, dS[EACH][COLUMNS];
+  R S[LANE_CHANNELS][COLUMNS] = {}, dS[LANE_CHANNELS][COLUMNS];
+  // Calls f(number, channel, column in the block, whether both exist) for this lane's numbers of S or dS.
   const auto each = [&](auto& state, auto f) {
 #pragma unroll
-    for (int i = 0; i < EACH; ++i)
+    for (int i = 0; i < LANE_CHANNELS; ++i)
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
         f(state[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
   };
   each(dS, [&](R& x, int state_row, int tile_column, bool inside) {
-    x = segment.from && inside ? segment.from[state_row * shape.V + work.tile + tile_column] : R(0);
+    x = segment.from && inside ? segment.from[state_row * shape.V + work.first_column + tile_column] : R(0);
   });
 
-  TokenGates<Rule, R> next;
+  TokenGates<Rule, R> next_gates;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
   const i64 first_chunk = (i64(work.b) * shape.H + work.h) * shape.NC + segment.chunks.start;
+  // Starts to copy a chunk's tokens, and loads the state before it to S.
   const auto fetch = [&](int chunk) {
     const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     s.in.fetch(args, work, first, rows);
-    copy_tile<TOKENS, BV>(s.do_, args.do_.row(work.b, work.h, first) + work.tile, args.do_.t, rows, columns_left,
-                          args.bytes);
-    next.load(args, work, first, rows);
+    copy_tile<TOKENS, BV>(s.do_, args.do_.row(work.b, work.h, first) + work.first_column, args.do_.t, rows,
+                          columns_left, args.bytes);
+    next_gates.load(args, work, first, rows);
     cp_async_commit();
     if (!OUTPUTS) return;
-    const R* from = args.kept + ((first_chunk + chunk) * shape.V + work.tile + column) * kept_channels;
+    const R* from = args.kept + ((first_chunk + chunk) * shape.V + work.first_column + column) * kept_channels;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
-      for (int i = 0; i < EACH; i += NEAR) {
-        R x[NEAR] = {};
+      for (int i = 0; i < LANE_CHANNELS; i += NEIGHBOURS) {
+        R x[NEIGHBOURS] = {};
         if (column + c < columns_left && channel(i) < K)
-          load_neighbours<NEAR>(x, from + c * kept_channels + channel(i));
+          load_neighbours<NEIGHBOURS>(x, from + c * kept_channels + channel(i));
 #pragma unroll
-        for (int j = 0; j < NEAR; ++j) S[i + j][c] = x[j];
+        for (int j = 0; j < NEIGHBOURS; ++j) S[i + j][c] = x[j];
       }
   };
   if (chunks) fetch(chunks - 1);
@@ -130,61 +141,63 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     cp_async_wait<0>();
-    next.store(s.scalars, rows);
+    next_gates.store(s.scalars, rows);
     __syncthreads();  // the chunk has arrived; the previous one's parts have been added up
     prepare_tokens<false>(s.scalars, s.decays, s.in, rows, args.normalized);
     __syncthreads();  // decays and scalars of its tokens are in shared memory
 
-    R q[EACH], k[EACH], a[EACH], b[EACH], decay[EACH];
+    // A token, in this lane's channels; q and k divided by their lengths if the call asks for that.
+    R q[LANE_CHANNELS], k[LANE_CHANNELS], a[LANE_CHANNELS], b[LANE_CHANNELS], decay[LANE_CHANNELS];
     const auto load = [&](int r) {
       const TokenScalars<R>& token_scalars = s.scalars[r];
 #pragma unroll
-      for (int i = 0; i < EACH; i += NEAR) {
+      for (int i = 0; i < LANE_CHANNELS; i += NEIGHBOURS) {
         const int place = r * BK + channel(i);
-        load_neighbours<NEAR>(q + i, s.in.q + place), load_neighbours<NEAR>(k + i, s.in.k + place);
+        load_neighbours<NEIGHBOURS>(q + i, s.in.q + place), load_neighbours<NEIGHBOURS>(k + i, s.in.k + place);
         if constexpr (Rule::own_erasure)
-          load_neighbours<NEAR>(a + i, s.in.a + place), load_neighbours<NEAR>(b + i, s.in.b + place);
-        if constexpr (Rule::channel_gates) load_neighbours<NEAR>(decay + i, s.decays + place);
+          load_neighbours<NEIGHBOURS>(a + i, s.in.a + place), load_neighbours<NEIGHBOURS>(b + i, s.in.b + place);
+        if constexpr (Rule::channel_gates) load_neighbours<NEIGHBOURS>(decay + i, s.decays + place);
       }
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) {
+      for (int i = 0; i < LANE_CHANNELS; ++i) {
         q[i] *= token_scalars.inverse_q_length, k[i] *= token_scalars.inverse_k_length;
         if constexpr (!Rule::channel_gates) decay[i] = token_scalars.decay;
       }
     };
 #pragma unroll 1
-    for (int r = 0; OUTPUTS && r < rows; ++r) {  // the states of the chunk, and e, or p
-      R found[COLUMNS] = {}, written[COLUMNS];
+    for (int r = 0; OUTPUTS && r < rows; ++r) {  // the states of the chunk, and residuals
+      R residual[COLUMNS] = {}, written[COLUMNS];
       load(r);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
-        for (int i = 0; i < EACH; i += NEAR)
-          store_neighbours<NEAR>(&s.slots[r][c][warp][channel(i)], [&](int j) { return S[i + j][c]; });
+        for (int i = 0; i < LANE_CHANNELS; i += NEIGHBOURS)
+          store_neighbours<NEIGHBOURS>(&s.slots[r][c][warp][channel(i)], [&](int j) { return S[i + j][c]; });
 #pragma unroll
-      for (int i = 0; i < EACH; ++i)
+      for (int i = 0; i < LANE_CHANNELS; ++i)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           R& x = S[i][c];
-          if constexpr (Rule::own_erasure) found[c] = fma(a[i], x, found[c]);
+          if constexpr (Rule::own_erasure) residual[c] = fma(a[i], x, residual[c]);
           x *= decay[i];
-          if constexpr (!Rule::own_erasure) found[c] = fma(k[i], x, found[c]);
+          if constexpr (!Rule::own_erasure) residual[c] = fma(k[i], x, residual[c]);
         }
       load_neighbours<COLUMNS>(written, s.in.v + r * BV + column);
-      sum_columns(found);
+      sum_columns(residual);
       if constexpr (!Rule::own_erasure)
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) found[c] = written[c] - found[c], written[c] = s.scalars[r].beta * found[c];
-      if (lane == 0) store_neighbours<COLUMNS>(s.found + r * BV + column, [&](int c) { return found[c]; });
+        for (int c = 0; c < COLUMNS; ++c)
+          residual[c] = written[c] - residual[c], written[c] = s.scalars[r].beta * residual[c];
+      if (lane == 0) store_neighbours<COLUMNS>(s.residual + r * BV + column, [&](int c) { return residual[c]; });
 #pragma unroll
-      for (int i = 0; i < EACH; ++i)
+      for (int i = 0; i < LANE_CHANNELS; ++i)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           S[i][c] = fma(k[i], written[c], S[i][c]);
-          if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], found[c], S[i][c]);
+          if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], residual[c], S[i][c]);
         }
     }
-    __syncwarp();  // s.found has e, or p, of all tokens
+    __syncwarp();  // s.residual has those of all tokens
     // This lane's part of dg of the token that was computed last; the sum over lanes is made with the next token.
     R gate_part = 0;
     const auto store_dg = [&](int r) {
@@ -194,15 +207,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     };
 #pragma unroll 1
     for (int r = rows - 1; r >= 0; --r) {
-      R parts[KINDS][EACH] = {}, found[COLUMNS] = {}, v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {}, dp[COLUMNS] = {};
+      // parts: of dq, dk, da, db (Dplr), dg (of channels), over the warp's columns. dv: u = dS^T k, then dv.
+      R parts[KINDS][LANE_CHANNELS] = {}, residual[COLUMNS] = {}, v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {},
+        dp[COLUMNS] = {};
       load(r);
-      if (OUTPUTS) load_neighbours<COLUMNS>(found, s.found + r * BV + column);
+      if (OUTPUTS) load_neighbours<COLUMNS>(residual, s.residual + r * BV + column);
       load_neighbours<COLUMNS>(v, s.in.v + r * BV + column);
       load_neighbours<COLUMNS>(do_, s.do_ + r * BV + column);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) do_[c] *= scale;
 #pragma unroll
-      for (int i = 0; i < EACH; ++i)
+      for (int i = 0; i < LANE_CHANNELS; ++i)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           parts[0][i] = fma(S[i][c], do_[c], parts[0][i]);
@@ -216,11 +231,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)  // the state before the token
 #pragma unroll
-        for (int i = 0; OUTPUTS && i < EACH; i += NEAR) {
-          R x[NEAR];
-          load_neighbours<NEAR>(x, &s.slots[r][c][warp][channel(i)]);
+        for (int i = 0; OUTPUTS && i < LANE_CHANNELS; i += NEIGHBOURS) {
+          R x[NEIGHBOURS];
+          load_neighbours<NEIGHBOURS>(x, &s.slots[r][c][warp][channel(i)]);
 #pragma unroll
-          for (int j = 0; j < NEAR; ++j) S[i + j][c] = x[j];
+          for (int j = 0; j < NEIGHBOURS; ++j) S[i + j][c] = x[j];
         }
       R dbeta = 0;
       gate_part = 0;
@@ -228,15 +243,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
         const R beta = s.scalars[r].beta;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-          dbeta = fma(dv[c], found[c], dbeta);
-          dv[c] *= beta, v[c] = beta * found[c];
+          dbeta = fma(dv[c], residual[c], dbeta);
+          dv[c] *= beta, v[c] = beta * residual[c];
         }
         own_dv *= beta;
       }
       if (OUTPUTS && lane % (32 / COLUMNS) == 0 && own_column < columns_left)
-        args.dv.row(work.b, work.h, first + r)[work.tile + own_column] = from_real<T>(own_dv);
+        args.dv.row(work.b, work.h, first + r)[work.first_column + own_column] = from_real<T>(own_dv);
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) {
+      for (int i = 0; i < LANE_CHANNELS; ++i) {
         R gate_term = 0;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
@@ -245,7 +260,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           parts[1][i] = fma(x, v[c], parts[1][i]);
           if constexpr (Rule::own_erasure) {
             parts[2][i] = fma(S[i][c], dp[c], parts[2][i]);
-            parts[3][i] = fma(x, found[c], parts[3][i]);
+            parts[3][i] = fma(x, residual[c], parts[3][i]);
             gate_term = fma(x, decayed, gate_term);
             x = fma(decay[i], x, a[i] * dp[c]);
           } else {
@@ -262,15 +277,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
 #pragma unroll
       for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
-        for (int i = 0; i < EACH; i += NEAR)
-          store_neighbours<NEAR>(&s.slots[r][kind][warp][channel(i)], [&](int j) { return parts[kind][i + j]; });
+        for (int i = 0; i < LANE_CHANNELS; i += NEIGHBOURS)
+          store_neighbours<NEIGHBOURS>(&s.slots[r][kind][warp][channel(i)], [&](int j) { return parts[kind][i + j]; });
       if (lane == 0) s.token_parts[r][warp][0] = dbeta;
     }
     store_dg(0);
     __syncthreads();  // the parts of sums over columns are in shared memory, and the chunk has been read
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
-    const i64 tiles = (shape.V + BV - 1) / BV, tile = work.tile / BV, heads = shape.B * shape.H;
+    const i64 tiles = (shape.V + BV - 1) / BV, tile = work.first_column / BV, heads = shape.B * shape.H;
     const i64 head = i64(work.b) * shape.H + work.h;
     constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
     for (int c = threadIdx.x % BK; c < K; c += THREADS) {
@@ -281,7 +296,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       for (int kind = 0; kind < KINDS; ++kind, part += WARPS * BK, to += tiles * heads * shape.T * K)
 #pragma unroll 4
         for (int n = 0; r + n < rows; n += AT_ONCE) {
-          const R* of_warps = part + n * SLOT * WARPS * BK;
+          const R* of_warps = part + n * SLOT_ROWS * WARPS * BK;
           to[n * K] = (of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]);
         }
     }
@@ -294,6 +309,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   }
   if (segment.to)
     each(dS, [&](R& x, int state_row, int tile_column, bool inside) {
-      if (inside) segment.to[state_row * shape.V + work.tile + tile_column] = x;
+      if (inside) segment.to[state_row * shape.V + work.first_column + tile_column] = x;
     });
 }

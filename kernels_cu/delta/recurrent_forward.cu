@@ -63,10 +63,12 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   BlockWork work(shape, BV, args.F ? u32(shape.K + BV - 1) / BV : 0);
   struct Part {  // what the block has of a state, or of F
     bool of_F;
-    int width, from;  // numbers of a row, of F K and zeros; the first column
+    int width;  // numbers of a row in memory; of F: K and zeros
+    int first_column;
     Segment<R> segment;
   };
-  const bool whole = !args.F && is_whole<false>(shape, u32(args.P), work.n, work.h, args.starts, int(work.tile), BV);
+  const bool whole =
+      !args.F && is_whole<false>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
   const auto part_of = [&](u32 n, u32 tile) {
     const u32 value_columns = u32(shape.V + BV - 1) / BV * BV;
     const auto segment =
@@ -74,10 +76,11 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     if (tile < value_columns) return Part{false, int(shape.V), int(tile), segment};
     return Part{true, int(shape.K + 3) / 4 * 4, int(tile - value_columns), segment};
   };
-  const auto part = part_of(work.n, work.tile);
+  const auto part = part_of(work.n, work.first_column);
   if (args.F && (part.segment.last || (part.of_F && part.segment.first))) return;
   work.span = part.segment.tokens;
-  const int K = int(shape.K), columns_left = part.width - part.from, tokens = int(work.span.stop - work.span.start);
+  const int K = int(shape.K), columns_left = part.width - part.first_column,
+            tokens = int(work.span.stop - work.span.start);
   // `lane` counts the LANES lanes that share columns; `column`: the lane's first column in the block's tile.
   const int lane = threadIdx.x % LANES, column = threadIdx.x / LANES * COLUMNS;
   // The i-th of this lane's channels: four neighbouring ones at a time.
@@ -92,41 +95,41 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
       for (int c = 0; c < COLUMNS; ++c) f(S[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
   };
   each([&](R& x, int state_row, int tile_column, bool inside) {
-    const i64 at = i64(state_row) * part.width + part.from + tile_column;
+    const i64 at = i64(state_row) * part.width + part.first_column + tile_column;
     x = !inside ? R(0) : part.of_F ? R(at % (part.width + 1) == 0) : part.segment.from ? part.segment.from[at] : R(0);
   });
 
-  TokenGates<Rule, R> next;
+  TokenGates<Rule, R> next_gates;
   // Starts the copies of a stage's tokens, and the loads of their gates and write strengths to registers.
   const auto fetch = [&](int token, int stage) {
     const int rows = min(tokens - token, STAGE_TOKENS);
     s.stages[stage].fetch(args, work, work.span.start + token, rows);
-    next.load(args, work, work.span.start + token, rows);
+    next_gates.load(args, work, work.span.start + token, rows);
     cp_async_commit();
   };
   if (tokens) fetch(0, 0);
   const R scale = converted_once<R>(args.scale);
   const bool stores = args.o.p && lane < COLUMNS && column + lane < columns_left;
-  T* to = args.o.row(work.b, work.h, work.span.start) + work.tile + column + lane;
+  T* to = args.o.row(work.b, work.h, work.span.start) + work.first_column + column + lane;
   const int kept_channels = (K + 3) / 4 * 4;
-  int to_keep = args.kept ? 0 : -1;  // the token before which the next state is kept; -1: none is
+  int next_kept = args.kept ? 0 : -1;  // the token before which the next state is kept; -1: none is
   R* kept = args.kept +
             ((i64(work.b) * shape.H + work.h) * shape.NC + part.segment.chunks.start) * shape.V * kept_channels +
-            i64(work.tile + column) * kept_channels + 4 * lane;
+            i64(work.first_column + column) * kept_channels + 4 * lane;
 #pragma unroll 1
   for (int token = 0, stage = 0; token < tokens; token += STAGE_TOKENS, stage ^= 1) {
     const auto& in = s.stages[stage];
     const int rows = min(tokens - token, STAGE_TOKENS);
     cp_async_wait<0>();
     __syncthreads();  // this stage's tokens have arrived; no thread reads the previous stage or its scalars any more
-    next.store(s.scalars, rows);
+    next_gates.store(s.scalars, rows);
     if (token + STAGE_TOKENS < tokens) fetch(token + STAGE_TOKENS, stage ^ 1);
     prepare_tokens<true>(s.scalars, s.decays, in, rows, args.normalized);
     __syncthreads();  // decays and scalars of this stage's tokens are written
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {
-      if (token + r == to_keep) {
-        to_keep += int(shape.chunk);
+      if (token + r == next_kept) {
+        next_kept += int(shape.chunk);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
@@ -189,10 +192,10 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   }
   // `opaque` hides that these are the numbers of before: what is computed from them takes no registers between tokens.
   const u32 n = u32(opaque(int(work.n)));
-  const auto end = part_of(n, u32(opaque(int(work.tile))));
+  const auto end = part_of(n, u32(opaque(int(work.first_column))));
   R* state = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;
   if (state)
     each([&](R& x, int state_row, int tile_column, bool inside) {
-      if (inside) state[i64(state_row) * end.width + end.from + tile_column] = x;
+      if (inside) state[i64(state_row) * end.width + end.first_column + tile_column] = x;
     });
 }

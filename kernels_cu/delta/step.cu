@@ -56,18 +56,20 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     S x[LANE_COLUMNS];
   };
   auto& s = *reinterpret_cast<Shared<Rule, R, BK>*>(dynamic_smem());
-  const u32 tiles = u32((args.V + STEP_COLUMNS - 1) / STEP_COLUMNS), pair = blockIdx.x / tiles, H = u32(args.H);
-  const u32 h = pair % H, b = pair / H, head = h / u32(args.group);
-  const int K = int(args.K), start = blockIdx.x % tiles * STEP_COLUMNS, columns_left = int(args.V) - start;
+  const u32 tiles = u32((args.V + STEP_COLUMNS - 1) / STEP_COLUMNS), batch_head = blockIdx.x / tiles, H = u32(args.H);
+  const u32 h = batch_head % H, b = batch_head / H, head = h / u32(args.group);
+  const int K = int(args.K), first_column = blockIdx.x % tiles * STEP_COLUMNS,
+            columns_left = int(args.V) - first_column;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
+  // The lane's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
+  const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
 
-  S* const first = args.state.row(args.slots ? args.slots[b] : b, h, row) + start + column;
+  S* const first_piece = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
   Piece state[LANE_CHANNELS];
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
-    const S* from = first + n * CHANNELS_AT_ONCE * args.state.t;
-    const bool exists = row + n * CHANNELS_AT_ONCE < K;
+    const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+    const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
     if (args.pieces) {
       if (exists && column < columns_left) state[n] = *reinterpret_cast<const Piece*>(from);
     } else {
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   if constexpr (!Rule::channel_gates) decay = decay_of(R(to_real(*args.g.row(b, h, 0))));
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
-    const int c = row + n * CHANNELS_AT_ONCE;
+    const int c = first_channel + n * CHANNELS_AT_ONCE;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
     if (c >= K) break;
 #pragma unroll
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   // The number by which the token's k is multiplied when it is added to a column: v, or beta (v - S'^T k). `erased`:
   // the column's number of S'^T k (Dplr: not used).
   const auto written = [&](R erased, int index) {
-    const R v = to_real(args.v.row(b, h, 0)[start + index]);
+    const R v = to_real(args.v.row(b, h, 0)[first_column + index]);
     return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
   };
   R write[LANE_COLUMNS];
@@ -144,10 +146,10 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   }
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
-    const int c = row + n * CHANNELS_AT_ONCE;
+    const int c = first_channel + n * CHANNELS_AT_ONCE;
     if (c >= K) break;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
-    S* to = first + n * CHANNELS_AT_ONCE * args.state.t;
+    S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
       if (column + i >= columns_left) continue;
@@ -164,6 +166,6 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     const R p = sum_of_parts(0, index);
     R o = fma(scalars.q_dot_k, written(p, index), sum_of_parts(1, index));
     if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
-    args.o.row(b, h, 0)[start + index] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
+    args.o.row(b, h, 0)[first_column + index] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
   }
 }

@@ -1,6 +1,6 @@
 // what      Gradients of queries, keys and gates: adds the parts that tiles of columns and heads of values computed.
 // math      dx = the sum of the parts. If rows x were divided by their lengths, y = x / |x|, the sum is dy, and dx =
-//           (dy - y (y . dy)) / |x|
+//           (dy - y (y . dy)) / |x|; |x| is the square root of the sum of squares and 10^-6
 // shapes    parts [tiles, B, H group, T, K]; x dx [B, H, T, K]
 // grid      a warp for every row of K numbers
 // smem      none
@@ -13,13 +13,15 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int EACH = 8;  // numbers of a lane
+constexpr int LANE_CHANNELS = 8;  // numbers of a lane
 
 template <typename T> struct Args {
   const Real<T>* parts;
   Rows<const T> x;  // null if rows were not divided by their lengths
   Rows<T> dx;
-  i64 B, H, T_, K, group, tiles;
+  i64 B, H, T_, K;  // T_: tokens of a batch row
+  i64 group;        // heads of values that share a head of x
+  i64 tiles;        // of columns of V
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts(const Args<T> args) {
@@ -29,29 +31,29 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   const i64 b = head / args.H, h = head % args.H;
   const int lane = threadIdx.x % 32, K = int(args.K);
   const R* from = args.parts + (head * args.group * args.T_ + t) * K;
-  R dx[EACH] = {};
-  const i64 of_head = args.T_ * K, of_tile = args.B * args.H * args.group * of_head;
+  R dx[LANE_CHANNELS] = {};
+  const i64 head_size = args.T_ * K, tile_size = args.B * args.H * args.group * head_size;
   for (int tile = 0; tile < int(args.tiles); ++tile)
     for (int member = 0; member < int(args.group); ++member) {
-      const R* row_of_part = from + tile * of_tile + member * of_head;
+      const R* part = from + tile * tile_size + member * head_size;
 #pragma unroll
-      for (int i = 0; i < EACH; ++i)
-        if (lane + 32 * i < K) dx[i] += row_of_part[lane + 32 * i];
+      for (int i = 0; i < LANE_CHANNELS; ++i)
+        if (lane + 32 * i < K) dx[i] += part[lane + 32 * i];
     }
   if (args.x.p) {
-    const T* x = args.x.row(b, h, t);
-    R y[EACH], squares = 0, dot = 0;
+    const T* x_row = args.x.row(b, h, t);
+    R x[LANE_CHANNELS], squares = 0, dot = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      y[i] = lane + 32 * i < K ? R(to_real(x[lane + 32 * i])) : R(0);
-      squares = fma(y[i], y[i], squares), dot = fma(y[i], dx[i], dot);
+    for (int i = 0; i < LANE_CHANNELS; ++i) {
+      x[i] = lane + 32 * i < K ? R(to_real(x_row[lane + 32 * i])) : R(0);
+      squares = fma(x[i], x[i], squares), dot = fma(x[i], dx[i], dot);
     }
     const R inverse_length = inverse_root(sum_over_lanes<32>(squares) + R(LEAST_SQUARE));
     dot = sum_over_lanes<32>(dot) * inverse_length * inverse_length;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) dx[i] = inverse_length * fma(-dot, y[i], dx[i]);
+    for (int i = 0; i < LANE_CHANNELS; ++i) dx[i] = inverse_length * fma(-dot, x[i], dx[i]);
   }
 #pragma unroll
-  for (int i = 0; i < EACH; ++i)
+  for (int i = 0; i < LANE_CHANNELS; ++i)
     if (lane + 32 * i < K) args.dx.row(b, h, t)[lane + 32 * i] = from_real<T>(dx[i]);
 }

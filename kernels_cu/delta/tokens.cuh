@@ -24,7 +24,7 @@ struct Dplr {
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-// The arguments that every kernel of the recurrences reads.
+// The arguments that the kernels of whole sequences read.
 template <typename T, typename G> struct DeltaArgs {
   Rows<const T> q, k, v, a, b;  // a and b are for Dplr only
   Rows<const G> g, beta;        // beta is not for Dplr; a gate of a token is a row of one number
@@ -38,15 +38,16 @@ template <typename T, typename G> struct DeltaArgs {
   i64 P;            // segments of a sequence
 };
 
-// A block's work: sequence n, in batch row b; value head h; columns from `tile` on; the sequence's tokens. more: tiles
-// of `columns` columns after those of the values.
+// A block's work: sequence n, in batch row b; value head h; `columns` columns from first_column on; the sequence's
+// tokens. more: how many such tiles of columns, of F, follow those of V.
 struct BlockWork {
-  u32 n, b, h, tile;
+  u32 n, b, h, first_column;
   Span span;
   __device__ __forceinline__ BlockWork(const Shape& shape, int columns, u32 more = 0) {
-    const u32 tiles = u32((shape.V + columns - 1) / columns) + more, pair = blockIdx.x / tiles,
+    const u32 tiles = u32((shape.V + columns - 1) / columns) + more, sequence_head = blockIdx.x / tiles,
               count = u32(shape.count);
-    tile = blockIdx.x % tiles * columns, h = pair % u32(shape.H), n = pair / u32(shape.H), b = n / count;
+    first_column = blockIdx.x % tiles * columns, h = sequence_head % u32(shape.H), n = sequence_head / u32(shape.H);
+    b = n / count;
     span = tokens_of(shape, n % count);
   }
 };
@@ -110,8 +111,8 @@ template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct
       copy_tile<TOKENS, BK>(a, args.a.row(work.b, head, first), args.a.t, rows, K, args.bytes);
       copy_tile<TOKENS, BK>(b, args.b.row(work.b, head, first), args.b.t, rows, K, args.bytes);
     }
-    copy_tile<TOKENS, BV>(v, args.v.row(work.b, work.h, first) + work.tile, args.v.t, rows,
-                          int(args.shape.V) - work.tile, args.bytes);
+    copy_tile<TOKENS, BV>(v, args.v.row(work.b, work.h, first) + work.first_column, args.v.t, rows,
+                          int(args.shape.V) - work.first_column, args.bytes);
   }
 };
 
