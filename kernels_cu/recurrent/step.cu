@@ -67,11 +67,11 @@ template <class ReadOrder, typename R> __device__ __forceinline__ Channel<R> fro
   return {shuffle(x.q), shuffle(x.k), shuffle(x.decay), ReadOrder::reads_before_write ? shuffle(x.u) : R(0)};
 }
 
-// Computes the state after the token, of a warp's channels and 64 columns from `start` on, in pieces of PIECE
+// Computes the state after the token, of a warp's channels and 64 columns from tile_column on, in pieces of PIECE
 // neighbouring columns. Stores the sums over these channels in `part` [64]. For channels and columns that do not exist
 // the token's first numbers are read instead, which takes no branch.
 template <class ReadOrder, int PIECE, typename T, typename G, typename S>
-__device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start,
+__device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, S>& args, i64 b, i64 h, i64 tile_column,
                                             int warp) {
   using R = Wider<T, S>;
   constexpr int CHANNELS = PIECE > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
@@ -79,7 +79,7 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
   constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, ROW_LANES = BV / (PIECE * LANE_PIECES),
                 ROWS = 32 / ROW_LANES, LANE_CHANNELS = CHANNELS / ROWS;
   const int lane = threadIdx.x % 32, row = lane / ROW_LANES, first_column = lane % ROW_LANES * PIECE, K = int(args.K);
-  const i64 column = start + first_column, channel_stride = ROWS * args.state.t;
+  const i64 column = tile_column + first_column, channel_stride = ROWS * args.state.t;
   const auto column_exists = [&](int m) { return column + m * 32 * PIECE < args.V; };
   S* address = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
   R o[LANE_PIECES][PIECE] = {};
@@ -136,14 +136,14 @@ __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurre
   using R = Wider<T, S>;
   R(*parts)[BV] = reinterpret_cast<R(*)[BV]>(dynamic_smem());
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
-  const i64 start = blockIdx.x % tiles * BV;
+  const i64 tile_column = blockIdx.x % tiles * BV;
   const int warp = threadIdx.x / 32;
-  if (args.aligned16) apply_token<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
-  else apply_token<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
+  if (args.aligned16) apply_token<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, tile_column, warp);
+  else apply_token<ReadOrder, 1>(parts[warp], args, b, h, tile_column, warp);
   __syncthreads();  // the warps' sums are in shared memory
-  if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
+  if (threadIdx.x >= BV || tile_column + threadIdx.x >= args.V) return;
   R sum = 0;
 #pragma unroll
   for (int n = 0; n < WARPS<S>; ++n) sum += parts[n][threadIdx.x];
-  args.o.row(b, h, 0)[start + threadIdx.x] = from_real<T>(Real<T>(R(args.scale) * sum));
+  args.o.row(b, h, 0)[tile_column + threadIdx.x] = from_real<T>(Real<T>(R(args.scale) * sum));
 }

@@ -86,22 +86,22 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
   const u32 H = u32(args.H), h = blockIdx.x % H, b = blockIdx.x / H, head = h / u32(args.group);
   const int K = int(args.K), V = int(args.V), tokens = int(args.T_), gates = Rule::channel_gates ? K : 1;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
+  const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
   const i64 slot = args.slots ? args.slots[b] : b;
   const i64 requested = args.accepted ? args.accepted[b] : 0;
   const int accepted = requested < 0 ? 0 : requested > args.M ? int(args.M) : int(requested);
-  // The address of a pending token's numbers: decays, then its k and b, then its u and p.
+  // The address of a pending token's numbers: decays, then its k (Dplr: and b), then its u (and p).
   const auto pending = [&](int token) { return args.pending.row(slot, h, token); };
-  const int columns_at = gates + KEYS<Rule> * K;
+  const int columns_offset = gates + KEYS<Rule> * K;  // of u
 
-  for (int start = 0; start < V; start += BV) {
-    const int columns_left = V - start;
-    S* const first = args.state.row(slot, h, row) + start + column;
+  for (int first_column = 0; first_column < V; first_column += BV) {
+    const int columns_left = V - first_column;
+    S* const first_piece = args.state.row(slot, h, first_channel) + first_column + column;
     R state[LANE_CHANNELS][LANE_COLUMNS];
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n) {
-      const S* from = first + n * CHANNELS_AT_ONCE * args.state.t;
-      const bool exists = row + n * CHANNELS_AT_ONCE < K;
+      const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+      const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
       Piece piece{};
       if (args.aligned16) {
         if (exists && column < columns_left) piece = *reinterpret_cast<const Piece*>(from);
@@ -129,11 +129,11 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     for (int index = threadIdx.x; index < TOKENS * BV; index += BLOCK) {
       const int t = index / BV, c = index % BV;
-      s.v[t][c] = t < tokens && c < columns_left ? R(to_real(args.v.row(b, h, t)[start + c])) : R(0);
+      s.v[t][c] = t < tokens && c < columns_left ? R(to_real(args.v.row(b, h, t)[first_column + c])) : R(0);
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n)
         s.pending_columns[n][t][c] =
-            t < accepted && c < columns_left ? pending(t)[columns_at + n * V + start + c] : R(0);
+            t < accepted && c < columns_left ? pending(t)[columns_offset + n * V + first_column + c] : R(0);
     }
     if (const int t = threadIdx.x; t < TOKENS) {
       if constexpr (!Rule::channel_gates) {
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     for (int t = 0; t < accepted; ++t) {
 #pragma unroll
       for (int n = 0; n < LANE_CHANNELS; ++n) {
-        const int c = row + n * CHANNELS_AT_ONCE;
+        const int c = first_channel + n * CHANNELS_AT_ONCE;
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS; ++i) {
           R x = s.pending_decays[t][Rule::channel_gates ? c : 0] * state[n][i];
@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     if (accepted) {
 #pragma unroll
       for (int n = 0; n < LANE_CHANNELS; ++n) {
-        S* to = first + n * CHANNELS_AT_ONCE * args.state.t;
-        const bool exists = row + n * CHANNELS_AT_ONCE < K;
+        S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+        const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
         Piece piece;
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS; ++i) {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
       R erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
 #pragma unroll
       for (int n = 0; n < LANE_CHANNELS; ++n) {
-        const int c = row + n * CHANNELS_AT_ONCE;
+        const int c = first_channel + n * CHANNELS_AT_ONCE;
         const R decay = s.decays[t][Rule::channel_gates ? c : 0], q = s.q[t][c];
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS; ++i) {
@@ -243,16 +243,16 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         for (int n = 0; n < LANE_CHANNELS; ++n)
 #pragma unroll
           for (int i = 0; i < LANE_COLUMNS; ++i)
-            state[n][i] = fma(s.keys[m][t][row + n * CHANNELS_AT_ONCE], columns[i], state[n][i]);
+            state[n][i] = fma(s.keys[m][t][first_channel + n * CHANNELS_AT_ONCE], columns[i], state[n][i]);
       }
       if (const int c = threadIdx.x; c < BV && c < columns_left) {
         R o = s.sums[1][c];
 #pragma unroll
         for (int n = 0; n < KEYS<Rule>; ++n) {
           o = fma(s.weights[n][t], added(n, c), o);
-          pending(t)[columns_at + n * V + start + c] = added(n, c);
+          pending(t)[columns_offset + n * V + first_column + c] = added(n, c);
         }
-        args.o.row(b, h, t)[start + c] = from_real<T>(Real<T>(R(args.scale) * o));
+        args.o.row(b, h, t)[first_column + c] = from_real<T>(Real<T>(R(args.scale) * o));
       }
     }
     __syncthreads();  // all tokens have been read: the next columns' may overwrite them

@@ -1,14 +1,14 @@
 // what      The five inputs of the time mix, their token shift mixed by the data.
-// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g; xx is LN(x) of a token, d the previous token's
-//           less it
+// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), for the inputs c = w k v r g; xx is LN(x) of a token, d the
+//           previous token's LN(x) less xx
 // shapes    low [P, T, 5, A], to be summed over P parts, A the rank, up [5, A, D], maa [5, D], xx d [T, D], mixed
-//           [TERMS, 5, T, D]; T tokens of prompts, or sequences
+//           [TERMS, 5, T, D], the sum of TERMS arrays; T tokens of prompts, or of sequences, a token each
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two for every 32: the previous operands have been read | the operands are in shared memory
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8; P = 1, or up to 8 if TILES and INPUTS are 1 and X is half
+// limits    D a multiple of 8; P = 1, or up to 8 if TILES and INPUTS are 1 and X has 16 bits
 #include "rwkv6/low_rank.cuh"
 
 template <typename T, typename X> struct Args {
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
       for (int half = 0; half < 2; ++half) {
         const i64 t = tile * TILE_TOKENS + half * 8 + token, index = (first + t) * D + j;
         if (t >= tokens) continue;
-        const float4 m = sums.of[tile][half], x = xx[tile][half], by = d[tile][half];
+        const float4 m = sums.of[tile][half], x = xx[tile][half], shift = d[tile][half];
         store4_terms<TERMS>(args.mixed + c * args.tokens * D + index, 5 * args.tokens * D,
-                            {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y), fmaf(by.z, maa.z + m.z, x.z),
-                             fmaf(by.w, maa.w + m.w, x.w)});
+                            {fmaf(shift.x, maa.x + m.x, x.x), fmaf(shift.y, maa.y + m.y, x.y),
+                             fmaf(shift.z, maa.z + m.z, x.z), fmaf(shift.w, maa.w + m.w, x.w)});
       }
   }
 }

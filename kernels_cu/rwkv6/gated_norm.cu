@@ -1,7 +1,8 @@
 // what      The steps between the recurrence and its output product: group norm over each head, bonus, and gate.
 // math      y = GroupNorm_H(o) silu(gate); with BONUS (RWKV-7) y = (GroupNorm_H(o) + (sum_N r k bonus) v) gate
 // shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS
-// grid      a warp a (token, head), PAIRS neighbouring channels a lane; 256 threads
+// grid      a warp a (token, head), a lane PAIRS pairs of neighbouring channels, the pairs 64 channels apart; 256
+//           threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values

@@ -1,7 +1,7 @@
 // what      The second product of a low rank, f(low) up, of some tokens and 128 channels: the part of mixes and decays
 //           that depends on the data. f is tanh in RWKV-6.
-// numerics  tensor cores: half weights as they are, and f(low) as a sum of TERMS numbers of their type (three bfloat16,
-//           or two float16, hold a float32); float32 weights and f(low) as two tf32 numbers each
+// numerics  tensor cores: 16-bit weights as they are, and f(low) as a sum of TERMS numbers of their type (three
+//           bfloat16, or two float16, hold a float32); float32 weights and f(low) as two tf32 numbers each
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
 // A warp has 16 channels of all tokens, the columns of two products [16, 8].
@@ -15,7 +15,7 @@ constexpr int UNIT = 32;  // numbers of the rank that are multiplied at a time; 
 // numbers, and up [rank, channels]. put_low stores a token's numbers a and a + 1. In the sums of `multiply` a lane has
 // [tile of 16 tokens][8 channels][tokens lane / 4 and 8 later, of each channels 2 (lane % 4) and the next].
 template <typename T, int TILES, int TERMS, int PASS = 32> struct alignas(16) LowRank {
-  static constexpr int CHAINS = TILES == 1 ? TERMS : 1;  // sums apart, so that fewer products wait for each other
+  static constexpr int CHAINS = TILES == 1 ? TERMS : 1;  // separate sums, so that fewer products wait for each other
   T low[TERMS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // + 8: no bank conflicts
 
   __device__ __forceinline__ void put_low(int token, int a, float2 x) {
@@ -80,7 +80,8 @@ template <typename T> struct Tanh {
   __device__ __forceinline__ float operator()(float x) const { return sizeof(T) == 4 ? tanhf(x) : tanh_approx(x); }
 };
 
-// The first of this lane's four channels, of 128 from `column` on. Of every tile it has tokens lane / 4, lane / 4 + 8.
+// The first of this lane's four channels in LowRankSums, of 128 from `column` on. Of every tile the lane has tokens
+// lane / 4 and lane / 4 + 8.
 __device__ __forceinline__ i64 column_of_lane(i64 column) {
   return column + (threadIdx.x >> 5) * COLUMNS_OF_WARP + 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
 }
@@ -104,7 +105,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
   float sums[Operands::CHAINS][TILES][2][4] = {};
   const int first = threadIdx.x / (PASS / 2), a = threadIdx.x % (PASS / 2) * 2;  // a thread's first token, its pair
   const int first_row = threadIdx.x / ACROSS, j = threadIdx.x % ACROSS * EACH;   // of what the thread copies from `up`
-  const int given = int(min(tokens, i64(TILES * TILE_TOKENS)));
+  const int existing = int(min(tokens, i64(TILES * TILE_TOKENS)));               // tokens
   const auto pass = [&](i64 start, const auto& load_more) {
     const int rows = int(min(rank - start, i64(PASS))), depth = (rows + UNIT - 1) / UNIT * UNIT;
     __syncthreads();  // the previous pass's operands have been read
@@ -121,7 +122,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
     for (int n = 0; n < PAIRS; ++n, from += AT_ONCE * apart)
 #pragma unroll
       for (int p = 0; p < MAX_PARTS; ++p) {
-        if (p > 0 && p >= parts || first + n * AT_ONCE >= given) continue;
+        if (p > 0 && p >= parts || first + n * AT_ONCE >= existing) continue;
         if (a < rows) pairs[n][p].x = from[p * part_apart];
         if (a + 1 < rows) pairs[n][p].y = from[p * part_apart + 1];
       }
@@ -143,7 +144,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
   pass(start, load_more);  // the last one
 
   // Two lanes exchange a pair, so that each has four neighbouring channels.
-  LowRankSums<TILES> found;
+  LowRankSums<TILES> result;
   const bool odd = threadIdx.x & 1;
   const auto sum = [&](int tile, int i, int n) {
     float sum = 0.f;
@@ -159,8 +160,8 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
       const float2 upper = {sum(tile, 1, 2 * half), sum(tile, 1, 2 * half + 1)};
       const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
                             __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
-      found.of[tile][half] =
+      result.of[tile][half] =
           odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y};
     }
-  return found;
+  return result;
 }

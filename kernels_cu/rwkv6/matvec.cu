@@ -2,10 +2,11 @@
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
 // grid      a block for every 16 rows of every product, numbered product by product; THREADS threads: a warp takes a
-//           slice of K, and of every 32 numbers of it a lane 8 neighbours, in two rows
+//           slice of K, and of every 32 numbers of it a lane 8 neighbours, of the rows lane / 4 and lane / 4 + 8 and of
+//           the vector lane / 4. In sums a lane has these two rows of vectors 2 (lane % 4) and the next
 // smem      Shared: two stages of weights for each thread, and the warps' sums
 // barriers  one: the warps' sums are in shared memory
-// numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
+// numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, 16-bit weights as they are;
 //           float32 sums in a fixed order. What a vector yields does not depend on the other vectors, nor on B
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
 // limits    B up to 8, K a multiple of 8; w and x start on 16 bytes; as many blocks as products have rows, by 16
@@ -55,13 +56,13 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
   constexpr int WARPS = THREADS / 32;
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
   launch_next();
-  i64 tile = blockIdx.x;
+  i64 tile = blockIdx.x;  // becomes the number of the block's 16 rows in product n
   int n = 0;
   for (; tile * ROWS >= args.products[n].M; ++n) tile -= (args.products[n].M + ROWS - 1) / ROWS;
   const Product<T>& product = args.products[n];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
-  const i64 K = args.K, steps = (K + STEP - 1) / STEP, share = (steps + WARPS - 1) / WARPS;
+  const i64 K = args.K, steps = (K + STEP - 1) / STEP, share = (steps + WARPS - 1) / WARPS;  // of a warp, in steps
   const i64 start = (warp * share) * STEP + 8 * t, stop = min(K, (warp + 1) * share * STEP);
   const i64 row = tile * ROWS + g, last = product.M - 1;
   const T* const rows[2] = {product.w + min(row, last) * K, product.w + min(row + 8, last) * K};
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
   wait_for_previous();
 
   const float* x = product.x + min(i64(g), args.B - 1) * K;
-  float high[4] = {}, low[4] = {};
+  float sums[4] = {}, small_sums[4] = {};  // of products of high parts; of products with a low part
   const i64 stages = (share + STEPS - 1) / STEPS;
   for (i64 stage = 0; stage < stages; ++stage) {
     float4 vectors[STEPS][2];
@@ -120,16 +121,16 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
         w.set(1, lower[i]);
         w.set(2, upper[i + 1]);
         w.set(3, lower[i + 1]);
-        if constexpr (EXACT) mma_tf32(low, w.low, b.high);
-        mma_tf32(low, w.high, b.low);
-        mma_tf32(high, w.high, b.high);
+        if constexpr (EXACT) mma_tf32(small_sums, w.low, b.high);
+        mma_tf32(small_sums, w.high, b.low);
+        mma_tf32(sums, w.high, b.high);
       }
     }
     copy(stage + STAGES);
   }
 
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s.warp_sums[warp][2 * t + i % 2][g + i / 2 * 8] = high[i] + low[i];
+  for (int i = 0; i < 4; ++i) s.warp_sums[warp][2 * t + i % 2][g + i / 2 * 8] = sums[i] + small_sums[i];
   __syncthreads();  // the warps' sums are in shared memory
   const i64 b = threadIdx.x / ROWS, m = tile * ROWS + threadIdx.x % ROWS;
   if (b >= args.B || m >= product.M) return;

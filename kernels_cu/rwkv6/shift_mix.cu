@@ -1,6 +1,6 @@
 // what      Layer norm, token shift and static mixes of all tokens of the prompts, packed one after the other.
 // math      xx = LN(x);  d_t = xx_{t-1} - xx_t, at a prompt's start d = before - xx;  mixed_c = xx + d maa_c;
-//           at its end shift = xx, for the next step
+//           at its end shift = xx, for the next step; `before` is the LN(x) that a prompt continues
 // shapes    x xx d [T, D], weight bias [D], maa [C, D], before [N, D], shift [pool, D], starts ends [T]: the row of
 //           before where a prompt starts and of shift where it ends, -1 elsewhere; mixed [C, T, D]; xx and d
 //           may be null

@@ -11,7 +11,7 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
 
 struct TimeMixScratch {
   float k[MAX_N], v[MAX_N], r[MAX_N], u[MAX_N], decay[MAX_N], low[MAX_W];
-  float group_sums[4 * THREADS];  // [groups of threads, N]: of what the exponent of the decay adds up, then of o
+  float group_sums[4 * THREADS];  // [groups of threads, N]: terms of tanh(low) up, then of o
   float sum[WARPS], squares[WARPS];
 };
 
@@ -29,7 +29,8 @@ __device__ __forceinline__ float sum_of_threads(float x, float (&warp_sums)[WARP
   return sum;
 }
 
-// A thread's part of a state: four columns of every `groups`-th row. held: its first rows, loaded at once if `busy`.
+// A thread's part of a state: four columns of every `groups`-th row, from row `group` on. held: its first rows, loaded
+// when the struct is made, if `busy`.
 constexpr int ROWS_HELD = 4;
 struct StatePart {
   int groups, group, column;

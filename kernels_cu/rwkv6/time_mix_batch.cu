@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int groups = (B + SEQUENCES - 1) / SEQUENCES, h = blockIdx.x / groups;
   const int b = blockIdx.x % groups * SEQUENCES + warp;
-  const i64 D = args.H * N, head = i64(h) * N, index = b * D + head;
+  const i64 D = args.H * N, head_offset = i64(h) * N, offset = b * D + head_offset;  // of [H, N], [B, H, N]
   const int column = lane % QUADS * 4, group = lane / QUADS;
   float* const s_low = reinterpret_cast<float*>(&s + 1) + warp * W;
   T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + SEQUENCES * W);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   constexpr int PIECE = 16 / sizeof(T);
   for (int n = tid; n < W * (N / PIECE); n += THREADS) {
     const int w = n / (N / PIECE), j = n % (N / PIECE) * PIECE;
-    cp_async<16>(s_up + w * N + j, args.up + w * D + head + j, true);
+    cp_async<16>(s_up + w * N + j, args.up + w * D + head_offset + j, true);
   }
   cp_async_commit();
   S* const state = b < B ? args.state_of(b, h, N) : nullptr;
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
 #pragma unroll
     for (int n = 0; n < HELD; ++n) held[n] = load_four(row_address(n));
   const int own_channel = 2 * lane;  // the first of two channels whose decay the lane computes
-  const float2 z = load2(args.decay + head + own_channel);
-  const float2 u = load2(args.u + head + own_channel);
+  const float2 z = load2(args.decay + head_offset + own_channel);
+  const float2 u = load2(args.u + head_offset + own_channel);
   float4 norm_weight, bias, gate;  // of the lane's columns
   const auto load_norm = [&] {
-    norm_weight = load4(args.weight + head + column), bias = load4(args.bias + head + column);
+    norm_weight = load4(args.weight + head_offset + column), bias = load4(args.bias + head_offset + column);
   };
-  const auto load_gate = [&] { gate = load4_parts<TWO_PARTS>(args.gate + index + column, args.P, 4 * B * D); };
+  const auto load_gate = [&] { gate = load4_parts<TWO_PARTS>(args.gate + offset + column, args.P, 4 * B * D); };
   if (HAS_REGISTERS) load_norm();
-  else if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
+  else if (tid == 0) prefetch_l2(args.weight + head_offset, 4 * N), prefetch_l2(args.bias + head_offset, 4 * N);
   cp_async_wait<0>();
   __syncthreads();  // `up` is in shared memory
   wait_for_previous();
@@ -84,11 +84,12 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   };
   const auto load_inputs = [&]() -> Inputs {
     if (!TWO_PARTS)
-      return {load2(args.k + index + own_channel), load2(args.r + index + own_channel), load4(args.v + index + column)};
+      return {load2(args.k + offset + own_channel), load2(args.r + offset + own_channel),
+              load4(args.v + offset + column)};
     const i64 apart = 4 * B * D;
-    return {load2_parts<TWO_PARTS>(args.k + index + own_channel, args.P, apart),
-            load2_parts<TWO_PARTS>(args.r + index + own_channel, args.P, apart),
-            load4_parts<TWO_PARTS>(args.v + index + column, args.P, apart)};
+    return {load2_parts<TWO_PARTS>(args.k + offset + own_channel, args.P, apart),
+            load2_parts<TWO_PARTS>(args.r + offset + own_channel, args.P, apart),
+            load4_parts<TWO_PARTS>(args.v + offset + column, args.P, apart)};
   };
   Inputs early;
   if (HAS_REGISTERS) early = load_inputs(), load_gate();
@@ -118,5 +119,5 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   o = group_norm(o, float(args.eps));
   if (group > 0) return;
   if (!HAS_REGISTERS) load_gate(), load_norm();
-  store4_terms<TERMS>(args.y + index + column, args.B * D, gated(o, norm_weight, bias, gate));
+  store4_terms<TERMS>(args.y + offset + column, args.B * D, gated(o, norm_weight, bias, gate));
 }

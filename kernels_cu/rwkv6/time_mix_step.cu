@@ -23,18 +23,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
   launch_next();
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;
-  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, index = b * D + head;
+  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
+            offset = b * D + head_offset;  // of [H, N], of [B, H, N]
   S* state = args.state_of(b, h, N);
   if (tid < N / 4) prefetch_l2(state + tid * 4 * N, sizeof(S) * 4 * N);
   wait_for_previous();
 
   ChannelOfHead channel = {};
   if (tid < N) {
-    s.k[tid] = args.k[index + tid];
-    s.v[tid] = args.v[index + tid];
-    s.r[tid] = args.r[index + tid];
-    s.u[tid] = args.u[head + tid];
-    channel = {args.decay[head + tid], silu(args.gate[index + tid]), args.weight[head + tid], args.bias[head + tid]};
+    s.k[tid] = args.k[offset + tid];
+    s.v[tid] = args.v[offset + tid];
+    s.r[tid] = args.r[offset + tid];
+    s.u[tid] = args.u[head_offset + tid];
+    channel = {args.decay[head_offset + tid], silu(args.gate[offset + tid]), args.weight[head_offset + tid],
+               args.bias[head_offset + tid]};
   }
   const StatePart part(state, N, tid, true);
   for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);
@@ -44,9 +46,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
   if (split < splits) {
     float sum = 0.f;
 #pragma unroll 8
-    for (int j = split; j < W; j += splits) sum = fmaf(s.low[j], to_float(args.up[j * D + head + tid % N]), sum);
+    for (int j = split; j < W; j += splits) sum = fmaf(s.low[j], to_float(args.up[j * D + head_offset + tid % N]), sum);
     s.group_sums[split * N + tid % N] = sum;
   }
   time_mix_head(s, part, state, N, tid, channel, float(args.eps),
-                [&](int n, float y) { store_terms<TERMS>(args.y + index + n, args.B * D, y); });
+                [&](int n, float y) { store_terms<TERMS>(args.y + offset + n, args.B * D, y); });
 }

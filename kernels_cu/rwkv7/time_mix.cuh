@@ -57,12 +57,12 @@ __device__ __forceinline__ void time_mix_head(Scratch& s, const StatePart& part,
 #pragma unroll 2
     for (int c = group + ROWS_HELD * groups; c < N; c += groups) row(c, load4(state + c * N + column));
   };
-  float4 found = {}, o_of_columns = {};
+  float4 e_of_columns = {}, o_of_columns = {};
   each_row([&](int c, float4 old) {
-    found = add_scaled(found, s.removed[c], old), o_of_columns = add_scaled(o_of_columns, s.read[c], old);
+    e_of_columns = add_scaled(e_of_columns, s.removed[c], old), o_of_columns = add_scaled(o_of_columns, s.read[c], old);
   });
   if (group < groups) {
-    store4(s.group_sums[0] + group * N + column, found);
+    store4(s.group_sums[0] + group * N + column, e_of_columns);
     store4(s.group_sums[1] + group * N + column, o_of_columns);
   }
   sync();  // the groups' sums of e and of o are in shared memory
@@ -77,11 +77,11 @@ __device__ __forceinline__ void time_mix_head(Scratch& s, const StatePart& part,
   }
   const float inverse_N = 1.f / N, mean = sum_of_threads(o, s.sum, tid) * inverse_N;
   if (group < groups) {
-    const float4 written = load4(s.v + column), erased = load4(s.erased + column);
+    const float4 values = load4(s.v + column), erased = load4(s.erased + column);
     each_row([&](int c, float4 old) {
       const float decay = s.decay[c];
       const float4 kept = {decay * old.x, decay * old.y, decay * old.z, decay * old.w};
-      store4(state + c * N + column, add_scaled(add_scaled(kept, -s.written[c], erased), s.key[c], written));
+      store4(state + c * N + column, add_scaled(add_scaled(kept, -s.written[c], erased), s.key[c], values));
     });
   }
   const float centred = busy ? o - mean : 0.f;

@@ -28,37 +28,40 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   auto& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const int lane = threadIdx.x, column = lane % QUADS * 4, group = lane / QUADS;
-  const int own = 2 * lane;  // the first of two channels whose keys the lane computes
-  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head;
+  const int own_channel = 2 * lane;  // the first of two channels whose keys the lane computes
+  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
+            offset = b * D + head_offset;
   S* const state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
-  const auto place = [&](int row) {
+  const auto row_address = [&](int row) {
     return state + row * GROUPS * N + 4 * lane;
   };  // in one expression, so that stores have 16 bytes
   Four<S> held[ROWS];
 #pragma unroll
-  for (int row = 0; row < ROWS; ++row) held[row] = load_four(place(row));
-  const float2 removal = load2(args.removal + head + own), replacement = load2(args.replacement + head + own);
-  const float2 bonus = load2(args.bonus + head + own);
-  const float4 gain = load4(args.weight + head + column), bias = load4(args.bias + head + column);
+  for (int row = 0; row < ROWS; ++row) held[row] = load_four(row_address(row));
+  const float2 removal = load2(args.removal + head_offset + own_channel),
+               replacement = load2(args.replacement + head_offset + own_channel);
+  const float2 bonus = load2(args.bonus + head_offset + own_channel);
+  const float4 gain = load4(args.weight + head_offset + column), bias = load4(args.bias + head_offset + column);
   wait_for_previous();
 
-  const float2 k = load2(args.k + at + own), r = load2(args.r + at + own), w = load2(args.w + at + own);
-  const float2 rate = load2(args.openings + at + own);
-  const float4 gate = load4(args.openings + args.B * D + at + column);
-  const float4 share = load4(args.openings + 2 * args.B * D + at + column);
-  float4 v = load4(args.v + at + column);
+  const float2 k = load2(args.k + offset + own_channel), r = load2(args.r + offset + own_channel),
+               w = load2(args.w + offset + own_channel);
+  const float2 rate = load2(args.openings + offset + own_channel);
+  const float4 gate = load4(args.openings + args.B * D + offset + column);
+  const float4 share = load4(args.openings + 2 * args.B * D + offset + column);
+  float4 v = load4(args.v + offset + column);
   float4 dots = {};  // |kappa|^2 and r (kappa rate) before the norm, r key, r key bonus
   const auto put = [&](int c, float k, float r, float w, float rate, float removal, float replacement, float bonus) {
     const float removed = k * removal, key = k * fmaf(rate - 1.f, replacement, 1.f), decay = decay_of(w);
     s.reads[c] = {removed, r * decay}, s.writes[c] = {decay, removed * rate, key, 0.f};
     dots = add_scaled(dots, 1.f, {removed * removed, r * removed * rate, r * key, r * key * bonus});
   };
-  put(own, k.x, r.x, w.x, rate.x, removal.x, replacement.x, bonus.x);
-  put(own + 1, k.y, r.y, w.y, rate.y, removal.y, replacement.y, bonus.y);
+  put(own_channel, k.x, r.x, w.x, rate.x, removal.x, replacement.x, bonus.x);
+  put(own_channel + 1, k.y, r.y, w.y, rate.y, removal.y, replacement.y, bonus.y);
   if (share.x < 0.f) {
-    store4(args.first + at + column, v);
+    store4(args.first + offset + column, v);
   } else {
-    const float4 first = load4(args.first + at + column);
+    const float4 first = load4(args.first + offset + column);
     v = {fmaf(first.x - v.x, share.x, v.x), fmaf(first.y - v.y, share.y, v.y), fmaf(first.z - v.z, share.z, v.z),
          fmaf(first.w - v.w, share.w, v.w)};
   }
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
     if (row % AT_ONCE == 0) __syncwarp();
     const float4 c = s.writes[row * GROUPS + group], old = float4(held[row]);
     const float4 kept = {c.x * old.x, c.x * old.y, c.x * old.z, c.x * old.w};
-    store4(place(row), add_scaled(add_scaled(kept, c.y, e), c.z, v));
+    store4(row_address(row), add_scaled(add_scaled(kept, c.y, e), c.z, v));
   }
 
   constexpr float SHARE = 1.f / GROUPS;  // the sum over groups has this once
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   const auto gated = [&](float normed, float gain, float bias, float v, float gate) {
     return fmaf(dots.w, v, fmaf(normed, gain, bias)) * gate;
   };
-  store4_terms<TERMS>(args.y + at + column, args.B * D,
+  store4_terms<TERMS>(args.y + offset + column, args.B * D,
                       {gated(o.x, gain.x, bias.x, v.x, gate.x), gated(o.y, gain.y, bias.y, v.y, gate.y),
                        gated(o.z, gain.z, bias.z, v.z, gate.z), gated(o.w, gain.w, bias.w, v.w, gate.w)});
 }

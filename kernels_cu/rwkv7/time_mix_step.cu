@@ -25,25 +25,28 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv7_time_mix_step(const Arg
   auto& s = *reinterpret_cast<Scratch*>(dynamic_smem());
   launch_next();
   const int N = int(args.N), tid = threadIdx.x;
-  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head + tid;
+  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
+            offset = b * D + head_offset + tid;
   S* const state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
   if (tid < N / 4) prefetch_l2(state + tid * 4 * N, sizeof(S) * 4 * N);
   const bool busy = tid < N;
   KeyParameters own = {};
   if (busy)
-    own = {args.removal[head + tid], args.replacement[head + tid], args.bonus[head + tid], args.weight[head + tid],
-           args.bias[head + tid]};
+    own = {args.removal[head_offset + tid], args.replacement[head_offset + tid], args.bonus[head_offset + tid],
+           args.weight[head_offset + tid], args.bias[head_offset + tid]};
   wait_for_previous();
 
   Token token = {};
   if (busy) {
-    const float share = args.openings[2 * args.B * D + at];
-    float v = args.v[at];
-    if (share < 0.f) args.first[at] = v;
-    else v = fmaf(args.first[at] - v, share, v);
-    token = {args.k[at], v, args.r[at], decay_of(args.w[at]), args.openings[at], args.openings[args.B * D + at]};
+    const float share = args.openings[2 * args.B * D + offset];
+    float v = args.v[offset];
+    if (share < 0.f) args.first[offset] = v;
+    else v = fmaf(args.first[offset] - v, share, v);
+    token = {args.k[offset],        v,
+             args.r[offset],        decay_of(args.w[offset]),
+             args.openings[offset], args.openings[args.B * D + offset]};
   }
   const StatePart part(state, N, tid, true);
   time_mix_head(s, part, state, N, tid, own, token, float(args.eps),
-                [&](int, float y) { store_terms<TERMS>(args.y + at, args.B * D, y); });
+                [&](int, float y) { store_terms<TERMS>(args.y + offset, args.B * D, y); });
 }

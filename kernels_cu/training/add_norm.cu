@@ -24,7 +24,8 @@ template <typename T> struct Args {
   float* y;
   float* moments;
   T* xx;
-  i64 T_, D;
+  i64 T_;  // tokens of a sequence
+  i64 D;
   Dropout drop;
   double eps;
 };

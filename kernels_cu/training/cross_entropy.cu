@@ -18,7 +18,8 @@ template <typename T> struct Args {
   T* logits;
   const i64* token_ids;
   float* losses;
-  i64 tokens, T_, V;
+  i64 tokens, T_;  // T_: of a sequence
+  i64 V;
   double share;
 };
 

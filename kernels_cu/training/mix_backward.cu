@@ -3,7 +3,7 @@
 //           d = xx_{t-1} - xx_t with zero before a sequence's first token
 //           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
 // shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]
-// grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
+// grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
 // smem      Shared: maa, so that no load of it has to wait for a store
 // barriers  one, without which the compiler would hold maa in registers
 // numerics  float32, rounded once; sums always in the same order
@@ -21,7 +21,8 @@ template <typename T> struct Args {
   T* dxx;
   T* dd;
   float* parts;
-  i64 tokens, T_, D, tokens_per_block;
+  i64 tokens, T_;  // T_: of a sequence
+  i64 D, tokens_per_block;
 };
 
 template <int THREADS> struct Shared {

@@ -16,7 +16,8 @@ template <typename T> struct Args {
   const float* maa;
   const T* m;
   T* mixed;
-  i64 tokens, T_, D;
+  i64 tokens, T_;  // T_: of a sequence
+  i64 D;
 };
 
 template <typename T, int C> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {

@@ -8,7 +8,7 @@
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
 // shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
 //           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
-// grid      a block for every `tokens_per_block` tokens, one after the other; threads of 8 channels each
+// grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
 // smem      the warps' parts of two sums, of even and odd tokens
 // barriers  one a token: the warps' parts of its sums are in shared memory, where those of two tokens later overwrite
 //           them
@@ -33,7 +33,8 @@ template <typename T> struct Args {
   T* dfirst;
   T* dvalue;
   float* parts;
-  i64 tokens, T_, D, tokens_per_block;
+  i64 tokens, T_;  // T_: of a sequence
+  i64 D, tokens_per_block;
   Dropout drop;
 };
 

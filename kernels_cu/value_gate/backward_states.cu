@@ -44,7 +44,8 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A lane's part of a tile of S or dS, accumulators [16 channels, 8 columns]: channels 8 apart, 2 of every 8 columns.
+// A lane's part of a tile of S or dS, as accumulators [16 channels, 8 columns]: S[n / 2][n % 2][2h + p] is channel
+// g + 8h of the warp's 16, column 8n + 2t + p, with g = lane / 4 and t = lane % 4.
 using StatePart = float[TILE / 16][2][4];
 
 // Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. S is in memory, so that

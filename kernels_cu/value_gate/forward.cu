@@ -138,8 +138,9 @@ __global__ void __launch_bounds__(2 * BV,
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = head / H, h = head % H, b = n / count;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, sequence_head = blockIdx.x / tiles, H = u32(shape.H),
+            count = u32(shape.count);
+  const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
   if (!HAS_OUTPUTS && n % u32(args.segments) >= u32(args.computed)) return;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(2 * BV,
 
   State<BK> S;
   const auto each_state_number = [&](auto f) {
-    each_number<BK>(S, i64(head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
+    each_number<BK>(S, i64(sequence_head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if constexpr (HAS_OUTPUTS) {
@@ -194,10 +195,10 @@ __global__ void __launch_bounds__(2 * BV,
     if (more) fetch(token + BT, stage ^ 1);
 #pragma unroll
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
-      const Share coord(x);
-      if (coord.exists())
+      const Share share(x);
+      if (share.exists())
         make_operands<AfterWrite, PRODUCTS>(
-            s, stage, coord, decays,
+            s, stage, share, decays,
             grows || !HAS_OUTPUTS);  // SegmentState: decays in the order for large gates
     }
     if (more) fetch_next_gates(token + BT);
@@ -304,12 +305,12 @@ __global__ void __launch_bounds__(2 * BV,
       if (inside) args.final[index] = x;
     });
   if (!HAS_OUTPUTS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
-    float* decays = args.channel_decays + i64(head) * 2 * shape.K + args.channel + threadIdx.x;
+    float* decays = args.channel_decays + i64(sequence_head) * 2 * shape.K + args.channel + threadIdx.x;
     decays[0] = channel_total, decays[shape.K] = 0.f;
   }
   if (!HAS_OUTPUTS && args.channel == 0 && (threadIdx.x & 3) == 0) {
     const int column = (threadIdx.x >> 5 << 4) + (threadIdx.x >> 2 & 7);
-    float* decays = args.column_decays + i64(head) * shape.V + v_tile + column;
+    float* decays = args.column_decays + i64(sequence_head) * shape.V + v_tile + column;
     if (column < columns) decays[0] = column_totals[0];
     if (column + 8 < columns) decays[8] = column_totals[1];
   }

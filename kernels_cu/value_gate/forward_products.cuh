@@ -1,7 +1,9 @@
 // what      Products of the value gate's forward kernel: outputs from the state, outputs from the chunk's values, and
 //           the update of the state.
-// shapes    outputs are transposed: [16 columns, 8 tokens] for every sub-chunk; a lane's pairs as in columns.cuh; the
-//           state as in gated/forward_products.cuh
+// shapes    a sub-chunk has BC = 8 tokens, a chunk SUBS of them. With g = lane / 4 and t = lane % 4 a lane has, of a
+//           warp's 16 columns, columns g and g + 8: of outputs, which are transposed, o[n / 2][n % 2][2h + p] is token
+//           8n + 2t + p, column g + 8h; of the state, S[n][2h + p] is channel 8n + 2t + p, column g + 8h; of pairs of
+//           tokens, x[p]: see columns.cuh
 // numerics  sums in float32; the state is rounded to an operand, and so are decayed values. If gates grow, the values
 //           of a sub-chunk of 8 tokens are added one by one
 #include "decays.cuh"
