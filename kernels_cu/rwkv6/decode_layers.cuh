@@ -1,5 +1,8 @@
 // what      A decoding step of one sequence in one launch: what RWKV-6 and RWKV-7 share. The including kernel includes
-//           its version's decode_phases.cuh first.
+//           its version's decode_phases.cuh first. 256 threads compute; of products each of their warps has a share of
+//           K. The *finishing warp* adds the warps' sums of a tile, and stores the results. Other warps copy weights to
+//           a ring of stages (decode_weights.cuh). The *staging area* is the shared memory for the vectors that are
+//           multiplied, as operands of tensor cores. `epoch` is the number of the layer, over all launches
 // math      A layer is a sequence of phases. Most are products W x of weights [rows, K] with vectors: x is LN(x) mixed
 //           with the previous token's, or what an earlier phase has computed. Rows are computed in tiles of ROWS = 16;
 //           a block has some tiles of each phase (s.tiles)

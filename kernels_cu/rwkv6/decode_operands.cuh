@@ -1,5 +1,6 @@
-// what      The vectors of products of decode_layers.cuh: each warp converts the words or floats that it multiplies by
-//           to operands in the staging area, from which its lanes load them.
+// what      The vectors of products of decode_layers.cuh: each warp converts the numbers that it multiplies by to
+//           operands in the staging area, from which its lanes load them. The numbers are floats in shared memory, or
+//           words of other blocks in global memory, which carry the number of the layer they are of, `epoch`
 // smem      the staging area: operands of one or two vectors [TERMS, count], the terms of their numbers
 //           (decode_split.cuh); after them the floats [D] of a norm
 // barriers  __syncwarp only

@@ -1,5 +1,16 @@
-// what      The phases of a decoding step of RWKV-6: which weights each of them multiplies by, and how their rows are
-//           distributed over blocks. rwkv7/decode_phases.cuh has the same for RWKV-7; a kernel includes one of them.
+// what      The phases of a decoding step of RWKV-6, one token of one sequence: which weights each of them multiplies
+//           by, and how their rows are distributed over the blocks of a launch. rwkv7/decode_phases.cuh has the same
+//           for RWKV-7; a kernel includes one of them.
+// math      of a layer, in the order of Phase. xx = LN(x), old: the xx of the previous token, mix(xx) = xx + (old - xx)
+//           maa, with parameters maa of each mix; c: one of w k v r g (decay, key, value, receptance, gate)
+//           MIX_DOWN    low = tanh(maa_down mix(xx))
+//           MIX         mixed_c = xx + (old - xx) (maa_c + up_c low_c)
+//           INPUTS      decay_low = tanh(decay_down mixed_w); k v r g, each a matrix times mixed_c
+//           TIME_MIX    y = group norm of the recurrence's output
+//           OUTPUT      x += output (y silu(g))
+//           FFN_INPUTS  activated = relu(key mix(xx))^2, gate = sigmoid(receptance mix(xx))
+//           FFN_VALUE   x += gate (value activated)
+//           HEAD        logits = head LN(x), after all layers
 // limits    H N = D, a multiple of 8. Outputs of a matrix that is multiplied in tiles are padded to whole tiles of 16.
 //           Arrays are aligned to 16 bytes, for bulk copies and prefetches
 #include "rwkv6/decode_tiles.cuh"
@@ -11,13 +22,13 @@ constexpr bool KEEPS_NORM = false;  // whether a block keeps LN(x) to compute ot
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
-// S is the type of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N channels; A, W:
-// ranks of the five mixes and of the decay; F: channels inside the channel mix; V: tokens of the vocabulary. Weights
-// have [L, matrices, outputs, inputs] numbers, their scales [L, matrices, outputs]; _down and _up are first and second
-// matrices of low rank, the latter [L, matrices, inputs, outputs] of type Up; kvrg: of key, value, receptance and gate.
-// Handed is the type of the words by which blocks hand results to each other; decode_few.cu says what each array has.
+// T is the type of weights, S that of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N
+// channels; A, W: ranks of the five mixes and of the decay; F: channels inside the channel mix; V: tokens of the
+// vocabulary. Weights have [L, matrices, outputs, inputs] numbers, their scales [L, matrices, outputs]; _down and _up
+// are first and second matrices of low rank, the latter [L, matrices, inputs, outputs]; kvrg: of key, value, receptance
+// and gate.
 template <typename T, typename S> struct Args {
-  typedef typename MultipliedAs<T>::Type Up;
+  typedef typename MultipliedAs<T>::Type Up;  // the type of second matrices: that in which T is multiplied
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
   // int8: a scale for each row; otherwise null.
   const float *maa_down_scales, *decay_down_scales, *kvrg_scales, *output_scales, *ffn_key_scales,
@@ -27,7 +38,16 @@ template <typename T, typename S> struct Args {
   float *att_shift, *ffn_shift;
   S* wkv;
   const i64* slots;  // which of the pool's P states is the sequence's; null: the first
-  Handed<T>*xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate;
+  // Results that blocks hand to each other, in words: numbers that carry the layer they are of.
+  // [6, D]: LN(x) of the time mix, of the channel mix; x after each; x after the last layer, in words of 8 bytes.
+  Handed<T>* xx;
+  Handed<T>* low;        // [5 A]
+  Handed<T>* mixed;      // [5, D]
+  Handed<T>* kvrg_out;   // [4, D], silu of the gate
+  Handed<T>* decay_low;  // [W]
+  Handed<T>* y;          // [D]
+  Handed<T>* activated;  // [F]
+  Handed<T>* gate;       // [D]
   float *x, *logits;
   u32* arrived;  // of each block: how many layers it has computed, over all launches
   i64 L, P, D, H, N, A, W, F, V;
@@ -39,9 +59,11 @@ template <typename T, typename S> struct Args {
   u32* brought;    // one number: how many blocks it is of; 0 before a launch
 };
 
-// The block's share of a phase's tiles. All blocks have about as many tiles of a layer. If there are fewer heads than
-// half of the blocks, those that compute a head's time mix have no tiles of the gate. The tiles of MIX_DOWN start at
-// block `blocks - blocks / 3`: from there on, blocks have no unit of the phase MIX if there are at most so many units.
+// The block's share of a phase's tiles: share_to_first gives all blocks as many, but for one more to the first ones,
+// share_to_last to the last ones; a.then(b.from(n)) has the tiles a, and then b, whose matrix follows n tiles of
+// another one. All blocks have about as many tiles of a layer. If there are fewer heads than half of the blocks, those
+// that compute a head's time mix have no tiles of the gate. The tiles of MIX_DOWN start at block `blocks - blocks / 3`:
+// from there on, blocks have no unit of the phase MIX if there are at most so many units.
 template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
@@ -109,8 +131,8 @@ __device__ __forceinline__ Norm norm_of(const Args<T, S>& args, i64 layer, int p
   return norm;
 }
 
-// Starts copying to L2 what the block reads in a phase beside its tiles, and in block 0 what all blocks read. For one
-// warp.
+// Starts to copy to L2 what the block reads in a phase beside its tiles, and in block 0 also what all blocks read; for
+// one warp.
 template <typename T, typename S>
 __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 layer, int phase) {
   const int lane = threadIdx.x & 31, row_bytes = int(args.D * 4);

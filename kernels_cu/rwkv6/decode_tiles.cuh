@@ -1,8 +1,10 @@
-// what      What a decoding step in one launch is made of: tiles of rows of a product, a block's share of them, words.
+// what      What a decoding step in one launch is made of: tiles of 16 rows of a product's weights [rows, K], a block's
+//           share of them, and the words by which blocks exchange results. WARPS = 8 warps compute: each multiplies
+//           its own columns of every tile. Weights come in stages: STAGE columns of a tile at a time
 #include "rwkv6/time_mix.cuh"
 
-constexpr int ROWS = 16;
-constexpr int STEPS = 2;                         // of a stage, along K
+constexpr int ROWS = 16;                         // of a tile
+constexpr int STEPS = 2;                         // products of a warp along K in a stage
 constexpr int PIECE = STEPS * THREADS / 8 * 16;  // bytes of a row in a stage
 
 // The type of the words by which blocks exchange results, for weights of type T.
@@ -23,7 +25,7 @@ struct Tiles {
   __device__ __forceinline__ int operator[](int n) const {
     return n < stop - first ? first + n : n - stop + first + later;
   }
-  // The same tiles of a matrix whose first tile has number `begin`; and these tiles, then `more`.
+  // from: these tiles of a matrix whose first tile has number `begin`; then: these tiles, and later `more`.
   __device__ __forceinline__ Tiles from(int begin) const { return {first + begin, stop + begin, 0, 0}; }
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
@@ -50,14 +52,15 @@ template <typename T> struct PlaceOfTile {
   i64 tile;
 };
 
-// A lane's weights: EACH neighbours, 16 bytes of a row, at a time. Four lanes have a warp's STEP columns of a row.
+// A lane's columns of weights: EACH neighbours, 16 bytes of a row, in a step. Four lanes have a warp's STEP columns of
+// a row; STRIDE: columns of all warps. start: a thread's first column.
 template <typename T> struct Lane {
   static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, STAGE = STEPS * STRIDE;
 
   static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
 };
 
-// Where the parameters of a norm and its mix are, and the previous token's LN(x).
+// Where the parameters of a norm and its mix are (ln: weight [D], then bias [D]), and the previous token's LN(x).
 struct Norm {
   const float *ln, *maa, *shift;
 };

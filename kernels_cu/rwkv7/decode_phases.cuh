@@ -1,18 +1,33 @@
-// what      The phases of a decoding step of RWKV-7: which weights each of them multiplies by, and how their rows are
-//           distributed over blocks.
+// what      The phases of a decoding step of RWKV-7, one token of one sequence: which weights each of them multiplies
+//           by, and how their rows are distributed over the blocks of a launch. rwkv6/decode_phases.cuh has the same
+//           for RWKV-6; a kernel includes one of them.
+// math      of a layer, in the order of Phase. xx = LN(x), old: the xx of the previous token, mix(xx) = xx + (old - xx)
+//           maa, with parameters maa of each of six mixes
+//           INPUTS      low: first products of the openings, tanh of the decay's, sigmoid of the gate's; v k r: a
+//                       matrix times a mix each
+//           TIME_MIX    openings from low: decay, rate, gate and share, by second matrices of low rank; y = (group norm
+//                       of the recurrence's output + bonus) gate
+//           OUTPUT      x += output y
+//           FFN_INPUTS  activated = relu(key mix(xx))^2
+//           FFN_VALUE   x += value activated
+//           HEAD        logits = head LN(x), after all layers
+// limits    H N = D, a multiple of 8. Outputs of a matrix that is multiplied in tiles are padded to whole tiles of 16
 #include "rwkv6/decode_tiles.cuh"
 
-constexpr int VECTORS = 1;         // mixes of a norm whose operands a block has at once
-constexpr bool KEEPS_NORM = true;  // whether it computes mixes later, too
+constexpr int VECTORS = 1;         // how many mixes of a norm a block computes at once
+constexpr bool KEEPS_NORM = true;  // whether a block keeps LN(x) to compute other mixes of it later
 
 enum Phase : int { INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
-enum Opening : int { DECAY, RATE, GATE, SHARE, OPENINGS };  // by products of low rank; the value has the share's mix
-constexpr int MIXES = 6;
+// Functions of the data by products of low rank: the decay, the learning rate, the gate, and the share of the first
+// layer's value in v.
+enum Opening : int { DECAY, RATE, GATE, SHARE, OPENINGS };
+constexpr int MIXES = 6;  // of the four openings, of which the share's is also the value's; of key and receptance
 
 // S is the type of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N channels; W, A, G,
 // Q: ranks of the openings DECAY, RATE, GATE and SHARE; F: channels inside the channel mix; V: tokens of the
-// vocabulary. Weights have [L, n, rows, K] numbers, their scales [L, n, rows]; down and up are first and second
-// matrices of low rank; vkr: of value, key and receptance. Words (Handed) are results that blocks hand to each other.
+// vocabulary. Weights have [L, matrices, outputs, inputs] numbers, their scales [L, matrices, outputs]; down and up are
+// first and second matrices of low rank, the latter [L, OPENINGS, inputs, outputs], all padded to the largest rank;
+// vkr: of value, key and receptance.
 template <typename T, typename S> struct Args {
   typedef typename MultipliedAs<T>::Type Up;
   const T *down, *vkr, *output, *ffn_key, *ffn_value, *head;
@@ -22,12 +37,19 @@ template <typename T, typename S> struct Args {
   const float *ln1, *ln2, *ln_x, *ln_out, *mix, *ffn_mix, *bases, *removal, *replacement, *bonus;
   float *att_shift, *ffn_shift;
   S* wkv;
-  const i64* slots;  // the sequence's row of the states; null: 0
-  Handed<T>*xx, *low, *vkr_out, *y, *activated;
-  float *first_v, *x, *logits;
-  u32* arrived;
+  const i64* slots;  // which of the pool's P states is the sequence's; null: the first
+  // Results that blocks hand to each other, in words: numbers that carry the layer they are of.
+  // [6, D]: LN(x) of the time mix, of the channel mix; x after each; x after the last layer, in words of 8 bytes.
+  Handed<T>* xx;
+  Handed<T>* low;        // [OPENINGS, the largest rank padded to whole tiles]
+  Handed<T>* vkr_out;    // [3, D]
+  Handed<T>* y;          // [D]
+  Handed<T>* activated;  // [F]
+  float* first_v;        // [D]: the first layer's v
+  float *x, *logits;
+  u32* arrived;  // of each block: how many layers it has computed, over all launches
   i64 L, P, D, H, N, W, A, G, Q, F, V;
-  i64 staged;       // numbers of an input in the staging area at a time
+  i64 staged;       // how many numbers of a product's vector the staging area holds at a time
   i64 first, last;  // phases [first, last) are computed; layer * PHASES + phase is a phase's number, L * PHASES HEAD's
   double eps, group_eps;
   i64* tokens;     // the likeliest token, the lowest of equal ones; null: not wanted
@@ -45,7 +67,8 @@ __device__ __forceinline__ bool is_normed(int phase) { return phase == INPUTS ||
 // Whether the phase multiplies by weights.
 __device__ __forceinline__ bool multiplies(int phase) { return phase != TIME_MIX; }
 
-// A tile of the inputs: its mix; its matrix, the openings' before those of value, key and receptance; its place there.
+// A tile of INPUTS: the number of its mix; that of its matrix, the openings' before those of value, key and receptance;
+// its number among the matrix's tiles.
 struct InputTile {
   int mix, matrix, tile;
 };
@@ -63,9 +86,11 @@ template <typename T, typename S> __device__ __forceinline__ int input_of(const 
   return phase == INPUTS ? input_tile_of(args, tile).mix : 0;
 }
 
-// The block's share of a phase's tiles. All blocks have about as many tiles of a layer. Blocks with a head compute what
-// opens while others compute the last of v, k and r: so tiles of low rank are a block's first ones, on blocks without a
-// head. Blocks that have either have about two tiles of v, k and r fewer.
+// The block's share of a phase's tiles: share_to_first gives all blocks as many, but for one more to the first ones,
+// share_to_last to the last ones; a.then(b.from(n)) has the tiles a, and then b, whose matrix follows n tiles of
+// another one. All blocks have about as many tiles of a layer. A block that has a head computes its openings while
+// other blocks compute the last tiles of v, k and r: so tiles of low rank are the first ones of blocks without a head.
+// The few blocks with a head or with tiles of low rank have about two tiles of v, k and r fewer than others.
 template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
@@ -92,7 +117,7 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
   return {};
 }
 
-// The place of a tile of a phase that the other version does not share.
+// The place of a tile of INPUTS or FFN_INPUTS, the phases with weights that RWKV-6 has otherwise.
 template <typename T, typename S>
 __device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
   if (phase == FFN_INPUTS) return {{args.ffn_key, args.ffn_key_scales}, layer * tiles_of(args.F) + tile};
