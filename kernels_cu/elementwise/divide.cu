@@ -14,7 +14,7 @@
 template <typename T> struct Args {
   Rows<const Real<T>> yz;
   Rows<T> o;
-  i64 B, H, T_, V;
+  i64 B, H, T_, V;  // T_: tokens of a row of the batch
 };
 
 template <typename T> __global__ void __launch_bounds__(128) elementwise_divide(const Args<T> args) {

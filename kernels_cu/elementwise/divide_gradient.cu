@@ -17,7 +17,7 @@ template <typename T> struct Args {
   Rows<const Real<T>> yz;
   Rows<const T> do_;
   Rows<Real<T>> dyz;
-  i64 B, H, T_, V, columns;
+  i64 B, H, T_, V, columns;  // T_: tokens of a row of the batch
 };
 
 template <typename T> __global__ void __launch_bounds__(128) elementwise_divide_gradient(const Args<T> args) {

@@ -16,7 +16,7 @@ template <typename T, typename Y> struct Args {
   Rows<const T> x;
   Rows<const Y> dy;
   Rows<T> dx;
-  i64 B, H, T_, C;
+  i64 B, H, T_, C;  // T_: tokens of a row of the batch
 };
 
 template <class Phi, typename T, typename Y>

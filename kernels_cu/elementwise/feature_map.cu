@@ -15,9 +15,9 @@
 template <typename T, typename Y> struct Args {
   Rows<const T> x;
   Rows<Y> y;
-  i64 B, H, T_, C;
-  i64 step;     // the stride of x's channels: 1, or 0 if x has one number for all channels of a row
-  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
+  i64 B, H, T_, C;  // T_: tokens of a row of the batch
+  i64 step;         // the stride of x's channels: 1, or 0 if x has one number for all channels of a row
+  i64 vectors;      // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
 // Maps N neighbouring channels of a row, those of this thread.

@@ -15,7 +15,7 @@
 template <typename T> struct Args {
   Rows<const Real<T>> dg_channels;
   Rows<T> dg;
-  i64 B, H, T_, C;
+  i64 B, H, T_, C;  // T_: tokens of a row of the batch
 };
 
 template <typename T> __global__ void __launch_bounds__(128) elementwise_gate_gradient(const Args<T> args) {
