@@ -150,13 +150,15 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, 
 // For each border after TOKENS tokens (16, or 8 of 16), decays the terms of the rows after it, or, OF_COLUMNS, of the
 // columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. S: a struct
 // derived from BlockSums with the `terms` [BT, TILE] of all kinds, and with `decayed`: the rows and columns decayed to
-// their border, rounded, and the rounding errors.
+// their border, rounded, and the rounding errors. A lane has of d[kind], a product [16 tokens, 16 channels]:
+// d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   using Number = typename S::Number;
   constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own_start = OF_COLUMNS ? 0 : TOKENS, other_start = TOKENS - own_start;
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
-  const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
+  // Token n of the 16 that are before a border; that of the other side is TOKENS later.
+  const auto token_before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };
   float d[OWN][2][4];
   // Calls f(two sums, the kind's terms, token, channel, 0 or 1: rows 0 to 7 or 8 to 15 of d) for all sums of this lane.
   const auto each_pair_of_channels = [&](auto f) {
@@ -166,8 +168,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
       for (int across = 0; across < 2; ++across)
 #pragma unroll
         for (int down = 0; down < 2; ++down)
-          f(d[n][across] + 2 * down, s.terms[FIRST + n], before(g + 8 * down) + own_start, channel + 8 * across + 2 * t,
-            down);
+          f(d[n][across] + 2 * down, s.terms[FIRST + n], token_before(g + 8 * down) + own_start,
+            channel + 8 * across + 2 * t, down);
   };
   each_pair_of_channels([&](float* to, const float* terms, int i, int c, int down) {
     const auto block_decay = [&](int n) { return pair_at(&s.block_decays[n][c]); };
@@ -183,7 +185,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const auto at = [&](int i) {
-          return place<TILE>(s.decayed[m][0], before(2 * t + part % 2 * 8) + i + other_start,
+          return place<TILE>(s.decayed[m][0], token_before(2 * t + part % 2 * 8) + i + other_start,
                              channel + g + part / 2 * 8)
               ->x;
         };
@@ -192,8 +194,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
     } else {
 #pragma unroll
       for (int number = 0; number < 2; ++number)
-        ldmatrix_x4_trans(
-            b[number], place<TILE>(s.decayed[m][number], before(lane & 15) + other_start, channel + (lane >> 4) * 8));
+        ldmatrix_x4_trans(b[number], place<TILE>(s.decayed[m][number], token_before(lane & 15) + other_start,
+                                                 channel + (lane >> 4) * 8));
     }
 #pragma unroll
     for (int n = 0; n < OWN; ++n)

@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, 
 
 // ---- lengths --------------------------------------------------------------------------------------------------------
 
-// The largest power of 2 that the root of a sum of squares is not below; 1 for 0.
+// The largest power of 2 that is not above the root of `squares`; 1 if that is 0.
 __device__ __forceinline__ float power_below(float squares) {
   if (squares == 0.f) return 1.f;
   const int exponent = int(floorf(0.5f * log2_approx(squares)));
@@ -108,20 +108,20 @@ template <int HALF> __device__ __forceinline__ float sum_each(const float* x) {
   else return sum_each<HALF / 2>(half);
 }
 
-// COUNT sums over a block's channels, that is, over its LANES lanes. A lane holds EACH of them: those with numbers
-// lane, lane + LANES, and so on.
+// COUNT sums over a block's channels, that is, over its LANES lanes, each of which gives its terms of all sums. A lane
+// then holds LANE_SUMS of them: those with numbers lane, lane + LANES, and so on.
 template <int BK, int COUNT> struct SumsOfLanes {
-  static constexpr int LANES = BlockTask<BK>::LANES, EACH = (COUNT + LANES - 1) / LANES;
-  float x[EACH];
+  static constexpr int LANES = BlockTask<BK>::LANES, LANE_SUMS = (COUNT + LANES - 1) / LANES;
+  float x[LANE_SUMS];
 
-  __device__ __forceinline__ SumsOfLanes(const float (&sums)[EACH * LANES]) {
+  __device__ __forceinline__ SumsOfLanes(const float (&terms)[LANE_SUMS * LANES]) {
 #pragma unroll
-    for (int n = 0; n < EACH; ++n) x[n] = sum_each<LANES / 2>(sums + n * LANES);
+    for (int n = 0; n < LANE_SUMS; ++n) x[n] = sum_each<LANES / 2>(terms + n * LANES);
   }
   // Calls f(number of a sum, the sum) for the lane's sums.
   template <class F> __device__ __forceinline__ void each(F f) const {
 #pragma unroll
-    for (int n = 0; n < EACH; ++n) f(n * LANES + BlockTask<BK>().lane, x[n]);
+    for (int n = 0; n < LANE_SUMS; ++n) f(n * LANES + BlockTask<BK>().lane, x[n]);
   }
 };
 
@@ -149,13 +149,13 @@ __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][
   before = after = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
-    const float* other =
-        block_decays[(task.block >> level ^ 1) << level] + task.c;  // the half on the border's other side
-    float4 all = unpack_four(other);
+    // The decay over the blocks on the border's other side.
+    const float* first_block = block_decays[(task.block >> level ^ 1) << level] + task.c;
+    float4 other_side = unpack_four(first_block);
 #pragma unroll
-    for (int n = 1; n < 1 << level; ++n) all = times(all, unpack_four(other + n * BK));
-    if (task.block >> level & 1) rows(level, before), before = times(before, all);
-    else columns(level, after), after = times(after, all);
+    for (int n = 1; n < 1 << level; ++n) other_side = times(other_side, unpack_four(first_block + n * BK));
+    if (task.block >> level & 1) rows(level, before), before = times(before, other_side);
+    else columns(level, after), after = times(after, other_side);
   }
 }
 
@@ -187,9 +187,10 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
   }
 }
 
-// Calls f(i, j, scores of the first kind of rows, scores of the second kind) for the scores of token i with tokens j
-// and j + 1 that are computed by way of borders. task: 0 to 7, products [16 rows, 8 columns]: of levels 0 and 1 two
-// each, of level 2 four.
+// Calls f(i, j, scores of the first kind of rows, scores of the second kind) for this lane's scores of token i with
+// tokens j and j + 1 that are computed by way of borders. task: 0 to 7, products of 8 tokens of two kinds of rows with
+// 8 columns: of levels 0 and 1 two each, of level 2 four. Of d a lane has row lane / 4 of each kind, and columns 2
+// (lane % 4) and the next.
 template <int BK, typename X, class F>
 __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], const X (&columns)[LEVELS][BT / 2 * BK],
                                               int task, F f) {

@@ -76,7 +76,7 @@ template <int BK, typename T, typename G>
 __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g, float4 (&decays)[BLOCK],
                                                            float4 (&keys)[BLOCK]) {
   const BlockTask<BK> task;
-  float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
+  float sums[SumsOfLanes<BK, SUMS>::LANE_SUMS * task.LANES] = {};
   float4 decayed[BLOCK];  // keys of the block, decayed to token i
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {

@@ -85,7 +85,7 @@ constexpr int SQUARES = 2 * PAIRS_OF_BOTH, SUMS = SQUARES + 4 * BLOCK;
 template <typename T, typename G, int BK>
 __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s, float4 (&decays)[BLOCK]) {
   const BlockTask<BK> task;
-  float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
+  float sums[SumsOfLanes<BK, SUMS>::LANE_SUMS * task.LANES] = {};
   float4 columns[2][BLOCK];  // k and b of the block, decayed to token i
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {

@@ -36,7 +36,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   static constexpr int DEPTH = SWIZZLED / sizeof(T),
                        BOX = SWIZZLED / sizeof(X);  // of K: in a box of weights, of vectors
   static constexpr int STEP = SHARES * DEPTH;
-  static constexpr int MORE = SHARES - 1;  // with two shares, one stage of weights less, and more of vectors
+  static constexpr int MORE = SHARES - 1;  // 1 if there are two shares: one stage of weights less, and more of vectors
   // As many stages as fit. DEEP: one block has nearly all of a multiprocessor's shared memory; otherwise two share it.
   static constexpr int STAGES = (DEEP ? 11 : COLUMNS == 64 ? 5 : 6) - MORE;
   static constexpr int X_STAGES = ((DEEP ? 8 : 4) + 4 * MORE) * BOX / STEP;
@@ -113,7 +113,8 @@ template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][
   }
 }
 
-// Computes a warpgroup's 64 rows of the block's part of y, with columns for each term of each vector.
+// Computes a warpgroup's 64 rows of the block's part of y, with columns for each term of each vector: of a warp's 16
+// rows a lane has lane / 4 and 8 later, sums[4n + 2h + p] is row lane / 4 + 8h, column 8n + 2 (lane % 4) + p.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
   typedef typename S::X X;

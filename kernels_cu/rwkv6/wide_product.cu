@@ -97,7 +97,8 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
   }
 }
 
-// Computes the products of a warpgroup's 64 vectors with the block's rows.
+// Computes the products of a warpgroup's 64 vectors with the block's rows: of a warp's 16 vectors a lane has lane / 4
+// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
   const int lane = threadIdx.x & 31, first_vector = threadIdx.x / 128 * 64;
