@@ -10,7 +10,9 @@
 //           Keys are stored as k' = k / p, queries as q' = q / r, p and r powers of 2. Primed matrices are those of
 //           primed tokens: with N' = (I + diag(beta p^2) M')^-1,   B = diag(r) A' N' diag(p beta), Z = diag(beta p)
 //           N'^T ke', M N = diag(p) M' N' diag(p)
-// shapes    q k [B, H, T, K], g [B, HV, T, K], beta [B, HV, T]; prepared [B, HV, NC]
+// shapes    q k [B, H, T, K], g [B, HV, T, K], beta [B, HV, T]; prepared [B, HV, NC], NC the chunks of a batch row. A
+//           thread decays 4 channels of a block of 4 tokens (BlockTask). Of 8 x 8 numbers of a product a lane has row
+//           lane / 4, columns 2 (lane % 4) and the next
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  six: inputs have arrived | decays of blocks | decayed tokens | M' and A' | N' and qd | B. Each: these are
@@ -36,6 +38,8 @@ template <typename T, typename G> struct Args {
 enum Kind { OF_K, OF_Q };
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
+  // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
+  // 16 bits the sum of two numbers. In a union each member overwrites the one above, which has been read by then.
   union {
     T k[BT * BK];
     T E[BT * BK];
@@ -64,7 +68,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     Matrix<Operand<T, f16>> N_transposed;  // of N'
   };
   float M[BT][LD];
-  Lengths lengths[2];
+  Lengths lengths[2];          // of keys and of queries: p, r are their `power`, and k' = factor k
   float beta[BT], weight[BT];  // weight: -beta p^2
 };
 

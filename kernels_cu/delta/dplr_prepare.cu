@@ -11,7 +11,9 @@
 //           with P = diag(p_a p_b), N' = (I - P Aab')^-1 and L' = N' P Aak':   H = diag(p_q) Aqb' N' diag(p_b),
 //           B = diag(p_q) (Aqk' + Aqb' L') diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'),
 //           N = diag(1 / p_b) N' diag(p_b), L = diag(1 / p_b) L' diag(p_k)
-// shapes    q k a b g [B, H, T, K], prepared [B, H, NC]
+// shapes    q k a b g [B, H, T, K], prepared [B, H, NC], NC the chunks of a batch row. A thread decays 4 channels of a
+//           block of 4 tokens (BlockTask). Of 8 x 8 numbers of a product a lane has row lane / 4, columns 2 (lane % 4)
+//           and the next
 // grid      a block for every (batch, head, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices. In the code q and a are "rows", k and b "columns", after their
 //           place in Axy
@@ -37,6 +39,8 @@ template <typename T, typename G> struct Args {
 enum Kind { OF_Q, OF_A, WITH_K, WITH_B };  // rows of scores, and columns
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
+  // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
+  // 16 bits the sum of two numbers. In a union each member overwrites the one above, which has been read by then.
   union {
     T q[BT * BK];
     T E[BT * BK];
@@ -74,7 +78,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
       Matrix<T> B, H;
     };
   };
-  Lengths lengths[4];
+  Lengths lengths[4];      // of q, a, k, b (Kind): p_x is `power`, and x' = factor x
   float weight[BT];        // p_a p_b
   float matrix_powers[2];  // of L' and of N': the largest power of 4 that the matrix's largest number is not below
 };
