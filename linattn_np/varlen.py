@@ -28,6 +28,11 @@ class Spans:
     def lengths(self) -> np.ndarray:  # [N]
         return np.diff(self.bounds)
 
+    @cached_property
+    def longest(self) -> int:
+        """The tokens of the longest sequence."""
+        return int(self.lengths.max(initial=0))
+
     def __iter__(self):
         """(start, stop) of each sequence as Python ints."""
         bounds = self.bounds.tolist()

@@ -209,7 +209,7 @@ def forward(D, schedule=gated_kernels.SINGLE_PASS, dtype=BFLOAT16):
 )
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     summary = forward(128, gated_kernels.SEGMENT_STATE)
-    assert segments.segments_that_fill(heads, longest, segments.resident_blocks(summary, H200)) == P
+    assert segments.segments_that_fill(heads, longest, summary.resident_blocks(H200)) == P
     assert segments.parts_per_segment(summary, heads, 128, P, longest, final, H200) == R
 
 
@@ -279,7 +279,7 @@ def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     sizes = H200.multiprocessors, 128, 128
     P = segments.backward_segments(blocks, T, *sizes)
-    assert segments.short_segment(P, blocks, T, *sizes, gated_kernels.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+    assert segments.short_segment(P, blocks, T, *sizes) == length
 
 
 @pytest.mark.parametrize(
@@ -333,8 +333,8 @@ def test_no_columns_are_split_where_that_halves_the_producers(D, dtype, gate, sp
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():
     narrow, wide = (forward(D) for D in gated_kernels.TILES)
     finer = forward(64, dtype=HALF)
-    assert segments.resident_blocks(narrow, H200) == 2 * segments.resident_blocks(wide, H200) == 264
-    assert segments.resident_blocks(finer, H200) == 264
+    assert narrow.resident_blocks(H200) == 2 * wide.resident_blocks(H200) == 264
+    assert finer.resident_blocks(H200) == 264
 
 
 def test_a_cut_asks_the_device():
@@ -344,7 +344,7 @@ def test_a_cut_asks_the_device():
         multiprocessors, shared_per_multiprocessor = 66, 164 * 1024
 
     kernel = forward(64)
-    assert segments.resident_blocks(kernel, H200) == 264 and segments.resident_blocks(kernel, Small(90)) == 66
+    assert kernel.resident_blocks(H200) == 264 and kernel.resident_blocks(Small(90)) == 66
     kernels = forward(128), forward(128, gated_kernels.CLUSTER_SPLIT_V)
     on_h200, on_small = (segments.split_columns(64, 128, 2048, card, *kernels) for card in (H200, Small(90)))
     assert on_h200 and not on_small

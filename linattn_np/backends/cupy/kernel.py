@@ -39,6 +39,7 @@ def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 
 
+RESERVED = 1024  # bytes of shared memory that the driver reserves for every block
 SHARED_MEMORY = "shared_memory.json"  # in kernels_cu: what `struct_sizes` reads; tests/shared_memory.py writes it
 
 
@@ -111,6 +112,11 @@ class Kernel:
     def resident(self) -> int:
         """Blocks whose registers fit on one multiprocessor at a time."""
         return 1
+
+    def resident_blocks(self, device) -> int:
+        """The blocks that the card holds at the same time."""
+        fitting = device.shared_per_multiprocessor // (self.shared_bytes + RESERVED)
+        return device.multiprocessors * max(1, min(self.resident, fitting))
 
     @property
     def names(self) -> set[str]:

@@ -70,7 +70,6 @@ from .plan import (
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 
 # -- constants ---------------------------------------------------------------------------------------------------------
-RESERVED = 1024  # bytes of shared memory that the driver reserves for every block
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
 MOST_PARTS = 16  # the most parts of a segment that is summarised
 COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal; the fewest segments are then taken
@@ -111,12 +110,6 @@ PORTABLE_TF32 = 1.7  # the portable kernels take so many times as long if they m
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
-def resident_blocks(kernel, device) -> int:
-    """How many of a kernel's blocks the card holds at the same time."""
-    fitting = device.shared_per_multiprocessor // (kernel.shared_bytes + RESERVED)
-    return device.multiprocessors * max(1, min(kernel.resident, fitting))
-
-
 def segments_that_fill(blocks, longest, capacity, spared=0) -> int:
     """The most segments of a sequence for which `blocks` blocks of the uncut problem become at most `capacity` blocks;
     1 if that would spare a block less than `spared` tokens."""
@@ -131,7 +124,7 @@ def widest_that_fills(kernels, blocks, device):
     kernels : by rising width of their blocks
     blocks : a function of a kernel, the number of its blocks
     """
-    return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
+    return next((each for each in reversed(kernels) if blocks(each) >= each.resident_blocks(device)), kernels[0])
 
 
 def tf32_products(problem) -> int:
@@ -145,11 +138,6 @@ def tf32_products(problem) -> int:
 SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"
 TILED = "tiles of the state"  # Hopper's own backward kernels, for one tile of 128 channels and columns after the other
 COPIED = "wider copies"  # the same call on copies of its arrays, whose rows are padded to multiples of 16 bytes
-
-
-def longest_sequence(problem) -> int:
-    """Tokens of the longest sequence."""
-    return int(problem.spans.lengths.max(initial=0))
 
 
 def gate_dtype(problem):
@@ -223,11 +211,6 @@ class ForwardCut:
         return mappable if getattr(self.kernel, "schedule", None) == CLUSTER_SPLIT_K else mappable_either_way
 
     @property
-    def gives_starts(self) -> bool:
-        """Whether this pass computes the states at the starts of the pullback's segments."""
-        return self.same_as_pullback or self.mark_every > 0
-
-    @property
     def tiles(self) -> dict:
         """The sizes that `explain` shows."""
         return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
@@ -236,7 +219,7 @@ class ForwardCut:
 def cut_into(problem, device, way, kernel, summary, P, first_tokens=0, backward=NO_PULLBACK) -> ForwardCut:
     """The cut into P equal segments; or, if `first_tokens` is not 0, into two, of which the first has so many tokens.
     `backward`: the segments of the pullback that follows."""
-    (N, H, V), longest, unequal = problem.shape("N H V"), longest_sequence(problem), first_tokens > 0
+    (N, H, V), longest, unequal = problem.shape("N H V"), problem.spans.longest, first_tokens > 0
     spans = problem.spans.split_at(first_tokens) if unequal else problem.spans.segments(P, summary.CHUNK)
     without_last, with_last = (
         1 if way == SMALL else parts_per_segment(summary, N * H, V, P, longest, last, device) for last in (False, True)
@@ -253,7 +236,7 @@ def chunks_between_marks(problem, P, backward_segments) -> int:
     """`ForwardCut.mark_every`: the chunks of a segment of the pullback, if these are a power of 2, each of the forward
     pass's P segments consists of several whole ones of them, all sequences have the same length, and no segment is
     empty; else 0."""
-    shortest, longest, chunk = int(problem.spans.lengths.min()), longest_sequence(problem), GatedForwardSm90.CHUNK
+    shortest, longest, chunk = int(problem.spans.lengths.min()), problem.spans.longest, GatedForwardSm90.CHUNK
     chunks, forward_chunks = (ceil_div(longest, count * chunk) for count in (backward_segments, P))
     same_ends = P == 1 or forward_chunks * P == chunks * backward_segments
     nested = backward_segments > P and backward_segments % P == 0 and same_ends
@@ -285,8 +268,8 @@ def forward_cut(problem, device) -> ForwardCut:
 
 def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
     """The cut into as many segments as fill the card, if that spares each block at least `spared` tokens."""
-    (N, H, V), longest = problem.shape("N H V"), longest_sequence(problem)
-    P = segments_that_fill(N * H * kernel.grid(V), longest, resident_blocks(kernel, device), spared)
+    (N, H, V), longest = problem.shape("N H V"), problem.spans.longest
+    P = segments_that_fill(N * H * kernel.grid(V), longest, kernel.resident_blocks(device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
 
 
@@ -299,8 +282,8 @@ def small_forward_cut(problem, device):
 
 def segments_of_small_heads(kernel, problem, device) -> int:
     """Segments of a sequence for `kernel`, a block of which computes several heads."""
-    (N, H), longest = problem.shape("N H"), longest_sequence(problem)
-    capacity = resident_blocks(kernel, device) * kernel.heads
+    (N, H), longest = problem.shape("N H"), problem.spans.longest
+    capacity = kernel.resident_blocks(device) * kernel.heads
     P = max(1, min(capacity // max(N * H, 1), longest // kernel.SEGMENT))
     return P if longest * (P - 1) >= SMALL_SPARED * P else 1
 
@@ -327,7 +310,7 @@ def hopper_forward_kernel(problem, schedule, gate, columns):
 def hoppers_forward_cut(problem, device, backward):
     """The cut for Hopper's own kernel. If cutting is faster and a pullback follows, the segments are those of the
     pullback, which then reuses the states at their starts."""
-    (N, H, K, V), longest, gate = problem.shape("N H K V"), longest_sequence(problem), gate_dtype(problem)
+    (N, H, K, V), longest, gate = problem.shape("N H K V"), problem.spans.longest, gate_dtype(problem)
     narrow = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # for bfloat16 clusters are faster
     columns = TILES[0] if narrow else V
     schedules = SINGLE_PASS, CLUSTER_SPLIT_V
@@ -336,7 +319,7 @@ def hoppers_forward_cut(problem, device, backward):
         kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
         kernel = cluster if split_columns(N * H, V, longest, device, single, cluster) else single
-    blocks, capacity = N * H * kernel.grid(V), resident_blocks(kernel, device)
+    blocks, capacity = N * H * kernel.grid(V), kernel.resident_blocks(device)
     summary = hopper_forward_kernel(problem, SEGMENT_STATE, gate, V)
     P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
     if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
@@ -351,12 +334,12 @@ def short_first_segment_of(problem, device, kernel, backward=NO_PULLBACK) -> int
     if problem.varlen or backward.count > 1 and not backward.short:
         return 0
     N, H, T, V = problem.shape("N H T V")
-    return short_first_segment(N * H * kernel.grid(V), T, resident_blocks(kernel, device))
+    return short_first_segment(N * H * kernel.grid(V), T, kernel.resident_blocks(device))
 
 
 def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
     """The number of segments of a sequence with the least `forward_cost`. `widest`: the larger of K and V."""
-    most = min(resident_blocks(kernel, device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
+    most = min(kernel.resident_blocks(device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
     counts = range(1, max(1, most) + 1)
     return min(counts, key=lambda P: forward_cost(P, heads, blocks, longest, widest, device.multiprocessors))
 
@@ -400,7 +383,7 @@ def cut_in_two(blocks, T, capacity, multiple, start, summary) -> tuple[float, in
 def parts_per_segment(summary, heads, V, P, longest, with_last, device) -> int:
     """How many parts each of P segments is cut into for the pass that summarises them: the number with the least cost.
     `with_last`: whether each sequence's last segment is summarised, too."""
-    blocks, at_once = heads * ceil_div(V, summary.BV) * (P if with_last else P - 1), resident_blocks(summary, device)
+    blocks, at_once = heads * ceil_div(V, summary.BV) * (P if with_last else P - 1), summary.resident_blocks(device)
 
     def cost(R):
         return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
@@ -415,7 +398,7 @@ def split_columns(heads, V, longest, device, single, cluster) -> bool:
     Clusters are faster if the card holds all of them, and if sequences need no cut, or are long and cut in two where
     `single` would have at most four segments. They are not faster if their blocks have fewer producer warps.
     """
-    blocks, capacity = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
+    blocks, capacity = heads * cluster.grid(V), device.multiprocessors
     P = segments_that_fill(blocks, longest, capacity, SPARED) if V > PANEL and blocks <= capacity else 0
     fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, capacity) <= 2 * P
     return fits and cluster.producer_groups >= single.producer_groups
@@ -461,15 +444,16 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
     """
     backward, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
     if backward.count:
-        unsaved = backward.count > 1 and saved == () and not summarised
-        forward = hoppers_forward_cut(problem, device, backward) if unsaved else None
-        if forward is not None and not forward.gives_starts:
-            forward = None
+        forward = None  # the pass that computes the states at the segments' starts
+        if backward.count > 1 and saved == () and not summarised:
+            forward = hoppers_forward_cut(problem, device, backward)
+            if not forward.same_as_pullback and not forward.mark_every:
+                forward = None
         return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, summarised, forward)
     if gate != SHARED_GATE:
-        P = tiles_segments(problem, device, arrays)
-        if P:
-            return BackwardCut(TILED, device, P, short=short_segment_of(problem, device, P))
+        of_tiles = segments_of_tiles(problem, device, arrays)
+        if of_tiles.count:
+            return BackwardCut(TILED, device, of_tiles.count, short=of_tiles.short)
     if are_large([*arrays, do]) and not aligned16(*arrays, do):  # kernels and copies together are then 10 times as fast
         return BackwardCut(COPIED, device)
     if are_small(problem, device):
@@ -509,10 +493,11 @@ def hoppers_backward_segments(problem, device) -> BackwardSegments:
 
 
 def segments_of_pullback(problem, device) -> BackwardSegments:
-    """The segments of Hopper's own backward kernels, for a problem that these can compute."""
-    (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
-    P = backward_segments(N * H, longest, device.multiprocessors, K, V)
-    return BackwardSegments(P, short_segment_of(problem, device, P))
+    """The segments of Hopper's own backward kernels, for a problem that these can compute, or for its largest tile."""
+    (N, H, T, K, V), capacity = problem.shape("N H T K V"), device.multiprocessors
+    sizes = capacity, min(K, TILES[-1]), min(V, TILES[-1])
+    P = backward_segments(N * H, problem.spans.longest, *sizes)
+    return BackwardSegments(P, 0 if problem.varlen else short_segment(P, N * H, T, *sizes))
 
 
 def hoppers_backward_cut(problem, device, backward, starts_known, summarised=False, forward=None) -> BackwardCut:
@@ -529,7 +514,7 @@ def hoppers_backward_cut(problem, device, backward, starts_known, summarised=Fal
     instance = read_order(problem.op), problem.dtype, gate_dtype(problem), K, V
     schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     kernels = [kernel.fitting(*instance, schedule) for kernel in (GatedBackwardQueriesSm90, GatedBackwardKeysSm90)]
-    blocks = resident_blocks(kernels[1], device) if schedule == IN_TURN else (2 if short else P) * N * H
+    blocks = kernels[1].resident_blocks(device) if schedule == IN_TURN else (2 if short else P) * N * H
     summary_blocks = (1 if starts_known else 2) * (1 if short else P - 1) * N * H
     channels = summary_channels(K, summary_blocks, device.multiprocessors)
     summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], channels, V)
@@ -551,15 +536,13 @@ def fits_hoppers_tiles(problem, device, arrays) -> bool:
     return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
-def tiles_segments(problem, device, arrays, shared=False) -> int:
-    """The segments of a sequence if Hopper's own kernels compute a problem of more than 128 channels or columns in
-    tiles; 0 if they do not. `shared`: whether channels share a gate."""
-    N, H, K, V = problem.shape("N H K V")
-    if max(K, V) <= TILES[-1] or not fits_hoppers_tiles(problem, device, arrays):
-        return 0
-    sizes = min(K, TILES[-1]), min(V, TILES[-1])
-    P = backward_segments(N * H, longest_sequence(problem), device.multiprocessors, *sizes)
-    return P if worth_tiles(problem, P, device, shared) else 0
+def segments_of_tiles(problem, device, arrays, shared=False) -> BackwardSegments:
+    """The segments if Hopper's own kernels compute a problem of more than 128 channels or columns in tiles; NO_PULLBACK
+    if they do not. `shared`: whether channels share a gate."""
+    if fits_a_tile(problem) or not fits_hoppers_tiles(problem, device, arrays):
+        return NO_PULLBACK
+    backward = segments_of_pullback(problem, device)
+    return backward if worth_tiles(problem, backward.count, device, shared) else NO_PULLBACK
 
 
 def backward_segments(blocks, longest, capacity, K, V) -> int:
@@ -595,19 +578,11 @@ def length_of_segments(P, longest) -> int:
     return ceil_div(longest, P * GatedBackwardSm90.CHUNK) * GatedBackwardSm90.CHUNK
 
 
-def short_segment_of(problem, device, P) -> int:
-    """`short_segment` for a problem, or for its largest tile, where equal segments would be P."""
-    if problem.varlen:
-        return 0
-    N, H, T, K, V = problem.shape("N H T K V")
-    sizes = min(K, TILES[-1]), min(V, TILES[-1])
-    return short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
-
-
-def short_segment(P, blocks, T, capacity, K, V, multiple) -> int:
-    """`BackwardSegments.short` for sequences of T tokens: the best length, a multiple of `multiple`; 0 if P equal
+def short_segment(P, blocks, T, capacity, K, V) -> int:
+    """`BackwardSegments.short` for sequences of T tokens: the best length, a multiple of CHECKPOINT_EVERY; 0 if P equal
     segments are faster. More than half of the card computes the long segments, the rest of it the short ones at the
     same time. Only the short ones are summarised, each in one direction."""
+    multiple = GatedBackwardSm90.CHECKPOINT_EVERY
     if T % multiple:
         return 0
     cost, length = cut_in_two(blocks, T, capacity, multiple, BLOCK_START, SUMMARY)
@@ -621,7 +596,7 @@ def worth_tiles(problem, P, device, shared) -> bool:
     128 columns at a time. If channels share a gate (`shared`), a tile takes half of its time, and the portable kernels,
     which then multiply float32 numbers as tf32 ones, take PORTABLE_TF32 times theirs."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
-    sizes = P, N * H, int(lengths.max()), capacity, min(K, TILES[-1]), min(V, TILES[-1])
+    sizes = P, N * H, problem.spans.longest, capacity, min(K, TILES[-1]), min(V, TILES[-1])
     tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
     chunks, column_tiles = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
     cost_of_64_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * column_tiles)
@@ -647,7 +622,7 @@ def main_schedule(problem, P, in_turn, device) -> str:
     """
     heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
     short = lengths.mean() <= MOST_IN_TURN[in_turn.resident]
-    return IN_TURN if P == 1 and heads > resident_blocks(in_turn, device) and short else ONE_EACH
+    return IN_TURN if P == 1 and heads > in_turn.resident_blocks(device) and short else ONE_EACH
 
 
 def summary_channels(K, blocks, capacity) -> int:
@@ -659,7 +634,7 @@ def summary_channels(K, blocks, capacity) -> int:
 def summarised_segments(kernel, blocks, problem, device) -> int:
     """The segments of a sequence, if a first pass of the same `kernel` summarises them: 1, or at least 4, since the two
     passes and the scan together take as long as the kernel does for two to three segments."""
-    P = segments_that_fill(blocks, longest_sequence(problem), resident_blocks(kernel, device))
+    P = segments_that_fill(blocks, problem.spans.longest, kernel.resident_blocks(device))
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
 
 
@@ -669,7 +644,7 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
     these cannot compute the problem."""
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
-    (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
+    (N, H, K, V), longest = problem.shape("N H K V"), problem.spans.longest
     columns = min(V, TILES[0] if narrow_blocks(N * H, V, longest, device) else TILES[-1])
     if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # `WeightedSums` multiplies states in the dtype of the data
         gate = gate_dtype(problem)
@@ -689,7 +664,7 @@ def scalar_backward_cut(problem, device, summarised=False) -> BackwardCut:
     """How the pullback is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or (the way
     PORTABLE) by the kernels for gates of every channel. `summarised`: whether the segments are summarised already."""
     arrays = [problem[name] for name in "qkv"]
-    if problem.dtype == BFLOAT16 and tiles_segments(problem, device, arrays, shared=True):
+    if problem.dtype == BFLOAT16 and segments_of_tiles(problem, device, arrays, shared=True).count:
         return BackwardCut(TILED, device)
     if problem.dtype == BFLOAT16 and fits_hoppers_backward(problem, device, arrays):
         return sums_backward_cut(problem, device, summarised)
@@ -706,7 +681,7 @@ def sums_backward_cut(problem, device, summarised=False, one_part=False) -> Back
     (N, H, K, V), gate = problem.shape("N H K V"), has_own_gates(problem)
     sums_at_once = 1 if gate else 3  # without a gate's gradient, other blocks compute dq, dk and dv at the same time
     blocks = sums_at_once * N * H * ceil_div(max(K, V), PANEL)
-    P = segments_that_fill(blocks, longest_sequence(problem), device.multiprocessors)
+    P = segments_that_fill(blocks, problem.spans.longest, device.multiprocessors)
     dtype = BFLOAT16 if gate and P == 1 and not summarised and gate_dtype(problem) == BFLOAT16 else FLOAT32
     sums = weighted_sums(problem, dtype, P + 2 * summarised, device, gate, one_part)
     return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))

@@ -46,7 +46,7 @@ class NumbaLaunches:
     @property
     def sub_chunks(self) -> int:
         """The sub-chunks of the longest chunk."""
-        return ceil_div(min(self.chunk_size, int(self.problem.spans.lengths.max())), SUB_CHUNK)
+        return ceil_div(min(self.chunk_size, self.problem.spans.longest), SUB_CHUNK)
 
     @property
     def arrays(self):

@@ -101,7 +101,7 @@ def mode_of(problem):
     """The mode of a call, with another one in place of "auto"."""
     if problem.mode != "auto":
         return problem.mode
-    short = problem.op in DELTA_RULES and problem.spans.lengths.max() <= delta_chunked.FEW
+    short = problem.op in DELTA_RULES and problem.spans.longest <= delta_chunked.FEW
     return "recurrent" if short else "chunk"
 
 

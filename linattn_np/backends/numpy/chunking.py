@@ -13,7 +13,7 @@ class Chunking:
     def __init__(self, problem):
         self.size = problem.chunk_size or CHUNK
         if "C" not in problem.sizes:  # that of a stage's arrays stays: of others no more than any tokens fill
-            longest = int(problem.spans.lengths.max(initial=0))
+            longest = problem.spans.longest
             self.size = min(self.size, max(-(-longest // SUB_CHUNK), 1) * SUB_CHUNK)
         self.sequences = problem.spans.count
         self.table, bounds = problem.spans.chunks(self.size), problem.spans.chunk_bounds(self.size)
