@@ -23,7 +23,7 @@ from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
 from .messages import cast, kind_of, shown
 from .precisions import PRECISIONS, current
-from .problem import Problem, compute_dtype
+from .problem import Problem
 from .typing import DEFAULTS
 
 SUB_CHUNK = 16  # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
@@ -103,7 +103,8 @@ class Op(Declaration):
         spans = self.spans(cu_seqlens, sizes)
         sizes["N"] = sizes["B"] * spans.count if "T" in sizes else sizes["B"]
         mode, chunk_size = self.route(mode, chunk_size, materialize)
-        state_dtype = self.state_dtype(state_dtype, dtype)
+        computed = np.dtype(np.float64 if dtype == np.float64 else np.float32)  # the dtype of the arithmetic
+        state_dtype = self.state_dtype(state_dtype, computed)
         home = array_kinds.home(next(iter(views.values())))
         state_v_first = self.flag("state_v_first", state_v_first)  # before it is used: an array has no truth value
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
@@ -127,7 +128,7 @@ class Op(Declaration):
             chunk_size=chunk_size,
             materialize=materialize,
             precision=self.one_of("precision", precision, (None, *PRECISIONS)) or current(),
-            scale=self.scale(scale, sizes, dtype),
+            scale=self.scale(scale, sizes, computed),
             initial_state=initial_state,
             output_final_state=self.flag("output_final_state", output_final_state),
             state_dtype=state_dtype,
@@ -288,15 +289,14 @@ class Op(Declaration):
             self.refuse("materialize", "is False, but mode 'staged' keeps every chunk's state")
         return mode, chunk_size
 
-    def scale(self, scale, sizes, dtype) -> float:
+    def scale(self, scale, sizes, computed) -> float:
         """The scale; by default K ** -0.5, or 1.0 for an operator without such an axis."""
         if scale is None:
             return sizes[self.feature] ** -0.5 if self.feature in sizes else 1.0
         if not is_real(scale):
             self.refuse("scale", f"is {shown(scale)}, expected a finite number or None", ContractTypeError)
-        computed = np.finfo(compute_dtype(dtype))
-        if not abs(scale) <= float(computed.max):  # nor is NaN
-            self.refuse("scale", f"is {shown(scale)}, expected a finite number in {computed.dtype}, or None")
+        if not abs(scale) <= float(np.finfo(computed).max):  # nor is NaN
+            self.refuse("scale", f"is {shown(scale)}, expected a finite number in {computed}, or None")
         return float(scale)
 
     def initial_state(self, state, sizes, home, v_first, groups):
@@ -308,10 +308,10 @@ class Op(Declaration):
             self.refuse("initial_state", f"has {len(parts)} parts, expected {len(self.state)}", ContractTypeError)
         return self.placed_states("initial_state", parts, sizes, home, v_first, groups)
 
-    def state_dtype(self, wanted, dtype):
+    def state_dtype(self, wanted, computed):
         """The dtype of the final state; by default that of the arithmetic."""
         if wanted is None:
-            return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+            return computed
         try:
             wanted = np.dtype(wanted)
         except TypeError:

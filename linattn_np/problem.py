@@ -67,13 +67,8 @@ class Problem:
     @property
     def compute_dtype(self) -> np.dtype:
         """The dtype of the arithmetic, and of states."""
-        return compute_dtype(self.dtype)
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """The sizes of axes such as "B H T"."""
         return tuple(self.sizes[axis] for axis in axes.split())
-
-
-def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of the arithmetic on arrays of `dtype`."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -117,7 +117,7 @@ def test_few_tokens_take_the_kernels_for_every_card(H, T, taken, monkeypatch):
     """Each tile has launches of its own, and one block a head goes through all tokens of a segment."""
     monkeypatch.undo()
     problem = large(GLA, K=256, V=256, T=T, H=H)
-    assert bool(cuts.tiles_segments(problem, EmulatedDevice(90), token_arrays(problem))) == taken
+    assert bool(cuts.segments_of_tiles(problem, EmulatedDevice(90), token_arrays(problem)).count) == taken
     assert ("tiles" in planned.plan_of(problem, EmulatedDevice(90)).tiles) == taken
 
 

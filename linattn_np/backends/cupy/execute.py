@@ -33,7 +33,6 @@ from .plan import (
     arrays_of,
     describe,
     describe_tree,
-    with_ascending_tokens,
 )
 
 # The most compiled plans that are stored for calls with one description. There is a plan for each stream, and for each
@@ -65,7 +64,7 @@ def run(planner, name, problem, device, **trees):
     The plan is the one in the call's memo for this function, this device, its queue (stream and thread) and arrays like
     these. `problem.memo` is a dictionary shared by calls with equal descriptions, or None if nothing may be stored.
     """
-    memo, tree_arrays = problem.memo, arrays_in(tuple(trees.values()))
+    memo, call_arrays, tree_arrays = problem.memo, arrays_of(problem), arrays_in(tuple(trees.values()))
     signatures = [signature(x) for x in tree_arrays]
     if memo is None or None in signatures:
         compiled = compiled_plan(planner, name, problem, device, trees)
@@ -82,7 +81,7 @@ def run(planner, name, problem, device, **trees):
                 plans.clear()
             plans[key] = of_other_queue or compiled_plan(planner, name, problem, device, trees)
         compiled = plans[key]
-    return compiled and compiled([*arrays_of(problem), *tree_arrays])
+    return compiled and compiled([*call_arrays, *tree_arrays])
 
 
 def compiled_plan(planner, name, problem, device, trees):
@@ -169,7 +168,7 @@ class CompiledPlan:
     def encoded(self, tensor_map, arrays) -> bytes:
         """A `plan.TensorMap` as the driver's CUtensorMap. The driver takes no negative strides, so reversed tokens are
         described in the order of their addresses."""
-        x = self.reader(with_ascending_tokens(tensor_map.array))(arrays)
+        x = self.reader(tensor_map.array.with_ascending_tokens)(arrays)
         return self.device.tensor_map(x, tensor_map.columns, tensor_map.tokens, tensor_map.swizzled, tensor_map.heads)
 
     def reader(self, tree):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from . import aligned_copies, segments
-from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideForward, GatedWideOperands, ScanSegments, read_order
+from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideOperands, ScanSegments, read_order
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes
 from .rank_summary import RankSummary
@@ -72,12 +72,12 @@ class ForwardPass:
     def __init__(self, draft, problem, cut, arrays, o):
         self.draft, self.problem, self.cut, self.o = draft, problem, cut, o
         self.q, self.k, self.v, self.g = arrays
-        self.u = draft.bonus(problem)
+        self.u, self.initial = draft.bonus(problem), draft.initial(problem)
         self.starts = None  # the states [N * P, H, K, V] at the starts of this pass's segments, once they are computed
 
-    def launch_outputs(self, shape, initial, final):
-        """Launches the kernel of o on the sequences or segments of `shape`: they start from the states `initial`, and
-        their last states are written to `final` unless it is None."""
+    def launch_outputs(self, spans, initial, final):
+        """Launches the kernel of o on the segments `spans`, or on whole sequences if that is None: they start from the
+        states `initial`, and their last states are written to `final` unless it is None."""
         raise NotImplementedError
 
     def launch_summaries(self, parts, summaries, segments, computed):
@@ -86,21 +86,16 @@ class ForwardPass:
         raise NotImplementedError
 
     # -- the launches of a pass --
-    def shape(self, spans=None):
-        """The kernel argument `plan.Shape` with the bounds of sequences, or of the segments `spans`."""
-        return self.draft.shape(self.problem, spans)
-
     def launch_all(self, final, summaries=()):
         """Launches all kernels of the pass. `summaries`: those that the plan of `summary_plan` has saved, if it has run
         for the same arrays."""
-        initial, cut = self.draft.initial(self.problem), self.cut
-        if cut.segments == 1:
-            self.launch_outputs(self.shape(), initial, final)
+        if self.cut.segments == 1:
+            self.launch_outputs(None, self.initial, final)
             return
         from_scan, from_last_segment = (None, final) if self.last_segment_writes_final else (final, None)
         summaries = summaries or self.segment_summaries(with_last=from_scan is not None)
-        self.starts = self.states_at_starts(summaries, initial, from_scan)
-        self.launch_outputs(self.shape(cut.spans), self.starts, from_last_segment)
+        self.starts = self.states_at_starts(summaries, self.initial, from_scan)
+        self.launch_outputs(self.cut.spans, self.starts, from_last_segment)
 
     def summary_plan(self, channels):
         """The plan that `plan_summary` returns; the product of decays has `channels` channels."""
@@ -137,14 +132,10 @@ class ForwardPass:
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
         return starts
 
-    def channels_of(self, kernel) -> range:
-        """The first channel of each launch of `kernel`, which takes `kernel.channels` of the K channels."""
-        return range(0, self.problem.sizes["K"], kernel.channels)
-
-    def finer_shape(self, parts):
-        """The `plan.Shape` in which every part of a segment is a segment."""
+    def finer_spans(self, parts):
+        """The segments if every part of a segment is one."""
         spans = self.cut.spans
-        return self.draft.shape(self.problem, spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans)
+        return spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans
 
 
 class PortableForward(ForwardPass):
@@ -162,24 +153,25 @@ class PortableForward(ForwardPass):
         """The arrays with a row for every token and head."""
         return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
 
-    def launch_outputs(self, shape, initial, final):
-        self.launch(self.cut.kernel, shape, initial=initial, final=final, u=self.u)
+    def launch_outputs(self, spans, initial, final):
+        self.launch(self.cut.kernel, spans, initial=initial, final=final, u=self.u)
 
-    def launch(self, kernel, shape, **args):
+    def launch(self, kernel, spans, **args):
         """Launches `kernel` for all channels; `args`: its arguments besides those that every launch of a pass has."""
-        (B, H, K, V), rows = self.problem.shape("B H K V"), self.rows
+        (B, H, K, V), rows, shape = self.problem.shape("B H K V"), self.rows, self.draft.shape(self.problem, spans)
         args |= {"shape": shape, "scale": self.problem.scale, "sums": self.sums, "bytes": common_bytes(*rows.values())}
         blocks = B * H * shape.count * kernel.grid(V)
-        for channel in self.channels_of(kernel):
+        for channel in range(0, K, kernel.channels):
             self.draft.launch(kernel.with_channels(K - channel), blocks, **rows, **args, channel=channel)
 
     def launch_summaries(self, parts, summaries, segments, computed):
-        kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
+        (N, H, K, V), kernel = self.problem.shape("N H K V"), self.cut.summary
+        rows = {"k": self.k, "v": self.v, "g": self.g}
         args = {"states": summaries[0], "decays": summaries[1], "bytes": common_bytes(*rows.values())}
         args |= {"segments": segments, "computed": computed, "parts": parts}
         args["shape"] = self.draft.shape(self.problem, self.cut.spans)
         blocks = N * H * computed * parts * kernel.grid(V)
-        for channel in self.channels_of(kernel):
+        for channel in range(0, K, kernel.channels):
             self.draft.launch(kernel, blocks, **rows, **args, channel=channel)
 
 
@@ -187,12 +179,9 @@ class WideForward(PortableForward):
     """The forward pass by two kernels for more than 128 channels, on every card: the first computes the operands and
     scores of all chunks, the second multiplies them."""
 
-    def shape(self, spans=None):
-        return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
-
-    def launch_outputs(self, shape, initial, final):
+    def launch_outputs(self, spans, initial, final):
         draft, problem, kernel = self.draft, self.problem, self.cut.kernel
-        B, H, V = problem.shape("B H V")
+        (B, H, V), shape = problem.shape("B H V"), draft.shape(problem, spans, kernel.CHUNK)
         chunks, tiles, size = (B, H, shape.NC), kernel.channel_tiles, kernel.CHUNK * kernel.TILE
         intermediate = {
             "operands": draft.empty((*chunks, tiles, 2, size), problem.dtype),
@@ -212,21 +201,22 @@ class WideForward(PortableForward):
 class SmallForward(ForwardPass):
     """The forward pass by kernels for heads of at most 16 channels and columns, of which a warp computes several."""
 
-    def launch_outputs(self, shape, initial, final):
+    def launch_outputs(self, spans, initial, final):
         args = {"u": self.u, "initial": initial, "final": final}
-        self.launch(self.cut.kernel, shape, self.problem.sizes["B"] * shape.count, {"o": self.o}, **args)
+        self.launch(self.cut.kernel, spans, self.cut.segments, {"o": self.o}, **args)
 
     def launch_summaries(self, parts, summaries, segments, computed):
-        (states, decays), shape = summaries, self.draft.shape(self.problem, self.cut.spans)
+        states, decays = summaries
         args = {"states": states, "decays": decays, "segments": segments, "computed": computed, "both": False}
-        self.launch(self.cut.summary, shape, self.problem.sizes["N"] * computed, {}, **args)
+        self.launch(self.cut.summary, self.cut.spans, computed, {}, **args)
 
-    def launch(self, kernel, shape, sequences, written, **args):
-        """Launches `kernel` for all heads of so many sequences or segments; `written`: the arrays with a row for every
-        token that it writes."""
-        arrays = {"k": self.k, "v": self.v, "g": self.g, "q": self.q} | written
-        args |= {"shape": shape, "scale": self.problem.scale, "bytes": common_bytes(*arrays.values())}
-        self.draft.launch(kernel, kernel.blocks(sequences * self.problem.sizes["H"]), **arrays, **args)
+    def launch(self, kernel, spans, segments, written, /, **args):
+        """Launches `kernel` for all heads of so many segments of each sequence; `written`: the arrays with a row for
+        every token that it writes."""
+        arrays, (N, H) = {"k": self.k, "v": self.v, "g": self.g, "q": self.q} | written, self.problem.shape("N H")
+        args |= {"scale": self.problem.scale, "bytes": common_bytes(*arrays.values())}
+        args |= {"shape": self.draft.shape(self.problem, spans)}
+        self.draft.launch(kernel, kernel.blocks(N * segments * H), **arrays, **args)
 
 
 class HopperForward(ForwardPass):
@@ -247,42 +237,41 @@ class HopperForward(ForwardPass):
                 self.saved = (self.starts,)
             return
         # Two unequal segments: the first one's last state is the second one's initial state, so no scan is needed.
-        (N, H, K, V), initial = self.problem.shape("N H K V"), self.draft.initial(self.problem)
+        N, H, K, V = self.problem.shape("N H K V")
         states, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
-        self.launch_summaries(1, (states, decays), 2, 1, initial)
-        self.launch_outputs(self.shape(self.cut.spans), initial, final, states)
+        self.launch_summaries(1, (states, decays), 2, 1, self.initial)
+        self.launch_outputs(self.cut.spans, self.initial, final, states)
 
     def starts_of_backward_segments(self):
         """Launches what computes the states at the starts of the pullback's segments; returns them as `saved` does."""
         if self.cut.same_as_pullback:
             summaries = self.segment_summaries(with_last=False)
-            return self.states_at_starts(summaries, self.draft.initial(self.problem), None)
+            return self.states_at_starts(summaries, self.initial, None)
         self.o = self.draft.empty(self.o.shape, self.o.dtype)  # the kernel that stores the states also writes o
         self.launch_all(None)
         return self.marks
 
-    def launch_outputs(self, shape, initial, final, segment_states=None):
+    def launch_outputs(self, spans, initial, final, segment_states=None):
         """`segment_states` [2 N, H, K, V]: for two unequal segments, the last state of each sequence's first segment in
         the place of that segment."""
         states = {"initial": initial, "final": final, "segment_states": segment_states}
-        self.launch(self.cut.kernel, shape, 1, states, segments=self.cut.segments, computed=1)
+        self.launch(self.cut.kernel, spans, 1, states, segments=self.cut.segments, computed=1)
 
     def launch_summaries(self, parts, summaries, segments, computed, initial=None):
         states = {"initial": initial, "final": summaries[0], "decays": summaries[1]}
-        shape = self.draft.shape(self.problem, self.cut.spans)
-        self.launch(self.cut.summary, shape, parts, states, segments=segments, computed=computed)
+        self.launch(self.cut.summary, self.cut.spans, parts, states, segments=segments, computed=computed)
 
-    def launch(self, kernel, shape, parts, states, **args):
+    def launch(self, kernel, spans, parts, states, **args):
         """Launches `kernel` for all channels; `states`: its arguments that are states and decays."""
-        B, H, V = self.problem.shape("B H V")
+        arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
+        (B, H, K, V), shape = self.problem.shape("B H K V"), self.draft.shape(self.problem, spans)
         marks = self.marks if kernel.reads else None
         marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.count)
         args |= {"marks": marks, "mark_every": self.cut.mark_every if self.marks is not None else 0}
         args |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
-        arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
         args |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
         blocks = B * H * shape.count * parts * kernel.grid(V)
-        for channel in self.channels_of(kernel):
+        for channel in range(0, K, kernel.channels):
             self.draft.launch(kernel, blocks, **arrays, **args, shape=shape, scale=self.problem.scale, channel=channel)
 
     def inputs_of(self, kernel) -> dict:

@@ -130,6 +130,12 @@ class Array:
         """Whether the view has the same numbers, shape and strides as its memory."""
         return not self.offset and self.shape == self.memory.shape and self.strides == self.memory.strides
 
+    @property
+    def with_ascending_tokens(self) -> Array:
+        """A view of an array [B, H, T, D] whose tokens are in the order of their addresses: reversed if their stride is
+        below 0."""
+        return self[:, :, ::-1] if self.strides[2] < 0 else self
+
     def view(self, viewed) -> Array:
         """The view that `viewed` makes of a NumPy array with this shape and these strides, whose numbers it must not
         read: there are none."""
@@ -192,12 +198,7 @@ def mappable(*arrays) -> bool:
 def mappable_either_way(x) -> bool:
     """Whether a tensor map can describe `x` [B, H, T, D], or `x` with its tokens in the opposite order. A kernel that
     gets such a map of reversed tokens does not use it: it copies the rows of `x` itself."""
-    return mappable(x) or mappable(with_ascending_tokens(x))
-
-
-def with_ascending_tokens(x):
-    """A view of `x` [B, H, T, D] whose tokens are in the order of their addresses: reversed if their stride is < 0."""
-    return x[:, :, ::-1] if x.strides[2] < 0 else x
+    return mappable(x) or mappable(x.with_ascending_tokens)
 
 
 def have_positive_strides(arrays) -> bool:

@@ -303,16 +303,16 @@ class ScalarHopperForward(HopperForward):
 class SumsForward(ForwardPass):
     """The forward pass by `WeightedSums`: o is a sum of values weighted by decayed products of queries with keys."""
 
-    def launch_outputs(self, shape, initial, final):
-        self.launch(self.cut.kernel, shape, initial, final)
+    def launch_outputs(self, spans, initial, final):
+        self.launch(self.cut.kernel, spans, initial, final)
 
     def launch_summaries(self, parts, summaries, segments, computed):
         states, decays = summaries
-        self.launch(self.cut.summary, self.finer_shape(parts), None, states, decays, segments * parts, computed * parts)
+        self.launch(self.cut.summary, self.finer_spans(parts), None, states, decays, segments * parts, computed * parts)
 
-    def launch(self, kernel, shape, initial, final, *segment_args):
+    def launch(self, kernel, spans, initial, final, *segment_args):
         """Launches the sum of o; `segment_args`: the last parameters of `launch_sums`, for summaries."""
-        arrays = self.q, self.k, self.v, self.o
+        arrays, shape = (self.q, self.k, self.v, self.o), self.draft.shape(self.problem, spans)
         sums = [weighted_sum(arrays, initial, final, output_scale=self.problem.scale, value_scale=1.0)]
         launch_sums(self.draft, self.problem, kernel, sums, self.g, shape, self.problem.sizes["V"], *segment_args)
 

@@ -162,12 +162,16 @@ def are_wide(problem, device) -> bool:
     return max(kernel.shared_bytes for kernel in kernels) <= device.shared_per_block
 
 
+def fits_hopper(problem, device, arrays) -> bool:
+    """Whether Hopper's own kernels can read or write `arrays` of half-precision data, or copies of them. Copies and
+    these kernels cost less than portable kernels."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
+
+
 def fits_hoppers_forward(problem, device, arrays) -> bool:
-    """Whether a problem is computed by Hopper's own kernel: if it has at most the channels of two blocks, and if tensor
-    maps can describe `arrays` and `out`, or copies of these. Copies and this kernel cost less than portable kernels."""
+    """Whether a problem is computed by Hopper's own kernel: it has at most the channels of two blocks."""
     arrays = [*arrays, *([] if problem.out is None else [problem.out])]
-    has_kernel = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
-    return has_kernel and mappable_once_copied(arrays)
+    return problem.sizes["K"] <= 2 * TILES[-1] and fits_hopper(problem, device, arrays)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -209,6 +213,11 @@ class ForwardCut:
         if self.way != HOPPER:
             return has_rows
         return mappable if getattr(self.kernel, "schedule", None) == CLUSTER_SPLIT_K else mappable_either_way
+
+    @property
+    def gives_starts(self) -> bool:
+        """Whether this pass computes the states at the starts of the pullback's segments."""
+        return self.same_as_pullback or self.mark_every > 0
 
     @property
     def tiles(self) -> dict:
@@ -447,7 +456,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
         forward = None  # the pass that computes the states at the segments' starts
         if backward.count > 1 and saved == () and not summarised:
             forward = hoppers_forward_cut(problem, device, backward)
-            if not forward.same_as_pullback and not forward.mark_every:
+            if not forward.gives_starts:
                 forward = None
         return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, summarised, forward)
     if gate != SHARED_GATE:
@@ -523,7 +532,7 @@ def hoppers_backward_cut(problem, device, backward, starts_known, summarised=Fal
 
 def fits_hoppers_backward(problem, device, arrays) -> bool:
     """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    return fits_a_tile(problem) and fits_hoppers_tiles(problem, device, arrays)
+    return fits_a_tile(problem) and fits_hopper(problem, device, arrays)
 
 
 def fits_a_tile(problem) -> bool:
@@ -531,15 +540,10 @@ def fits_a_tile(problem) -> bool:
     return max(problem.shape("K V")) <= TILES[-1]
 
 
-def fits_hoppers_tiles(problem, device, arrays) -> bool:
-    """Whether Hopper's own backward kernels can compute a problem in tiles of at most 128 channels and columns."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
-
-
 def segments_of_tiles(problem, device, arrays, shared=False) -> BackwardSegments:
     """The segments if Hopper's own kernels compute a problem of more than 128 channels or columns in tiles; NO_PULLBACK
     if they do not. `shared`: whether channels share a gate."""
-    if fits_a_tile(problem) or not fits_hoppers_tiles(problem, device, arrays):
+    if fits_a_tile(problem) or not fits_hopper(problem, device, arrays):
         return NO_PULLBACK
     backward = segments_of_pullback(problem, device)
     return backward if worth_tiles(problem, backward.count, device, shared) else NO_PULLBACK

@@ -177,20 +177,20 @@ class ValueGateForwardPass(PortableForward):
     def rows(self):
         return super().rows | {"gv": self.gv}
 
-    def launch_outputs(self, shape, initial, final):
-        self.launch_with_decays(self.cut.kernel, shape, initial, final)
+    def launch_outputs(self, spans, initial, final):
+        self.launch_with_decays(self.cut.kernel, spans, initial, final)
 
     def launch_summaries(self, parts, summaries, segments, computed):
-        shape = self.finer_shape(parts)
-        self.launch_with_decays(self.cut.summary, shape, None, *summaries, segments * parts, computed * parts)
+        spans = self.finer_spans(parts)
+        self.launch_with_decays(self.cut.summary, spans, None, *summaries, segments * parts, computed * parts)
 
     def launch_with_decays(
-        self, kernel, shape, initial, final, channel_decays=None, column_decays=None, segments=1, computed=1
+        self, kernel, spans, initial, final, channel_decays=None, column_decays=None, segments=1, computed=1
     ):
         """Launches `kernel` for the first `computed` of the `segments` of each sequence. It writes the products of a
         segment's decays to `channel_decays` and `column_decays` unless these are None."""
         decays = {"channel_decays": channel_decays, "column_decays": column_decays}
-        self.launch(kernel, shape, initial=initial, final=final, **decays, segments=segments, computed=computed)
+        self.launch(kernel, spans, initial=initial, final=final, **decays, segments=segments, computed=computed)
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
