@@ -2,12 +2,14 @@
 //           the *walks*, the kernels that go from chunk to chunk.
 // math      S is the state before the chunk, v its values, D the decay of each channel over the chunk. Y is what the
 //           tokens read from S:  Y = E S;  o = scale (W S + B v)
+//           E, W, Z and Zb have a row [K] for each token, B, H, R and L are [32, 32] and 0 above the diagonal
 //           gated delta rule and KDA: E = -kd (the keys, decayed from the chunk's start);  S <- D S + Z^T (v + Y)
 //           RWKV-7: E = ad (the vectors a, decayed likewise);  S <- D S + Zb^T Y + Z^T v
 //           Backwards, dS is the gradient of the state after the chunk; P is what the gradients of Y read from dS:
 //           dS <- D dS + scale W^T do + E^T P
-//           gated delta rule and KDA, Z and B without beta: w = Z dS + scale B^T do;  dv = beta w;  P = beta Z dS
-//           RWKV-7: dv = Z dS + scale B^T do;  du = Zb dS + scale H^T do;  P = Zb dS
+//           gated delta rule and KDA, Z and B without beta: w = Z dS + scale B^T do, the gradients of beta times the
+//           residuals (below);  dv = beta w;  P = beta Z dS
+//           RWKV-7: dv = Z dS + scale B^T do;  du = Zb dS + scale H^T do, the gradients of residuals;  P = Zb dS
 // shapes    one of these structs for every chunk of a head of values; those of a head follow each other
 #include "delta/chunk_storage.cuh"
 #include "tensor.cuh"

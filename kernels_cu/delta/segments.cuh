@@ -5,7 +5,8 @@
 // Whether x is neither infinite nor NaN.
 template <typename R> __device__ __forceinline__ bool is_finite(R x) { return x - x == R(0); }
 
-// One of P segments of a sequence. first, last: in the direction of the walk.
+// One of P segments of a sequence. first, last: whether a walk over the sequence, in its direction, would come to it
+// first, or last.
 template <typename R> struct Segment {
   bool first, last;
   Span tokens, chunks;
@@ -16,7 +17,7 @@ template <typename R> struct Segment {
 // Segment n % P of sequence n / P; `shape` has segments in place of sequences. `given`: the states that sequences start
 // from, or null; `final`: the memory for those they end with, or null. `starts`: the states that segments start from. A
 // walk without outputs stores its last state there for the next segment, and itself starts from `given` or zeros.
-// `whole`: the first segment has all tokens of the sequence, the others have none.
+// `whole`: the first segment has all tokens of the sequence, the others have none. h: the head.
 template <bool BACKWARDS, typename R>
 __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shape, u32 P, u32 n, u32 h,
                                                  const Rows<const R>& given, R* starts, const Rows<R>& final,

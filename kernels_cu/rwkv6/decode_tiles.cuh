@@ -4,7 +4,7 @@
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16;                         // of a tile
-constexpr int STEPS = 2;                         // products of a warp along K in a stage
+constexpr int STEPS = 2;                         // of a warp along K in a stage
 constexpr int PIECE = STEPS * THREADS / 8 * 16;  // bytes of a row in a stage
 
 // The type of the words by which blocks exchange results, for weights of type T.
