@@ -10,8 +10,8 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   Shared<STAGES>& s;
   float* const staging;
   const int D, tid;
-  int stage;  // the next stage of weights, and the parity of its barrier `full`
-  u32 parity;
+  int stage;   // the place in the ring of the next stage of weights
+  u32 parity;  // of that place's barrier `full`
 
   __device__ __forceinline__ DecodeBlock(const Args<T, S>& args, Shared<STAGES>& s, int next)
       : args(args),

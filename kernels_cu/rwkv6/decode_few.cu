@@ -85,7 +85,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     else time_mix(layer);
   }
 
-  // Second matrices of low rank: a thread has a channel and every `splits`-th row, PASS of them at a time.
+  // Loads a thread's weights of a second matrix of low rank, of which it has a channel and every `splits`-th row: PASS
+  // of these rows, from row `first` on. up: its channel of row 0; rows: the rows that exist.
   template <int PASS>
   __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int splits, int rows) const {
 #pragma unroll
@@ -93,8 +94,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
   }
 
-  // Stores the sum of this thread's terms of a mix's product low up, from `low` [A] in shared memory. `weight` has its
-  // first rows of `up`. inside: whether the channel exists.
+  // Stores the sum of this thread's terms of a mix's product low up, over its every SPLITS-th row, from `low` [A] in
+  // shared memory. `weight` has its first rows of `up`. inside: whether the channel exists.
   template <int PASS>
   __device__ __forceinline__ void sum_mix(float (&sums)[SPLITS][CHANNELS], Up (&weight)[PASS], const Up* up,
                                           bool inside, int split, int channel, const float* low) const {

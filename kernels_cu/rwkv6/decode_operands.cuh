@@ -26,8 +26,8 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   static constexpr int BYTES = PACKED > 1 ? VECTORS * TERMS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
   __device__ __forceinline__ float* floats() const { return staging + BYTES * D / 4; }
 
-  // Stores the operands of four neighbouring numbers of a vector, from number k on: a row for each of their bfloat16
-  // numbers, or of their digits in the warp's unit; or the numbers themselves.
+  // Stores the operands of four neighbouring numbers of a vector, from number k on: in a row of `pitch` numbers for
+  // each term, their bfloat16 numbers, or their digits in the warp's unit; or, in one row, the numbers themselves.
   __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float4 x) {
     if constexpr (HALVES) {
       u32* to = reinterpret_cast<u32*>(staging) + (vector * TERMS * pitch + k) / 2;
@@ -65,7 +65,8 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
     __syncwarp();  // the unit is in shared memory
   }
 
-  // A warp multiplies by some groups of four of `count` numbers: how many groups, and the first number of each.
+  // Of `count` numbers a warp multiplies by some groups of four, those of its columns of weights. fours_of: how many
+  // groups; column_of: the first number of a group.
   static constexpr int ACROSS = Lane<T>::STEP / 4, FOURS_OF_STAGE = STEPS * ACROSS;
   static __device__ __forceinline__ int fours_of(int count) {
     return (count + Lane<T>::STAGE - 1) / Lane<T>::STAGE * FOURS_OF_STAGE;

@@ -26,11 +26,13 @@ template <typename T> struct Split {
   static __device__ __forceinline__ u32 rest(u32 x) {
     return __float_as_uint(__uint_as_float(x) - __uint_as_float(high(x))) + 0x1000u;
   }
+  // Term number `which` of each of a lane's numbers x, as float32 bits.
   static __device__ __forceinline__ void term(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) to[i] = which ? rest(x[i]) : high(x[i]);
   }
 
+  // Weight number i of the 16 bytes w, as float32 bits.
   static __device__ __forceinline__ u32 weight(const uint4& w, int i) {
     const u32 words[4] = {w.x, w.y, w.z, w.w};
     if constexpr (sizeof(T) == 4) return words[i];

@@ -1,5 +1,6 @@
-// what      The warps of a decoding step in one launch that copy weights: of the phases of the version whose
-//           decode_phases.cuh stands before.
+// what      The warps of a decoding step in one launch that copy weights, for the phases of RWKV-6 or RWKV-7: the
+//           including kernel includes its version's decode_phases.cuh first. Weights come as tiles of 16 rows, and of
+//           each tile as stages: as many neighbouring columns as PIECE bytes of a row hold.
 // smem      Shared: the ring of stages of weights, and what a phase needs
 // barriers  mbarriers. full: a stage's weights have been copied; empty: all lanes have read them; summed, taken: see
 //           decode_layers.cuh

@@ -2,8 +2,8 @@
 //           token. Every weight is read once.
 // math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
 //           low = tanh(down mix_w) | down mix_a | sigmoid(down mix_g) | down mix_v, v k r = W mix(xx) |
-//           y = (group norm of the time mix + bonus) gate; the time mix's openings, which are its decay, its learning
-//           rate, the gate and the share of first_v in v, are functions of low times second matrices of low rank |
+//           y = (group norm of the time mix + bonus) gate. The *openings* are functions of low times second matrices
+//           of low rank: the decay, the learning rate, the gate, and the share of first_v in v |
 //           x += output y | activated = relu(key mix(xx))^2 | x += value activated;
 //           after the last layer: logits = head LN(x)
 // shapes    x [D], logits [V]; weights [L, n, rows, K], rows of a product padded to 16; states [L, P, ...], slots [1]
@@ -61,8 +61,9 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 
   __device__ __forceinline__ float gate_of(int) const { return 1.f; }
 
-  // Second matrices of low rank. A thread has four columns of a head, as of its state, and every `groups`-th row of a
-  // matrix, of which it holds the first ones in registers: heads of 64 channels all rows of ranks 96, 96, 256 and 64.
+  // A thread's weights of the openings' second matrices. As of a head's state, a thread has four columns of the head,
+  // and every `groups`-th row of a matrix. It holds the first of these rows in registers: of heads of 64 channels all
+  // rows, if the ranks are 96, 96, 256 and 64.
   static constexpr int held_of(int opening) {
     return (opening == GATE ? 16 : opening == SHARE ? 4 : 6) / (sizeof(Up) == 4 ? 2 : 1);
   }
@@ -70,9 +71,11 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
     Four<Up> held[OPENINGS][held_of(GATE)];
   };
 
+  // Four columns of row r of an opening's second matrix, from `column` on; of the last row beyond the rank.
   __device__ __forceinline__ Four<Up> row_of(i64 layer, int opening, int r, int column) const {
     return load_four(up_of(args, layer, opening) + u32(min(r, args.rank(opening) - 1) * D + column));
   }
+  // Loads the rows that a thread holds; at: the head's first channel.
   __device__ __forceinline__ void load(Rows& rows, i64 layer, const StatePart& part, int at) const {
 #pragma unroll
     for (int opening = 0; opening < OPENINGS; ++opening)
