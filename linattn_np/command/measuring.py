@@ -117,9 +117,9 @@ def contracting(arrays, xp):
     return arrays
 
 
-def median_ms(device, call, calls=CALLS) -> float:
-    """The median time of so many calls."""
-    return statistics.median(device.ms(call) for _ in range(calls))
+def median_ms(device, call) -> float:
+    """The median time of CALLS calls."""
+    return statistics.median(device.ms(call) for _ in range(CALLS))
 
 
 def ms_of_a_byte(device) -> float:

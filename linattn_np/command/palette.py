@@ -25,12 +25,12 @@ STYLE = {  # matplotlib's rcParams
 }
 
 
-def label_ends(axis, ends, gap=13):
+def label_ends(axis, ends):
     """Writes the names of a picture's lines beside their ends, without overlaps.
 
     ends : [(name, colour, x, y)] of the lines
-    gap : the least distance of two names, in points
     """
+    gap = 13  # the least distance of two names, in points
     axis.figure.draw_without_rendering()  # computes the positions of the axes
     scale = axis.figure.dpi / 72
     heights = [axis.transData.transform((x, y))[1] / scale for *_, x, y in ends]

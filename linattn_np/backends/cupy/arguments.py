@@ -74,8 +74,9 @@ def has_maps(declared) -> bool:
     return any(member.kind == "map" or has_maps(member.inner) for member in declared)
 
 
-def offsets(declared, at=0):
+def offsets(declared):
     """Yields (name, first byte) of every member."""
+    at = 0
     for member in declared:
         yield member.name, at
         at += WORD * member.words
