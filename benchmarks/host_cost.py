@@ -98,7 +98,7 @@ def microseconds(function) -> list[float]:
 
 
 def main():
-    kernels.DEVICE, kernels.too_old = IdleDevice(), lambda device: None
+    kernels.DEVICE, kernels.why_too_old = IdleDevice(), lambda device: None
     cupy.cuda.runtime.getDevice = lambda: 0
     for name, function in calls():
         times = microseconds(function)
