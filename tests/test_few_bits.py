@@ -71,6 +71,20 @@ def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, 
     close(matrix(x, Board()), x.astype(float) @ wide.astype(float).swapaxes(-1, -2), LIMIT[format])
 
 
+def test_gathered_matrices_are_neighbours_in_memory_with_the_same_numbers(rng):
+    shapes = {"float32": (5, 3), "bfloat16": (2, 65, 3), "int8": (70, 33), "int4": (1, 40)}
+    several = [matrices.pack(rng.standard_normal(shape), format) for format, shape in shapes.items()]
+    stored = [(matrix.bits.copy(), matrix.scales.copy()) for matrix in several]
+    matrices.gather(several)
+    places = [array.ctypes.data for matrix in several for array in (matrix.bits, matrix.scales)]
+    sizes = [array.nbytes for pair in stored for array in pair]
+    assert not any(place % 64 for place in places)
+    assert all(size <= after - place < size + 64 for place, size, after in zip(places, sizes, places[1:]))
+    for matrix, (bits, scales) in zip(several, stored):
+        np.testing.assert_array_equal(matrix.bits, bits, strict=True)
+        np.testing.assert_array_equal(matrix.scales, scales, strict=True)
+
+
 @pytest.mark.parametrize("format", FEW_BITS)
 def test_most_inputs_are_zero_and_are_not_read(format, rng):
     """What is not read may be anything: here a matrix without numbers for them."""

@@ -25,6 +25,7 @@ FEW = 8  # the most tokens for which the loops multiply float32 faster than BLAS
 PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # int4's scales that are tried, times the one of the largest w
 CACHED = 1 << 16  # numbers that are rounded at a time; they fit in the cache
+CACHE_LINE = 64  # bytes
 NO_SCALES = np.zeros(1, np.float32)
 
 
@@ -77,6 +78,24 @@ class Matrix:
             scales = np.repeat((self.scales.astype(np.uint32) << 16).view(np.float32), BLOCK, axis=2)[:, :, :K]
             wide = (nibbles.reshape(S, tiles, K, TILE).astype(np.float32) - 8) * scales
         return wide.swapaxes(2, 3).reshape(S, tiles * TILE, K)[:, :M].reshape(self.shape)
+
+
+def gather(matrices):
+    """Moves the numbers of matrices into one array, for products that read one matrix after the other.
+
+    The system maps a large array by pages of 2 MB, if it has them, but for the ends. A matrix with an array of its own
+    is mapped by 4 KB at its ends, or as a whole if it has less than 4 MB, and its product waits for more addresses.
+    """
+    parts = [(matrix, name) for matrix in matrices for name in ("bits", "scales")]
+    sizes = [-(-getattr(matrix, name).nbytes // CACHE_LINE) * CACHE_LINE for matrix, name in parts]
+    memory = np.empty(sum(sizes) + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    for (matrix, name), size in zip(parts, sizes):
+        array = getattr(matrix, name)
+        place = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        place[...] = array
+        setattr(matrix, name, place)
+        start += size
 
 
 def pack(w, format: str) -> Matrix:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ..helper_threads import Board
-from ..matrices import FEW, pack
+from ..matrices import FEW, gather, pack
 from ..matrix_loops import multiply
 from ..quantised import Stored
 from . import numba_loops as loops
@@ -31,6 +31,8 @@ class NumbaLayers(NumpyLayers):
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
         super().load(weights, sizes, loaded, partial(packed, dtype))
+        names = self.loops.MATRICES
+        gather(getattr(layer, name) for layer in self.layers for name in names if name in vars(layer))
         self.make_step_arguments()
         everything = [*vars(self.model_weights).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
