@@ -71,18 +71,24 @@ def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, 
     close(matrix(x, Board()), x.astype(float) @ wide.astype(float).swapaxes(-1, -2), LIMIT[format])
 
 
-def test_gathered_matrices_are_neighbours_in_memory_with_the_same_numbers(rng):
+def test_matrices_of_a_pool_are_neighbours_in_memory_with_the_same_numbers(rng, monkeypatch):
+    monkeypatch.setattr(matrices, "POOL_BLOCK", 1 << 13)
     shapes = {"float32": (5, 3), "bfloat16": (2, 65, 3), "int8": (70, 33), "int4": (1, 40)}
-    several = [matrices.pack(rng.standard_normal(shape), format) for format, shape in shapes.items()]
-    stored = [(matrix.bits.copy(), matrix.scales.copy()) for matrix in several]
-    matrices.gather(several)
-    places = [array.ctypes.data for matrix in several for array in (matrix.bits, matrix.scales)]
-    sizes = [array.nbytes for pair in stored for array in pair]
-    assert not any(place % 64 for place in places)
-    assert all(size <= after - place < size + 64 for place, size, after in zip(places, sizes, places[1:]))
-    for matrix, (bits, scales) in zip(several, stored):
+    pool, places, sizes = matrices.Pool(), [], []
+    for format, shape in 2 * [*shapes.items()]:
+        matrix = matrices.pack(rng.standard_normal(shape), format)
+        bits, scales = matrix.bits, matrix.scales
+        assert pool.move(matrix) is matrix and matrix.bits is not bits
         np.testing.assert_array_equal(matrix.bits, bits, strict=True)
         np.testing.assert_array_equal(matrix.scales, scales, strict=True)
+        places += matrix.bits.ctypes.data, matrix.scales.ctypes.data
+        sizes += bits.nbytes, scales.nbytes
+    assert not any(place % 64 for place in places)
+    gaps = np.diff(places) - sizes[:-1]
+    assert ((gaps >= 0) & (gaps < 64)).sum() == len(gaps) - 1  # all but from the first block to the second
+    large = matrices.pack(rng.standard_normal((100, 100)), "float32")
+    bits = large.bits
+    assert pool.move(large).bits is bits  # larger than a block
 
 
 @pytest.mark.parametrize("format", FEW_BITS)

@@ -25,7 +25,7 @@ FEW = 8  # the most tokens for which the loops multiply float32 faster than BLAS
 PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # int4's scales that are tried, times the one of the largest w
 CACHED = 1 << 16  # numbers that are rounded at a time; they fit in the cache
-CACHE_LINE = 64  # bytes
+POOL_BLOCK, CACHE_LINE = 1 << 26, 64  # bytes
 NO_SCALES = np.zeros(1, np.float32)
 
 
@@ -80,22 +80,32 @@ class Matrix:
         return wide.swapaxes(2, 3).reshape(S, tiles * TILE, K)[:, :M].reshape(self.shape)
 
 
-def gather(matrices):
-    """Moves the numbers of matrices into one array, for products that read one matrix after the other.
+class Pool:
+    """Memory for the numbers of matrices that are read one after the other, in blocks of POOL_BLOCK bytes.
 
     The system maps a large array by pages of 2 MB, if it has them, but for the ends. A matrix with an array of its own
     is mapped by 4 KB at its ends, or as a whole if it has less than 4 MB, and its product waits for more addresses.
     """
-    parts = [(matrix, name) for matrix in matrices for name in ("bits", "scales")]
-    sizes = [-(-getattr(matrix, name).nbytes // CACHE_LINE) * CACHE_LINE for matrix, name in parts]
-    memory = np.empty(sum(sizes) + CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    for (matrix, name), size in zip(parts, sizes):
-        array = getattr(matrix, name)
-        place = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+    def __init__(self):
+        self.rest = np.empty(0, np.uint8)  # of the last block
+
+    def move(self, matrix: Matrix) -> Matrix:
+        """The matrix, with its numbers in the pool."""
+        matrix.bits, matrix.scales = self.moved(matrix.bits), self.moved(matrix.scales)
+        return matrix
+
+    def moved(self, array):
+        """A copy in the pool, from the beginning of a cache line on; an array that is larger than a block as it is."""
+        size = -(-array.nbytes // CACHE_LINE) * CACHE_LINE
+        if size > POOL_BLOCK:
+            return array
+        if size > len(self.rest):
+            block = np.empty(POOL_BLOCK + CACHE_LINE, np.uint8)
+            self.rest = block[-block.ctypes.data % CACHE_LINE :]
+        place, self.rest = self.rest[: array.nbytes].view(array.dtype).reshape(array.shape), self.rest[size:]
         place[...] = array
-        setattr(matrix, name, place)
-        start += size
+        return place
 
 
 def pack(w, format: str) -> Matrix:

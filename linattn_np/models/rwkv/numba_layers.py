@@ -9,7 +9,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ..helper_threads import Board
-from ..matrices import FEW, gather, pack
+from ..matrices import FEW, Pool, pack
 from ..matrix_loops import multiply
 from ..quantised import Stored
 from . import numba_loops as loops
@@ -30,9 +30,7 @@ class NumbaLayers(NumpyLayers):
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
-        super().load(weights, sizes, loaded, partial(packed, dtype))
-        names = self.loops.MATRICES
-        gather(getattr(layer, name) for layer in self.layers for name in names if name in vars(layer))
+        super().load(weights, sizes, loaded, partial(packed, dtype, Pool()))
         self.make_step_arguments()
         everything = [*vars(self.model_weights).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
@@ -91,19 +89,19 @@ class NumbaLayers(NumpyLayers):
         self.step_arguments = matrices, head.description, vectors, norms
 
 
-def packed(format, field, weight, arrays):
-    """A weight as the layers read it: a packed matrix in `format`, bfloat16 or float32 for the embedding, or a float32
-    array. `field`, `weight` and `arrays` are as in `NumpyLayers.load`."""
+def packed(format, pool, field, weight, arrays):
+    """A weight as the layers read it: a packed matrix in `format`, in a `Pool`; bfloat16 or float32 for the embedding;
+    or a float32 array. `field`, `weight` and `arrays` are as in `NumpyLayers.load`."""
     if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
-        return Stored.matrix(arrays)
+        return pool.move(Stored.matrix(arrays))
     array = stacked(arrays)
     if not weight.matrix or (field == "embedding" and format == "float32"):
         return np.ascontiguousarray(array, FLOAT32)
     if field == "embedding":
         return array.astype(BFLOAT16)
     if weight.inputs_first:
-        return pack(array.swapaxes(-1, -2), LOW_RANK_FORMAT.get(format, format))
-    return pack(array, format)
+        return pool.move(pack(array.swapaxes(-1, -2), LOW_RANK_FORMAT.get(format, format)))
+    return pool.move(pack(array, format))
 
 
 @dataclass
