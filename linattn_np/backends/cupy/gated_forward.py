@@ -28,12 +28,9 @@ def plan_in_chunks(problem, device, summaries=()):
     if cut.way == COPIED:  # rows are copied to aligned ones, with zeros at their ends
         return aligned_copies.plan_on_copies(problem, lambda padded: plan_in_chunks(padded, device))
     draft = Draft()
-    o, final = draft.output(problem, cut.fits), draft.final(problem)
+    o = draft.output(problem, cut.fits)
     inputs = draft.mapped_inputs(problem, cut.fits) if cut.way == HOPPER else draft.inputs(problem)
-    forward = PASS_OF_WAY[cut.way](draft, problem, cut, inputs, o)
-    forward.launch_all(final, summaries)
-    results = draft.results(problem, o, final)
-    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=forward.saved)
+    return PASS_OF_WAY[cut.way](draft, problem, cut, inputs, o).plan(draft.final(problem), summaries)
 
 
 def plan_summary(problem, device):
@@ -84,6 +81,12 @@ class ForwardPass:
         """Launches the kernel of summaries for the first `computed` of the `segments` of each sequence. Each segment is
         divided into `parts`, and the summary of each part is written to `summaries`: (states, decays, ...)."""
         raise NotImplementedError
+
+    def plan(self, final, summaries=()):
+        """The plan of a call by this pass; parameters as in `launch_all`."""
+        self.launch_all(final, summaries)
+        results = self.draft.results(self.problem, self.o, final)
+        return self.draft.plan(results, mode=self.problem.mode, tiles=self.cut.tiles, saved=self.saved)
 
     # -- the launches of a pass --
     def launch_all(self, final, summaries=()):

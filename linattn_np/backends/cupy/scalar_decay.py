@@ -274,9 +274,8 @@ def plan_gla(draft, gla, device, reason, summaries=()):
     if cut is None:
         return gated.plan(with_gate_of_every_channel(draft, gla, reason), device)
     gla_draft = Draft()
-    o, final = gla_draft.output(gla, cut.fits), gla_draft.final(gla)
-    scalar_forward_pass(gla_draft, gla, cut, o).launch_all(final, summaries)
-    return gla_draft.plan(gla_draft.results(gla, o, final), mode="chunk", tiles=cut.tiles)
+    o = gla_draft.output(gla, cut.fits)
+    return scalar_forward_pass(gla_draft, gla, cut, o).plan(gla_draft.final(gla), summaries)
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:

@@ -152,8 +152,7 @@ def plan(problem, device):
         kernel = Recurrent("AfterWrite", problem.dtype, named["g"].dtype, size, gates_columns=True)
         return gated.launch_recurrent(draft, problem, kernel, named, o, final)
     cut = forward_cut(problem, device, arrays[3].dtype)
-    ValueGateForwardPass(draft, problem, cut, arrays, o).launch_all(final)
-    return draft.plan(draft.results(problem, o, final), mode=problem.mode, tiles=cut.tiles)
+    return ValueGateForwardPass(draft, problem, cut, arrays, o).plan(final)
 
 
 def forward_cut(problem, device, gate):
