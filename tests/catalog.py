@@ -154,14 +154,17 @@ def delta_rules():
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
-    for prepare, (T, G), K, gradient in product(prepares, GATES, gated.TILES, (False, True)):
-        yield prepare(T, G, K, gradient)
+    for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
+        if K in gated.TILES or prepare is delta.DeltaPrepare and T != SINGLE:
+            yield prepare(T, G, K, gradient)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
-    for walk, T, (K, V), two_writes, outputs in product(walks, CTYPES, WIDTHS, (False, True), (False, True)):
+    for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
+        if K > gated.TILES[-1] and (two_writes or T == SINGLE):
+            continue  # such wide keys go token by token
         yield from (walk(T, K, V, two_writes, stages, outputs) for stages in ((2,) if T == SINGLE else (2, 3)))
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES:
-        yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
+        yield from (delta.DeltaBackwardChunks(T, G, K) for K in (gated.TILES if T == SINGLE else gated.CHANNELS))
         yield delta.DplrBackwardChunks(T, G)
         yield delta.KdaBackwardChunks(T, G)
     for T, (K, V) in product(HALF, WIDTHS):

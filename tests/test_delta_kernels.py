@@ -64,7 +64,7 @@ CASES = {
     "delta_rule-recurrent": Case(DELTA_RULE, groups=2, mode="recurrent", options={"qk_l2norm": True} | PACKED),
     "gated-grouped": Case(groups=3, H=1, dtype=BFLOAT16, gate_dtype=SINGLE, options={"qk_l2norm": True}),
     "gated-float64": Case(dtype=DOUBLE, groups=2, options={"reverse": True} | PACKED),
-    "gated-wide": Case(K=200, V=70, H=1, dtype=HALF, gate="all-20"),
+    "gated-wide": Case(K=200, V=70, H=1, dtype=HALF, gate="spikes-40"),
     "gated-chunks": Case(
         groups=2,
         H=1,
@@ -92,6 +92,7 @@ CASES = {
         gate="some-inf",
         options={"cu_seqlens": [0, 0, 33, 34, 70], "qk_l2norm": True, "reverse": True},
     ),
+    "gated-256-channels": Case(groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
     "kda-wide": Case(KDA, K=100, V=40, H=1, gate="by_channel"),
     "kda-recurrent": Case(KDA, K=100, V=40, H=1, gate="by_channel", mode="recurrent"),
     "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
@@ -398,7 +399,7 @@ def test_few_heads_are_cut(op):
 def test_few_heads_are_cut_token_by_token(op):
     """Where many heads leave nothing idle, or the call asks to go token by token, they are whole."""
     for H, T, mode, cut in ((2, 4096, "auto", True), (2000, 2000, "auto", False), (2, 4096, "recurrent", False)):
-        arrays = [np.broadcast_to(SINGLE.type(0), (1, H, T, 130)[: len(axes.split())]) for axes in op.arrays.values()]
+        arrays = [np.broadcast_to(DOUBLE.type(0), (1, H, T, 130)[: len(axes.split())]) for axes in op.arrays.values()]
         for gradient in (False, True):
             plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
             assert ("delta_join_segments" in planned.names(plan)) == cut == (plan.tiles.get("segments", 1) > 1)
@@ -438,25 +439,27 @@ def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
     "changed, mode, reason",
     [
         ({"dtype": DOUBLE}, "auto", "the data are float64"),
-        ({"K": 130}, "auto", "K=130 is over 128"),
+        ({"op": KDA, "K": 130}, "auto", "K=130 is over 128"),
+        ({"dtype": SINGLE, "K": 130}, "auto", "K=130 is over 128"),
         ({}, "recurrent", "mode='recurrent' is token by token"),
     ],
-    ids=["data", "channels", "mode"],
+    ids=["data", "channels", "channels-float32", "mode"],
 )
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
-    plan = planned.plan_of(GATED_DELTA_RULE.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
+    op = changed.get("op", GATED_DELTA_RULE)
+    plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
     assert plan.reasons["in chunks"].startswith(reason)
 
 
 BY_TOKEN = {  # operator, K, V, dtype, gate, options
     "rwkv7": (RWKV7, 130, 3, SINGLE, "some-inf", {}),
     "narrow": (RWKV7, 2, 3, DOUBLE, "some-inf", {}),
-    "odd": (GATED_DELTA_RULE, 133, 33, SINGLE, "logsigmoid", {"qk_l2norm": True}),
+    "odd": (KDA, 133, 33, SINGLE, "logsigmoid", {"qk_l2norm": True}),
     "packed": (KDA, 134, 20, SINGLE, "weak", {"cu_seqlens": [0, 414, 414, 425]}),
-    "wide": (DELTA_RULE, 130, 20, BFLOAT16, "weak", {}),
-    "wide-gates": (KDA, 140, 9, HALF, "some-inf", {"reverse": True}),
+    "wide": (DELTA_RULE, 130, 20, DOUBLE, "weak", {}),
+    "wide-gates": (KDA, 140, 9, SINGLE, "some-inf", {"reverse": True}),
     "float64": (RWKV7, 20, 35, DOUBLE, "weak", {"cu_seqlens": [0, 3, 425]}),
     "float64-gated": (GATED_DELTA_RULE, 66, 17, DOUBLE, "spikes-40", {"reverse": True}),
 }
@@ -492,9 +495,14 @@ def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, 
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
 @pytest.mark.parametrize("before", [-np.inf, -76], ids=["from-zero", "from-little"])
 @pytest.mark.parametrize(
-    "dtype, K", [(SINGLE, 130), (SINGLE, 20), (BFLOAT16, 20)], ids=["by-token", "float32", "bfloat16"]
+    "op, dtype, K",
+    [
+        (op, dtype, K)
+        for op in DELTA_RULES
+        for dtype, K in ((SINGLE, 130), (SINGLE, 20), (BFLOAT16, 20))
+        if op.decays and (op is not GATED_DELTA_RULE or K < 130)  # 130 channels of float32: the others go by token
+    ],
 )
-@pytest.mark.parametrize("op", [x for x in DELTA_RULES if x.decays], ids=lambda op: op.name)
 def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, before, states, rng):
     """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
     in_chunks = K <= 128

@@ -242,7 +242,7 @@ SEGMENTS = ["delta_prepare", "delta_scan", "delta_join_segments", "delta_scan"] 
         ((1, 2, 40, 64, 64), BFLOAT16, 90, {"mode": "recurrent"}, TOKENS),
         ((1, 2, 40, 64, 64), BFLOAT16, 80, {}, ON_EVERY_CARD),
         ((1, 2, 40, 64, 64), SINGLE, 90, {}, ON_EVERY_CARD),
-        ((1, 2, 40, 136, 64), BFLOAT16, 90, {}, TOKENS),
+        ((1, 2, 40, 136, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),  # Hopper's own have at most 128 channels
         ((1, 2, 40, 60, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),  # rows are no whole 16 bytes
         ((1, 2, 0, 64, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),
         ((1, 2, 4096, 64, 64), BFLOAT16, 90, {}, SEGMENTS),

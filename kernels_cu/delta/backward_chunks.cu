@@ -25,8 +25,8 @@
 // numerics  products of T (operands.cuh) are summed in float32. Of 16-bit data e, and the matrices of tokens that
 //           multiply q and k, are the sum of two T. No division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128; tokens and columns past the end are zeros in shared
-//           memory
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; tokens and columns past the end are zeros in
+//           shared memory
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
@@ -184,8 +184,8 @@ struct Task {
 template <typename T, typename G, int BK>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     delta_backward_chunks(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, TASKS = Task::COUNT / WARPS;  // TASKS: of a warp
-  static_assert(Task::COUNT % WARPS == 0 && BT == 32, "a lane has a token");
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, TASKS = (Task::COUNT + WARPS - 1) / WARPS;  // TASKS: of a warp
+  static_assert(BT == 32, "a lane has a token");
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   TokenFactors& factors = s.factors;
   const Shape& shape = args.shape;
@@ -223,6 +223,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
 #pragma unroll
     for (int n = 0; n < TASKS; ++n) {
       const Task task(warp + n * WARPS);
+      if (WARPS > Task::COUNT && warp >= Task::COUNT) continue;  // more warps than tasks
       if (!task.has_pairs) {
         if (args.dg.p) add_state_dots<BK>(products[n][0], s.states[0], s.states[1], task.column);
         continue;
@@ -272,6 +273,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
 #pragma unroll
   for (int n = 0; n < TASKS; ++n) {
     const Task task(warp + n * WARPS);
+    if (WARPS > Task::COUNT && warp >= Task::COUNT) continue;
     if (!task.has_pairs) {
       const float (&dot)[4] = products[n][0];
       const float sum = warp_sum(t == g / 2 ? (g % 2 ? dot[1] + dot[3] : dot[0] + dot[2]) : 0.f);

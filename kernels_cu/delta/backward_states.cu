@@ -23,7 +23,7 @@
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and chunk_states are
 //           rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single; K <= BK; BK and BV of 64, 128; STAGES >= 2
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"

@@ -2,7 +2,7 @@
 //           every chunk of 32 tokens the state before it (direction 0) and the gradient of the state after it
 //           (direction 1).
 // shapes    [direction, B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V by 8 channels of K, as
-//           ldmatrix loads them. K and V are padded with zeros to multiples of 64
+//           ldmatrix loads them. V is padded with zeros to a multiple of 64, K to 64, 128 or 256
 #include "delta/operands.cuh"
 #include "tensor.cuh"
 
@@ -10,12 +10,14 @@ constexpr int TILE = 64;  // channels, or columns, that kernels read together
 
 __device__ __forceinline__ int padded(i64 size) { return int((size + TILE - 1) / TILE) * TILE; }
 
+__device__ __forceinline__ int stored_channels(i64 K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
+
 // The index in `chunk_states` of channels `channel` ... `channel` + 63 of a chunk. `chunk`: its number in the batch
 // row.
 __device__ __forceinline__ i64 state_index(const Shape& shape, bool backwards, i64 batch, i64 head, i64 chunk,
                                            int channel) {
   const i64 state = ((backwards * shape.B + batch) * shape.H + head) * shape.NC + chunk;
-  return (state * padded(shape.K) + channel) * padded(shape.V);
+  return (state * stored_channels(shape.K) + channel) * padded(shape.V);
 }
 
 // Loads words of four matrices of a chunk's tile of 64 channels: of two neighbours along K, in 8 columns of V and in

@@ -16,7 +16,7 @@
 // numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
 //           growth that float32 holds. E, W and Z in T, matrices that make them of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256
 #include "cards.cuh"
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
@@ -75,9 +75,11 @@ struct ScoreTile {
 };
 
 template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE_SM100 ? 384 : 512) / BK))
-    delta_prepare(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SCORE_TILES = ScoreTile::COUNT / WARPS;
+__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINCE_SM100     ? 512
+                                                                           : sizeof(T) == 4 ? 256
+                                                                                            : 384) /
+                                                                          BK)) delta_prepare(const Args<T, G> args) {
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SCORE_TILES = (ScoreTile::COUNT + WARPS - 1) / WARPS;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);
   const u32 head = chunk.h / u32(args.group);
@@ -112,6 +114,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
 #pragma unroll
   for (int n = 0; n < SCORE_TILES; ++n) {
     const ScoreTile tile(warp + n * WARPS);
+    if (WARPS > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;  // more warps than products
     multiply_squares<BK>(sums[n], tile.kind ? s.q : s.k, tile.of_queries_alone ? s.q : s.k, tile.row, tile.column);
     if (tile.has_lengths() && t == g / 2)
 #pragma unroll
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE
 #pragma unroll
   for (int n = 0; n < SCORE_TILES; ++n) {
     const ScoreTile tile(warp + n * WARPS);
-    if (tile.of_queries_alone) continue;
+    if (tile.of_queries_alone || WARPS > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;
 #pragma unroll
     for (int down = 0; down < 2; ++down)
 #pragma unroll

@@ -14,7 +14,7 @@
 //           previous chunk has been read
 // numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single; K <= BK; BK and BV of 64, 128; STAGES >= 2
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
 #include "delta/walk.cuh"

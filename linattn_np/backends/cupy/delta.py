@@ -28,7 +28,7 @@ from .delta_kernels import (
 from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
-from .gated_kernels import CHANNELS, TILES
+from .gated_kernels import CHANNELS, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels, padded
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
@@ -49,6 +49,8 @@ def why_not_in_chunks(problem, device, gradient=False) -> str | None:
     """Why the portable kernels in chunks cannot compute a call, or its gradients if `gradient`; None if they can."""
     if reason := why_no_chunks(problem):
         return reason
+    if problem.sizes["K"] > TILES[-1] and (rule_of(problem.op) != GATED_DELTA or problem.dtype == FLOAT32):
+        return f"K={problem.sizes['K']} is over {TILES[-1]}, and only half precision with one gate for all has more"
     kernels = *chunk_kernels(problem, device, gradient), *([last_kernel(problem)] if gradient else ())
     if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels of {problem.dtype} in chunks"
@@ -59,7 +61,7 @@ def last_kernel(problem):
     """The last kernel of gradients in chunks, which computes those of all chunks in parallel."""
     instance = problem.dtype, gate_dtype(problem)
     if rule_of(problem.op) == GATED_DELTA:
-        return DeltaBackwardChunks(*instance, TILES[problem.sizes["K"] > TILES[0]])
+        return DeltaBackwardChunks(*instance, channels(problem.sizes["K"]))
     return (DplrBackwardChunks if rule_of(problem.op) == DPLR else KdaBackwardChunks)(*instance)
 
 
@@ -150,7 +152,8 @@ class TokenByToken:
 
 
 class InChunks:
-    """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels.
+    """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels, or
+    256 of half precision that share a gate.
 
     Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory.
     """
@@ -325,9 +328,9 @@ class GradientsInChunks(Gradients):
         arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V = problem.shape("B T K V")
         shape = replace(self.cut.shape(draft), H=heads)
-        channels, columns = walk.padded_size(K), walk.padded_size(V)
+        columns = walk.padded_columns(V)
         v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
-        chunk_states = draft.empty((2, B, heads, shape.NC, channels, columns), problem.dtype)
+        chunk_states = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
         # a number, and what its rounding has lost
         residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
         residual, dresidual = (draft.empty((B, heads, T, n * columns), problem.dtype) for n in (residual_numbers, 1))

@@ -74,8 +74,6 @@ def why_no_chunks(problem) -> str | None:
         return "mode='recurrent' is token by token"
     if problem.dtype == DOUBLE:
         return "the data are float64, and kernels in chunks compute in float32"
-    if problem.sizes["K"] > TILES[-1]:
-        return f"K={problem.sizes['K']} is over {TILES[-1]}"
     return None
 
 
@@ -89,6 +87,8 @@ def why_not_on_hopper(problem, device) -> str | None:
         return "the data are float32, and these kernels multiply half precision"
     if reason := why_no_chunks(problem):
         return reason
+    if problem.sizes["K"] > TILES[-1]:
+        return f"K={problem.sizes['K']} is over {TILES[-1]}"
     if not mappable_once_copied([problem[name] for name in "qkv"]):
         return "rows are no whole pieces of 16 bytes, or there are none"
     return None

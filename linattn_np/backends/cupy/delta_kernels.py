@@ -98,7 +98,7 @@ class Walk(ChunkKernel, TiledKernel):
         """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
         the card, else 64, and three stages; if these do not fit in shared memory, two stages, and then 64 columns. In
         float32 it has two stages at most: two blocks of 64 columns and channels then share a multiprocessor."""
-        BK, wide_blocks = TILES[K > TILES[0]], walks * ceil_div(V, TILES[1])
+        BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
         BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages) for width, stages in sizes]
@@ -139,19 +139,19 @@ class DeltaBackwardStates(Walk):
         "shape, integers P, reals scale, integers bytes"
     )
     directions: ClassVar[int] = 2
-    MULTIPLE: ClassVar[int] = 64
 
-    def padded_size(self, size) -> int:
-        """The channels or columns of the arrays that the walks write, for `size` of a state: a multiple of MULTIPLE."""
-        return ceil_div(size, self.MULTIPLE) * self.MULTIPLE
+    @staticmethod
+    def padded_columns(V) -> int:
+        """The columns of the arrays that the walks write, of V columns of a state; of their channels there are BK."""
+        return padded(V, 64)
 
     def bytes_between_kernels(self, problem, heads) -> int:
         """Bytes of what the kernel reads and writes of `heads` heads besides inputs and results: prepared chunks,
         states and their gradients, residuals as sums of two numbers, and the residuals' gradients."""
         B, T, K, V = problem.shape("B T K V")
         chunks = ceil_div(T, self.CHUNK)
-        rows = 2 * chunks * self.padded_size(K) + 3 * T
-        return B * heads * (self.dtype.itemsize * self.padded_size(V) * rows + chunks * self.prepared_bytes)
+        rows = 2 * chunks * self.BK + 3 * T
+        return B * heads * (self.dtype.itemsize * self.padded_columns(V) * rows + chunks * self.prepared_bytes)
 
 
 class DeltaBackwardChunks(ChunkKernel):
