@@ -26,6 +26,7 @@ from linattn_np.backends.cupy.delta_hopper import (
     DeltaScalarBackwardStatesSm90,
     DeltaScalarBackwardTokensSm90,
     DeltaScalarForwardSm90,
+    DeltaScalarSummarySm90,
 )
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
@@ -169,6 +170,7 @@ def delta_rules():
         yield delta.KdaBackwardChunks(T, G)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
+        yield DeltaScalarSummarySm90(T, K, V)
         yield DeltaScalarBackwardStatesSm90(T, K, V)
         yield DeltaScalarBackwardTokensSm90(T, K, V)
 

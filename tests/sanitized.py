@@ -311,7 +311,8 @@ def delta_rules_on_hopper(rng, device):
         kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), [0, 5, 5, 200, 261] if V == 64 else None
         tokens = delta_tokens(rng, 1, 2, 4, 261, K, V, dtype, "some -inf", "alike", "sigmoid")
         state = rng.standard_normal((len(bounds) - 1 if bounds else 1, 4, K, V)).astype(SINGLE)
-        yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
+        for P in (1, 3):
+            yield delta_call(device, kernel, tokens, K**-0.5, state, bounds, P)
         do = rng.standard_normal(tokens[2].shape).astype(dtype)
         yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128)
 

@@ -6,16 +6,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulator import EmulatedDevice
-from planned import host, names, plan_of
+from planned import host, names, plan_of, results
 from reference import double, exact_vjp, rms
 from test_delta_kernels import terms_of_columns, terms_of_later_tokens
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 import linattn_np
+from linattn_np import contract
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90, launch_backward, launch_forward
+from linattn_np.backends.cupy.delta_hopper import (
+    DeltaScalarForwardSm90,
+    DeltaScalarSummarySm90,
+    ScalarCut,
+    launch_backward,
+    launch_forward,
+    launch_starts,
+)
 from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, describe_parts
+from linattn_np.bounded_cache import Cache
 from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
 from linattn_np.varlen import Spans
 
@@ -43,8 +52,8 @@ def recurrence(q, k, v, g, beta, scale, state, bounds):
     return o, S
 
 
-def call(device, kernel, tokens, scale, state=None, bounds=None, **how):
-    """[o, the final states]."""
+def call(device, kernel, tokens, scale, state=None, bounds=None, P=1, **how):
+    """[o, the final states]. P: into how many segments sequences are cut."""
     q, v = tokens[0], tokens[2]
     B, H, T, K, V = (*v.shape[:3], q.shape[-1], v.shape[-1])
     arrays = dict(zip(("q", "k", "v", "g", "beta", "state"), (*tokens, state)))
@@ -54,8 +63,13 @@ def call(device, kernel, tokens, scale, state=None, bounds=None, **how):
     problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
     width = (V, K) if how.get("transposed") else (K, V)
     o, final = draft.like(x.v), draft.empty((spans.count * B, H, *width), SINGLE)
-    shape = draft.shape(problem, chunk=32)
-    launch_forward(draft, kernel, (x.q, x.k, x.v, x.g, x.beta), o, shape, scale, x.state, final, **how)
+    shape = draft.shape(problem, spans=spans.segments(P, 32) if P > 1 else None, chunk=32)
+    inputs = x.q, x.k, x.v, x.g, x.beta
+    if P > 1:
+        cut = SimpleNamespace(segments=P, summary=DeltaScalarSummarySm90(kernel.dtype, kernel.BK, kernel.BV))
+        starts = launch_starts(draft, cut, inputs, shape, x.state, how.get("normalized", False))
+        how |= {"P": P, "starts": starts}
+    launch_forward(draft, kernel, inputs, o, shape, scale, x.state, final, **how)
     return [host(y) for y in CompiledPlan(replace(draft.plan((o, final)), given=given), device)(memory)[0]]
 
 
@@ -116,13 +130,14 @@ CASES = (  # B, H, heads of v, T, K, V; gates; keys; beta; the ends of packed se
 WIDTHS = [(64, 64), (64, 128), (128, 64), (128, 128)]
 
 
-def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, transposed=False, normalized=False):
+def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, transposed=False, normalized=False, P=1):
     B, _, HV, _, K, V = sizes
     tokens = drawn(rng, *sizes, kernel.dtype, gates, keys, beta, 5.0 if normalized else 1.0)
     limit = LIMIT[kernel.dtype]
     state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
     given = state.swapaxes(-1, -2).copy() if transposed else state
-    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, transposed=transposed, normalized=normalized)
+    how = {"transposed": transposed, "normalized": normalized}
+    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, P, **how)
     if normalized:
         tokens = [*map(of_length_one, tokens[:2]), *tokens[2:]]
     wanted = recurrence(*tokens, K**-0.5, state, bounds)
@@ -152,7 +167,8 @@ def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds
 @pytest.mark.parametrize(("gates", "keys"), [("trained", "random"), ("weak", "alike"), ("some -inf", "alike")])
 @pytest.mark.parametrize(("K", "V"), WIDTHS)
 @pytest.mark.parametrize("dtype", LIMIT)
-def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # noqa: F811
+@pytest.mark.parametrize("P", (1, 3))
+def test_forward_of_every_instance(hopper, rng, P, dtype, K, V, gates, keys):  # noqa: F811
     """With more columns than a block has."""
     check(
         hopper,
@@ -163,7 +179,82 @@ def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # no
         keys,
         "sigmoid",
         normalized=keys == "alike",
+        P=P,
     )
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+def forgetting(rng, kind, shape):
+    """Gates [B, H, T] of which segments of 96 tokens and more forget all that was before: not at all, some segments of
+    a head, or each in its last 50 tokens or so."""
+    g = -0.01 * np.exp(rng.standard_normal(shape))
+    if kind == "some":
+        g[:, 0, shape[2] // 3 + 20] = -np.inf
+        g[:, -1, shape[2] // 2 :] -= 0.6
+    return g - (kind == "all")
+
+
+SEGMENT_CASES = (  # B, H, heads of v, T, K, V; which segments forget; the ends of packed sequences
+    ((1, 1, 2, 541, 128, 128), "none", None),
+    ((2, 1, 1, 333, 104, 72), "some", None),
+    ((1, 2, 2, 541, 128, 64), "some", [0, 530, 530, 541]),
+    ((1, 1, 2, 541, 64, 128), "all", None),
+    ((1, 1, 1, 400, 56, 40), "some", None),
+)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("options", ({}, {"qk_l2norm": True}), ids=lambda x: "".join(x))
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize("P", (2, 3, 4))
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize(("sizes", "forgets", "bounds"), SEGMENT_CASES)
+def test_segments_are_the_recurrence(hopper, rng, monkeypatch, sizes, forgets, bounds, dtype, P, gated, options):  # noqa: F811
+    monkeypatch.setattr(ScalarCut, "time", lambda cut, number: abs(number - P))
+    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
+    B, _, HV, T, K, V = sizes
+    *arrays, _, beta = drawn(rng, *sizes, dtype, "none", "random", "sigmoid", 5.0 if options else 1.0)
+    arrays += [forgetting(rng, forgets, (B, HV, T)).astype(SINGLE)] * gated + [beta]
+    op = GATED_DELTA_RULE if gated else DELTA_RULE
+    packed = {"cu_seqlens": bounds} if bounds else {}
+    state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
+    found = results(op, arrays, hopper, state, final=True, **options, **packed)
+    wanted = getattr(linattn_np, op.name)(
+        *map(double, arrays), initial_state=double(state), output_final_state=True, **options, **packed
+    )
+    for what, x, y in zip(("o", "state"), found, wanted, strict=True):
+        assert rms(double(x) - y) <= LIMIT[dtype] * rms(y), what
+
+
+@pytest.mark.parametrize("before", [-np.inf, -76], ids=["from-zero", "from-little"])
+def test_growth_within_a_segment_on_hopper(hopper, rng, before):  # noqa: F811
+    """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
+    sizes, kernel = (1, 1, 2, 480, 64, 72), DeltaScalarForwardSm90(BFLOAT16, 64, 64)
+    q, k, v, _, beta = drawn(rng, *sizes, BFLOAT16, "none", "random", "sigmoid")
+    g = np.full(beta.shape, -0.01, SINGLE)
+    g[:, :, 150:310], beta[:, :, 150:310] = 0, 0
+    g[:, :, 150], g[:, :, 180:308] = before, 90 / 128  # the second segment, from token 160 on, grows by 90 nats
+    state = rng.standard_normal((1, 2, 64, 72)).astype(SINGLE)
+    wanted = recurrence(q, k, v, g, beta, 1.0, state, None)
+    whole, _, end = errors(call(hopper, kernel, (q, k, v, g, beta), 1.0, state, P=3), wanted)
+    # A decay is off by up to 2^-22, the more so in equal gates: 128 of them multiply what grows.
+    assert max(whole, end) < LIMIT[BFLOAT16] + 128 * 2**-22
+
+
+def test_keys_may_keep_what_gates_alone_would_forget(hopper, rng):  # noqa: F811
+    """Each token multiplies what is stored along its key by e^g (1 - beta |k|^2): here by about -1."""
+    B, H, T, K, V = 1, 1, 300, 64, 64
+    kernel = DeltaScalarForwardSm90(BFLOAT16, K, V)
+    v = np.zeros((B, H, T, V), BFLOAT16)
+    k = np.zeros((B, H, T, K), BFLOAT16)
+    k[..., 5] = 1
+    g, beta = np.full((B, H, T), -1, SINGLE), np.full((B, H, T), 1 + np.e, SINGLE)
+    state = rng.standard_normal((B, H, K, V)).astype(SINGLE)
+    tokens = k, k, v, g, beta
+    wanted = recurrence(*tokens, 1.0, state, None)
+    assert rms(wanted[1]) > 0.1 * rms(state[:, :, 5]) / 8  # the state that is left has one row of 64
+    whole, _, end = errors(call(hopper, kernel, tokens, 1.0, state, P=3), wanted)
+    assert max(whole, end) < 2 * LIMIT[BFLOAT16]  # a state that forgets nothing along k: as LIMIT says
 
 
 def gradients(device, tokens, do, scale, state, dht, bounds=None, normalized=False):
@@ -231,7 +322,7 @@ CHUNKS, ON_EVERY_CARD, TOKENS = (
     ["delta_prepare", "delta_scan"],
     ["delta_recurrent_forward"],
 )
-SEGMENTS = ["delta_prepare", "delta_scan", "delta_join_segments", "delta_scan"]  # of few heads of long sequences
+SEGMENTS = ["delta_sm90_scalar_summary", "delta_join_segments", *CHUNKS]  # of few heads of long sequences
 
 
 @pytest.mark.parametrize(

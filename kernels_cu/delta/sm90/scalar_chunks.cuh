@@ -11,7 +11,8 @@
 //           BACKWARD_STATES: the same B and Z without beta; W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j. Chunks are
 //           taken from the last to the first
 //           BACKWARD_TOKENS: Z and X as in FORWARD, but Z by R = (I + M diag(beta))^-1: N diag(beta) = diag(beta) R
-//           `inverse` in the code is N diag(beta), N and R, by pass
+//           SUMMARY: Z and X as in FORWARD, and no queries
+//           `inverse` in the code is N diag(beta), N and R, by pass; SUMMARY's is FORWARD's
 // shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S, the
 //           struct of its shared memory, and passes Args, that of its arguments. S has
 //           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
@@ -46,7 +47,9 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "fragments.cuh"
 #include "half_products.cuh"
 
-enum Pass { FORWARD, BACKWARD_STATES, BACKWARD_TOKENS };
+enum Pass { FORWARD, SUMMARY, BACKWARD_STATES, BACKWARD_TOKENS };
+// Whether the states of a pass go forwards by N diag(beta): Z has beta.
+template <class S> constexpr bool HAS_BETA = S::PASS == FORWARD || S::PASS == SUMMARY;
 
 // 32 rows of 128 bytes, in the tensor cores' swizzle: row r has its 16-byte piece p in the place of piece p ^ r % 8;
 // swizzled_offset(r, p) is its offset in bytes. All arrays of rows of 128 bytes have this swizzle, float32 ones, too. A
@@ -131,6 +134,12 @@ template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded
 __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
+// Has a block work on `tokens` tokens from `start` on, numbers that all lanes have. The shuffle tells the compiler so,
+// which then needs no register of each lane for them.
+__device__ __forceinline__ void set_tokens(WorkTile& work, int start, int tokens) {
+  work.start = __shfl_sync(0xffffffffu, start, 0), work.tokens = __shfl_sync(0xffffffffu, tokens, 0);
 }
 
 // Two neighbouring floats; p is aligned to 8 bytes.
@@ -277,7 +286,8 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
     if (args.normalized) {
       auto& rows = s.stages[ring.stage].queries_keys;
       barrier_wait(s.full[ring.stage], ring.parity);
-      const float query_inverse = inverse_norms(rows, 0, to.query_factors, lane);
+      float query_inverse = 1.f;
+      if constexpr (S::PASS != SUMMARY) query_inverse = inverse_norms(rows, 0, to.query_factors, lane);
       query *= query_inverse, key = inverse_norms(rows, CHUNK, to.key_factors, lane);
       fence_async();  // orders these reads before the copies that later overwrite the rows
       if constexpr (S::PASS == BACKWARD_TOKENS) to.query_inverse[lane] = query_inverse;
@@ -424,8 +434,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     for (int half = 0; half < 2; ++half) {  // 8 of the block's queries i
       float numbers[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        numbers[i] = S::PASS == FORWARD ? gates.beta[lane] * x[8 * half + i] : x[8 * half + i];
+      for (int i = 0; i < 8; ++i) numbers[i] = HAS_BETA<S> ? gates.beta[lane] * x[8 * half + i] : x[8 * half + i];
       store_split_row(in.inverse, numbers, key_offset ^ 16 * half);
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
@@ -533,6 +542,9 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
             pair_offset = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
   const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows of A; rows 16 to 31 of M
   auto& in = s.stages[ring.stage];
+  if constexpr (S::PASS == SUMMARY) {
+    if (has_queries) return barrier_arrive(s.scores_ready[ring.stage]);
+  }
   barrier_wait(s.decays_ready[ring.stage], ring.parity);
   const auto& gates = s.gates[ring.stage];
   const float (&row_factors)[CHUNK] = has_queries ? gates.query_factors : gates.key_factors;
@@ -550,7 +562,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
     for (int h = 0; h < 2; ++h) {
       const float2 decay = *pair_at(in.D, n, h);
       float2 factor = {beta_factors[h], beta_factors[h]};
-      if (S::PASS == FORWARD && has_last_keys && n < 2) factor = {-factors[h], -factors[h]};
+      if (HAS_BETA<S> && has_last_keys && n < 2) factor = {-factors[h], -factors[h]};
       if (S::PASS == BACKWARD_TOKENS) {
         const float2 beta = load_float2(gates.beta + 8 * n + 2 * (lane & 3));
         factor = {-factors[h] * beta.x, -factors[h] * beta.y};

@@ -7,14 +7,16 @@
 //           of its query;  N = (I + diag(beta) M)^-1: how tokens change what later ones write;  B = A N diag(beta).
 //           Matrices of a row for each token: W_i = scale E_i q_i - sum_j B_ij E_j k_j;  X_j = v_j - E_j S^T k_j;
 //           Z_j = beta_j sum_i N_ij L_i k_i.  With the chunk's values v:  o = W S + B v;  S <- E_32 S + Z^T X
-// shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [sequences, HV, K, V] float32
+// shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [sequences, HV, K, V]
+//           float32. With P > 1, sequences in `shape` are segments, P of each sequence; starts: join_segments.cu
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
 //           Operands: a warpgroup makes A and M of chunk n + 2, and B, W and Z of chunk n (BK = 128: A and M while the
 //           product for W runs; BK = 64: after it). In a last warpgroup warp 0 copies chunks, warp 1 computes decays,
 //           and warps 2 and 3 invert I + diag(beta) M of even and odd chunks
 // smem      scalar_forward_storage.cuh, which names the barriers, too
-// barriers  named 1, of the operands' warpgroup: minus_BE is written, and what W, B and Z overwrite has been read
+// barriers  one in is_whole: its threads agree whether a number is not finite. Named 1, of the operands' warpgroup:
+//           minus_BE is written, and what W, B and Z overwrite has been read
 // numerics  products of T are summed in float32. q, k and v are used undecayed; S, W, X and Z are rounded to T; each
 //           element of A, B and N is the sum of two T ("split"): the rounded number and its rounding error. |W_i| <=
 //           scale |q_i| and |Z_j| <= beta_j |k_j| if gates are <= 0 and beta |k|^2 <= 2, for any keys: no large numbers
@@ -22,6 +24,7 @@
 //           in between, never a quotient, so that gates may be any numbers <= 0, -inf too
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
+#include "delta/segments.cuh"
 #include "delta/sm90/scalar_forward_storage.cuh"
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
@@ -35,11 +38,9 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
   const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
   const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
-  const i64 states = work.sequence_head * args.shape.K * args.shape.V;
   float state[BK / 2] = {};
-  if (args.initial)
-    each_transposed<BK>(state, args.initial + states, args, args.shape, column,
-                        [](float& x, const float* from) { x = *from; });
+  if (s.from)
+    each_transposed<BK>(state, s.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
@@ -76,17 +77,24 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_keep(state);
     barrier_arrive(s.outputs_ready[ring.stage]);
   }
-  if (args.final)
-    each_transposed<BK>(state, args.final + states, args, args.shape, column, [](float& x, float* to) { *to = x; });
+  if (s.to) each_transposed<BK>(state, s.to, args, args.shape, column, [](float& x, float* to) { *to = x; });
 }
 
 template <typename T, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<FORWARD, BK, BV>::BLOCKS)
     delta_sm90_scalar_forward(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
-  const u32 tiles = u32(args.shape.V + BV - 1) / BV;
+  const Shape& shape = args.shape;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, P = u32(args.P);
   const int column = blockIdx.x % tiles * BV;
-  const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
+  WorkTile work = work_tile(shape, blockIdx.x / tiles);
+  const i64 state_size = shape.K * shape.V, of_heads = shape.H * state_size;
+  const bool whole = is_whole<false>(shape, P, work.sequence, work.head, args.starts, column, BV);
+  const auto segment =
+      segment_of<false, float>(true, shape, P, work.sequence, work.head, {args.initial, of_heads, state_size, 0},
+                               args.starts, {args.final, of_heads, state_size, 0}, whole);
+  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+  if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   run_roles(
       s, args, work, [&] { consume(s, args, work, column); }, [&] { make_operands(s, work.tokens); },
       [&] { move_chunks(s, args, args.v, args.v_rows, args.o, args.o_rows, work, column); });

@@ -18,6 +18,8 @@ template <typename T> struct Args {
   Shape shape;               // H is the number of value heads
   const float* initial;      // null: zeros
   float* final;              // null: no final state is wanted
+  float* starts;             // join_segments.cu; null: sequences are not cut into segments
+  i64 P;                     // segments of a sequence; in `shape` segments are sequences
   i64 group;                 // value heads that share a head of queries and keys
   i64 state_k, state_v;      // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
@@ -33,6 +35,8 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Panel<T> minus_BE[2];  // -B_ij E_j, [query, key], split: for W; of a chunk and the one before it, [chunk % 2]
   Gates gates[STAGES];
   Upcoming upcoming;
+  const float* from;  // the state that the block starts from; null: zeros
+  float* to;          // the memory for the state that it ends with; null: not wanted
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };

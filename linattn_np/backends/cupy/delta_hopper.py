@@ -10,7 +10,7 @@ import numpy as np
 from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
 from .delta_kernels import sum_parts
-from .delta_segments import CutInChunks
+from .delta_segments import CutInChunks, SegmentCut, join_segments, memory_of_segments
 from .gated_kernels import PANEL, SM90, TILES
 from .kernel import DOUBLE, TiledKernel
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
@@ -24,8 +24,8 @@ class DeltaScalarForwardSm90(TiledKernel):
 
     file = "delta/sm90/scalar_forward"
     arguments = members(
-        "maps+rows q k v o, rows? g, rows beta, shape, pointers? initial final, "
-        "integers group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "maps+rows q k v o, rows? g, rows beta, shape, pointers? initial final starts, "
+        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
     )
     shared = ("Shared<{dtype}, {BK}, {BV}>",)
     arch = SM90
@@ -41,6 +41,16 @@ class DeltaScalarForwardSm90(TiledKernel):
     @property
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
+
+
+class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
+    """What segments of sequences do to a state: `delta_segments`. Blocks of BV columns of G, then such of F."""
+
+    file = "delta/sm90/scalar_summary"
+    arguments = members(
+        "maps+rows k v, rows? g, rows beta, shape, pointers? initial, pointers starts F, "
+        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
+    )
 
 
 class DeltaScalarBackwardStatesSm90(DeltaScalarForwardSm90):
@@ -94,39 +104,83 @@ def why_not_on_hopper(problem, device) -> str | None:
     return None
 
 
+class ScalarCut(SegmentCut):
+    """How the walks of Hopper's own forward kernel are cut, and its kernels: `forward`, and `summary` of segments.
+
+    A segment that forgets what was before it is summarised by a walk over its last tokens alone. Only the card knows
+    which ones do: with gates, the time is the mean of two, that of segments that all forget, and that of segments of
+    which none does. Times are in microseconds of an H200; those of summaries and joins are estimates.
+    """
+
+    CHUNK_TIMES, TWO_CHUNKS_TIME = {64: 1.45, 128: 1.7}, 1.85  # by BV; of two blocks that share a multiprocessor
+    SUMMARY_TIMES, TWO_SUMMARIES_TIME = {64: 0.85, 128: 1.0}, 1.2  # the same of a summary
+    LAUNCH_TIME, SEGMENT_TIME = 5.0, 3.0  # of a launch; to join a segment
+    LAST_CHUNKS = 10  # of a segment that forgets: those that are summarised
+    WORTH = 0.95  # sequences are cut if that takes less than this part of the time
+
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+        self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), DeltaScalarForwardSm90.CHUNK)
+        self.segments = min((1, *range(2, min(self.chunks // 4, 64) + 1)), key=self.time)
+        self.forward, self.summary = self.kernels(self.segments)
+
+    def kernels(self, segments):
+        """(the kernel of o, that of summaries), for so many segments."""
+        (N, H, K, V), dtype = self.problem.shape("N H K V"), self.problem.dtype
+        count = self.device.multiprocessors
+        forward = DeltaScalarForwardSm90(dtype, *tile_sizes(N * H * segments, K, V, count))
+        return forward, DeltaScalarSummarySm90(dtype, *tile_sizes(2 * N * H * (segments - 1), K, V, count))
+
+    def time(self, segments) -> float:
+        """An estimate for a call whose sequences are cut into so many segments; for whole ones WORTH times that."""
+        (N, H, K, V), (forward, summary) = self.problem.shape("N H K V"), self.kernels(segments)
+
+        def chunk_time(kernel, tiles, times, of_two):
+            """Of a chunk of every walk, for so many tiles of columns per sequence and head."""
+            blocks, alone = ceil_div(N * H * tiles, self.device.multiprocessors), times[kernel.BV]
+            shared, single = divmod(blocks, 2) if kernel.resident == 2 else (0, blocks)
+            return shared * of_two + single * alone
+
+        chunks = ceil_div(self.chunks, segments)
+        of_chunk = chunk_time(forward, segments * forward.grid(V), self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
+        outputs = self.LAUNCH_TIME + chunks * of_chunk
+        if segments == 1:
+            return self.WORTH * outputs
+        summary_times = self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME
+        of_values = chunk_time(summary, (segments - 1) * summary.grid(V), *summary_times)
+        tiles = (segments - 1) * summary.grid(V) + (segments - 2) * summary.grid(K)
+        times = [self.LAUNCH_TIME + chunks * chunk_time(summary, tiles, *summary_times)]
+        if self.problem.op.decays:
+            times.append(self.LAUNCH_TIME + min(chunks, self.LAST_CHUNKS) * of_values)
+        joining = self.LAUNCH_TIME + (segments - 2) * self.SEGMENT_TIME if segments > 2 else 0.0
+        return outputs + sum(times) / len(times) + joining
+
+
 class ScalarOnHopper:
-    """Plans a call by Hopper's own kernel, for half-precision data that tensor maps can describe. Cuts no sequences."""
+    """Plans a call by Hopper's own kernels, for half-precision data that tensor maps can describe."""
 
     name = "by Hopper's own kernel"
-    CHUNK_TIME = 1.45  # microseconds per chunk of a block that has a multiprocessor of an H200 for itself
-
-    @staticmethod
-    def why_not(problem, device) -> str | None:
-        if reason := why_not_on_hopper(problem, device):
-            return reason
-        (N, H, V), cut = problem.shape("N H V"), CutInChunks(problem, device)
-        few_blocks = N * H * ceil_div(V, PANEL) <= device.multiprocessors
-        if few_blocks and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.pass_time:
-            return f"few heads of long sequences are faster in {cut.segments} segments"
-        return None
+    why_not = staticmethod(why_not_on_hopper)
 
     @staticmethod
     def plan(problem, device):
-        draft = Draft()
+        draft, cut = Draft(), ScalarCut(problem, device)
         tokens = [draft.mapped(problem[name], name) for name in "qkv"] + [problem.arrays.get("g"), problem["beta"]]
         o, final, initial = draft.output(problem, mappable), draft.final(problem), draft.initial(problem)
-        shape = draft.shape(problem, chunk=DeltaScalarForwardSm90.CHUNK)
-        kernel = forward_kernel(problem.dtype, shape, device.multiprocessors)
-        normalized = problem.options.get("qk_l2norm", False)
-        launch_forward(draft, kernel, tokens, o, shape, problem.scale, initial, final, normalized=normalized)
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
+        kernel, chunk = cut.forward, DeltaScalarForwardSm90.CHUNK
+        shape = draft.shape(problem, spans=cut.spans(chunk), chunk=chunk)
+        how = {"normalized": problem.options.get("qk_l2norm", False)}
+        if cut.segments > 1:
+            how |= {"P": cut.segments, "starts": launch_starts(draft, cut, tokens, shape, initial, how["normalized"])}
+        launch_forward(draft, kernel, tokens, o, shape, problem.scale, initial, final, **how)
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles | cut.tiles)
 
 
-def forward_kernel(dtype, shape, multiprocessors) -> DeltaScalarForwardSm90:
-    """The instance with PANEL = 64 columns per block if V is no more, or if each of these blocks has a multiprocessor
-    for itself; else with 128. TILES are the sizes 64 and 128."""
-    few_blocks = all_heads(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
-    return DeltaScalarForwardSm90(dtype, TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few_blocks])
+def tile_sizes(heads, K, V, multiprocessors) -> tuple[int, int]:
+    """(BK, BV) of forward kernels: PANEL = 64 columns per block if V is no more, or if each of these blocks has a
+    multiprocessor for itself; else 128. TILES are the sizes 64 and 128. `heads`: of all sequences."""
+    few_blocks = heads * ceil_div(V, PANEL) <= multiprocessors
+    return TILES[K > PANEL], TILES[V > PANEL and not few_blocks]
 
 
 def all_heads(shape) -> int:
@@ -134,9 +188,32 @@ def all_heads(shape) -> int:
     return shape.B * shape.count * shape.H
 
 
-def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, transposed=False, normalized=False):
+def launch_starts(draft, cut, tokens, shape, initial, normalized):
+    """Launches what computes the states from which the segments of `cut` start, and returns these. `tokens`: as in
+    `launch_forward`."""
+    (q, k, v, g, beta), kernel = tokens, cut.summary
+    F, starts = memory_of_segments(draft, shape, 1, FLOAT32)
+    draft.launch(
+        kernel,
+        all_heads(shape) * (kernel.grid(shape.V) + kernel.grid(shape.K)),
+        **mapped(kernel, k=k, v=v),
+        **token_args(q, g, beta, shape, 1.0, normalized),
+        initial=initial,
+        starts=starts,
+        F=F,
+        P=cut.segments,
+    )
+    if cut.segments > 2:
+        join_segments(draft, F, starts, cut.segments)
+    return starts
+
+
+def launch_forward(
+    draft, kernel, tokens, o, shape, scale, initial, final, transposed=False, normalized=False, starts=None, P=1
+):
     """Launches the kernel on `tokens`: (q, k, v, g or None, beta). The heads of `shape` are those of v. initial, final:
-    float32 states [N, H, K, V], or [N, H, V, K] if `transposed`; None for zeros, and for a state that is not wanted."""
+    float32 states [N, H, K, V], or [N, H, V, K] if `transposed`; None for zeros, and for a state that is not wanted.
+    starts: the states from which P segments of each sequence start, not transposed; None if sequences are not cut."""
     q, k, v, g, beta = tokens
     draft.launch(
         kernel,
@@ -145,6 +222,8 @@ def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, trans
         **token_args(q, g, beta, shape, scale, normalized, transposed),
         initial=initial,
         final=final,
+        starts=starts,
+        P=P,
     )
 
 

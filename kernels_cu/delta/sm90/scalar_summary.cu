@@ -1,0 +1,276 @@
+// what      What a segment of a sequence does to a state, on Hopper, under the delta rule with a gate for each token
+//           and head, or none: from S to F S + G, or, if the segment forgets S, to G alone. Chunks of 32 tokens
+// math      A walk over the segment's tokens as scalar_forward.cu's, without queries and outputs: S <- E_32 S + Z^T X,
+//           X_j = v_j - E_j S^T k_j. G is the state after a walk from zeros (a first segment: from the initial state);
+//           F is the state after a walk from the identity with values of 0. Token t multiplies a state by at most
+//           e^g_t max(1, |1 - beta_t |k_t|^2|). A segment forgets if the product of these factors is at most
+//           e^FORGOTTEN_NATS from some chunk on to the segment's end: then F counts as 0, and G's walk starts from
+//           zeros at the last such chunk
+// shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
+//           [N, HV, K, V] float32; starts, F: join_segments.cu. G of a sequence's last segment, and F of its first and
+//           last one, are not needed and not computed
+// grid      a block for every (segment, head of v, BV columns), columns fastest, segment slowest. The blocks of F's
+//           columns follow those of G's
+// roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X and S.
+//           Operands: a warpgroup makes M of chunk n + 2, and Z of chunk n. In a last warpgroup warp 0 copies chunks,
+//           warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks
+// smem      Stage (scalar_chunks.cuh): a chunk of tokens and its matrices; sums of gates by warps
+// barriers  __syncthreads while a block looks for the chunk from which it walks. By stage, in this order: full: keys
+//           have arrived; values_full: values have arrived; then complete in shared memory: decays_ready: Gates and D;
+//           scores_ready: M; inverse_ready: N; operands_ready: Z; outputs_ready: all of the stage has been read
+// numerics  as scalar_forward.cu
+// source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
+// limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
+#include "delta/segments.cuh"
+#include "delta/sm90/scalar_chunks.cuh"
+#include "lanes.cuh"
+
+template <typename T> struct Args {
+  TensorMap k, v;  // boxes of a chunk's tokens and 64 columns, swizzled
+  Rows<const T> k_rows, v_rows;
+  Rows<const void> g, beta;  // no gate: null
+  Shape shape;               // H is the number of value heads; segments are sequences
+  const float* initial;      // null: zeros
+  float *starts, *F;
+  i64 P;                     // segments of a sequence
+  i64 group;                 // value heads that share a head of keys
+  i64 state_k, state_v;      // the initial state's strides along K and V, in numbers
+  i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
+  i64 normalized;            // whether the kernel divides keys k by sqrt(|k|^2 + 1e-6)
+  double scale;              // of queries, which this kernel does not read
+};
+
+template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
+  using T = Element;
+  static constexpr Pass PASS = SUMMARY;
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 5;
+  Stage<T, BK, BV> stages[STAGES];
+  Gates gates[STAGES];
+  Upcoming upcoming;
+  float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in first_remembered_token
+  Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+      operands_ready[STAGES], outputs_ready[STAGES];
+};
+
+// The gate, or beta, of a token of the segment.
+template <typename T>
+__device__ __forceinline__ float scalar_at(const Rows<const void>& from, i64 is_float32, const WorkTile& work,
+                                           int token) {
+  const i64 index = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
+  return is_float32 ? static_cast<const float*>(from.p)[index] : to_float(static_cast<const T*>(from.p)[index]);
+}
+
+// The natural logarithm of the most by which a token multiplies a state: of its decay, and of its key's factor.
+template <typename T>
+__device__ __forceinline__ float log_factor(const Args<T>& args, const WorkTile& work, int token) {
+  float squares = args.normalized ? 1.f : 0.f;  // |k|^2; with shorter keys, normalised ones multiply by less
+  const T* key = args.k_rows.row(work.batch, work.head / int(args.group), work.start + token);
+#pragma unroll 2
+  for (int channel = 0; channel < args.shape.K && !args.normalized; channel += 8) {
+    const uint4 piece = *reinterpret_cast<const uint4*>(key + channel);
+    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (const u32 two : words) {
+      const float2 x = unpack(two, T{});
+      squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
+    }
+  }
+  const float of_key = fabsf(fmaf(-scalar_at<T>(args.beta, args.wide_beta, work, token), squares, 1.f));
+  return scalar_at<T>(args.g, args.wide_gate, work, token) + log2_approx(fmaxf(of_key, 1.f)) / LOG2E;
+}
+
+// The first token of the last chunk from which on the segment forgets what was before; -1 if it does not forget. Called
+// by all threads.
+template <typename T, int BK, int BV>
+__device__ __forceinline__ int first_remembered_token(Shared<T, BK, BV>& s, const Args<T>& args, const WorkTile& work) {
+  constexpr int THREADS = ALL_THREADS<BV>, WARPS = THREADS / 32;
+  if (!args.g.p) return -1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const auto share = [&](float x) {  // fills s.sums with the sum of x over each warp
+    x = warp_sum(x);
+    __syncthreads();  // the previous sums have been read
+    if (lane == 0) s.sums[warp] = x;
+    __syncthreads();  // all sums are in shared memory
+  };
+  // First the gates alone, of all tokens: keys are many more bytes, and most segments that remember need none of them.
+  float sum = 0.f;
+#pragma unroll 4
+  for (int token = threadIdx.x; token < work.tokens; token += THREADS)
+    sum += scalar_at<T>(args.g, args.wide_gate, work, token);
+  share(sum);
+  float total = 0.f;
+  for (const float x : s.sums) total += x;
+  if (!(total <= FORGOTTEN_NATS)) return -1;
+  total = 0.f;
+  for (int chunk = (work.tokens - 1) / CHUNK; chunk >= 0; chunk -= WARPS) {  // of warp 0; warps go backwards in time
+    const int token = (chunk - warp) * CHUNK + lane;
+    share(token >= 0 && token < work.tokens ? log_factor(args, work, token) : 0.f);
+    for (int n = 0; n < WARPS; ++n) {
+      total += s.sums[n];
+      if (total <= FORGOTTEN_NATS) return (chunk - n) * CHUNK;
+    }
+  }
+  return -1;
+}
+
+// A warp that fills each stage with a chunk's keys, and, if has_values, with BV columns of its values from `column` on.
+template <class S>
+__device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S::T>& args, const WorkTile& work,
+                                                     bool has_values, int column) {
+  WorkTile keys = work;
+  keys.head /= int(args.group);
+  Ring<S::STAGES> ring;
+#pragma unroll 1
+  for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
+    auto& stage = s.stages[ring.stage];
+    if (token >= S::STAGES * CHUNK) barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+    fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
+      for (int panel = 0; panel < S::BK / 64; ++panel) {
+        auto& tile = *reinterpret_cast<Panel<typename S::T>(*)[1]>(&stage.queries_keys[panel][CHUNK]);
+        f(tile, args.k, args.k_rows, args.shape.K, 64 * panel);
+      }
+    });
+    if (has_values)
+      fetch_chunk(s.values_full[ring.stage], work, token,
+                  [&](auto f) { f(stage.values, args.v, args.v_rows, args.shape.V, column); });
+    __syncwarp();
+  }
+}
+
+// In each iteration: M of chunk + 2, and Z, the product of keys and N_to_end, which overwrites M.
+template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
+  static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
+  using T = typename S::T;
+  constexpr int PANELS = S::BK / 64;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
+            left_offset = left_operand_offset(lane);
+  Ring<S::STAGES> ring, scores_ring;
+#pragma unroll 1
+  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
+    make_scores(s, scores_ring, lane, warp, left_offset);
+#pragma unroll 1
+  for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
+    auto& in = s.stages[ring.stage];
+    Operand keys[PANELS];
+    Values z[PANELS], d;
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
+    const bool has_scores = (chunk + 2) * CHUNK < tokens;
+    if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
+    wgmma_fence();
+    // Without a branch: the last two chunks compute their own scores again, which are not used.
+    start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
+    barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+    u64 N_to_end = wgmma_tile(in.N_to_end, 16, 1024);
+    forget(N_to_end);  // see stage_descriptor
+    wgmma_fence();
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], N_to_end, false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_keep(d);
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]), store_transposed(in.Z[p], channel_offset, z[p]);
+    fence_async();
+    warp_arrive(s.operands_ready[ring.stage]);
+    if (has_scores) store_scores(s, scores_ring, d, lane, warp, left_offset);
+  }
+}
+
+// Where a state starts, and where it goes. from: null: the identity if `is_identity`, else zeros. to: rows of `width`
+// numbers.
+struct Ends {
+  bool is_F, is_identity;
+  const float* from;
+  float* to;
+  int width;
+};
+
+// The strides and the size of a state in memory.
+struct StateLayout {
+  int state_k, state_v, K, V;
+};
+
+// A warpgroup with 64 columns of G, or of F: X and the state S of each chunk. S is transposed in registers (see
+// each_transposed in warpgroup.cuh). first: the block's first column.
+template <class S>
+__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, const Ends& ends,
+                                        int first) {
+  using T = typename S::T;
+  constexpr int BK = S::BK;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
+  const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
+  const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
+  float state[BK / 2] = {};
+  if (ends.is_identity) {
+#pragma unroll
+    for (int n = 0; n < BK / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[4 * n + i] = 8 * n + 2 * (lane & 3) + (i & 1) == column + 8 * (i >> 1);
+  } else if (ends.from) {
+    each_transposed<BK>(state, ends.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
+  }
+  Ring<S::STAGES> ring;
+#pragma unroll 1
+  for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
+    auto& in = s.stages[ring.stage];
+    const Gates& gates = s.gates[ring.stage];
+    u32 rounded_state[BK / 16][4];
+    Operand v = {}, X;
+    Values S_k;  // S^T k
+    round_state<T, BK>(rounded_state, state);
+    barrier_wait(s.full[ring.stage], ring.parity);
+    const u64 descriptor = stage_descriptor(in);
+    wgmma_fence();
+    start_state_product<T>(S_k, rounded_state,
+                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
+    wgmma_commit();
+    barrier_wait(s.decays_ready[ring.stage], ring.parity);
+    decay_state(state, gates.chunk_decay);
+    if (!ends.is_F) {
+      barrier_wait(s.values_full[ring.stage], ring.parity);
+      load_transposed(v, in.values[warpgroup], channel_offset);
+    }
+    wgmma_wait<0>();
+    wgmma_keep(S_k);
+    make_X<T>(X, v, S_k, gates, lane);
+    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    wgmma_fence();
+    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
+    wgmma_wait<0>();
+    wgmma_keep(state);
+    barrier_arrive(s.outputs_ready[ring.stage]);
+  }
+  const StateLayout layout = {ends.width, 1, int(args.shape.K), ends.width};
+  each_transposed<BK>(state, ends.to, layout, layout, column, [](float& x, float* to) { *to = x; });
+}
+
+template <typename T, int BK, int BV>
+__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::BLOCKS)
+    delta_sm90_scalar_summary(const __grid_constant__ Args<T> args) {
+  auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + u32(shape.K + BV - 1) / BV;
+  const u32 tile = blockIdx.x % tiles;
+  WorkTile work = work_tile(shape, blockIdx.x / tiles);
+  const bool is_F = tile >= value_tiles;
+  const i64 state_size = shape.K * shape.V;
+  const auto segment =
+      segment_of<false, float>(false, shape, u32(args.P), work.sequence, work.head,
+                               {args.initial, shape.H * state_size, state_size, 0}, args.starts, {}, false);
+  if (segment.last || (is_F && segment.first)) return;
+  Ends ends = {is_F, is_F, is_F ? nullptr : segment.from, segment.to, int(shape.V)};
+  if (is_F) {
+    ends.width = (int(shape.K) + 3) / 4 * 4;  // rows are padded with zeros
+    ends.to = args.F + work.sequence_head * shape.K * ends.width;
+  }
+  const int first = first_remembered_token(s, args, work);
+  const bool forgets = first >= 0;
+  if (forgets) ends.from = nullptr, ends.is_identity = false;
+  set_tokens(work, work.start + max(first, 0), forgets && is_F ? 0 : work.tokens - max(first, 0));
+  const int column = int(is_F ? tile - value_tiles : tile) * BV;
+  run_roles(
+      s, args, work, [&] { consume(s, args, work, ends, column); }, [&] { make_Z(s, work.tokens); },
+      [&] { move_keys_and_values(s, args, work, !is_F, column); });
+}
