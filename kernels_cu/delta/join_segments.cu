@@ -10,8 +10,9 @@
 // grid      a block for every (direction, sequence, head, BV columns), direction slowest; a thread has 2 channels of 4
 //           columns
 // smem      a ring of panels of F; S, or dS
-// barriers  one a segment: the previous S has been read; one a panel: it and S are in shared memory, and the previous
-//           panel has been read; one at the end: whether a number is not finite
+// barriers  one in all_forget: whether a segment remembers; one a segment: the previous S has been read; one a panel:
+//           it and S are in shared memory, and the previous panel has been read; one at the end: whether a number is
+//           not finite
 // numerics  R: float32, or float64
 //           If a last state, S_{P-1} or dS_0, is not finite, since gates above 0 have made F or a state grow, its
 //           first two channels become NaN in all columns of the block: the kernels that read `starts` take this for the
@@ -28,6 +29,7 @@
 template <typename R> struct Args {
   const R* F;
   R* starts;
+  const i64* forgets;  // [N, P, H]: whether F is 0; null: unknown. Not of segments 0 and P - 1
   i64 N, P, H, K, V;
 };
 
@@ -138,9 +140,22 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
     each(steps, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
 }
 
+// Whether all segments of the sequence and head of block `block` have an F of 0: then each G_p is S_{p+1}, in its place
+// already, and G'_p is dS_{p-1}. A barrier of the block.
+template <typename R> __device__ __forceinline__ bool all_forget(const Args<R>& args, u32 block) {
+  if (!args.forgets) return false;
+  const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles,
+            first = pair / H * u32(args.P) + 1;
+  bool remembers = false;
+  for (u32 p = threadIdx.x; p < u32(args.P) - 2; p += blockDim.x)
+    remembers |= !args.forgets[(first + p) * H + pair % H];
+  return !__syncthreads_or(remembers);
+}
+
 template <typename R, int BK> __global__ void __launch_bounds__(2 * BK, 1) delta_join_segments(const Args<R> args) {
   auto& s = *reinterpret_cast<Shared<R, BK>*>(dynamic_smem());
   const u32 blocks = u32(args.N * args.H * ((args.V + BV - 1) / BV));
+  if (all_forget(args, blockIdx.x % blocks)) return;
   if (blockIdx.x < blocks) join<false>(s, args, args.starts, blockIdx.x);
   else join<true>(s, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x - blocks);
 }

@@ -7,8 +7,8 @@
 //           e^FORGOTTEN_NATS from some chunk on to the segment's end: then F counts as 0, and G's walk starts from
 //           zeros at the last such chunk
 // shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
-//           [N, HV, K, V] float32; starts, F: join_segments.cu. G of a sequence's last segment, and F of its first and
-//           last one, are not needed and not computed
+//           [N, HV, K, V] float32; starts, F, forgets: join_segments.cu. G of a sequence's last segment, and F of its
+//           first and last one, are not needed and not computed
 // grid      a block for every (segment, head of v, BV columns), columns fastest, segment slowest. The blocks of F's
 //           columns follow those of G's
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X and S.
@@ -32,6 +32,7 @@ template <typename T> struct Args {
   Shape shape;               // H is the number of value heads; segments are sequences
   const float* initial;      // null: zeros
   float *starts, *F;
+  i64* forgets;              // [sequences, P, HV]: whether F is 0; written where F is
   i64 P;                     // segments of a sequence
   i64 group;                 // value heads that share a head of keys
   i64 state_k, state_v;      // the initial state's strides along K and V, in numbers
@@ -267,6 +268,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   }
   const int first = first_remembered_token(s, args, work);
   const bool forgets = first >= 0;
+  if (is_F && tile == value_tiles && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
   if (forgets) ends.from = nullptr, ends.is_identity = false;
   set_tokens(work, work.start + max(first, 0), forgets && is_F ? 0 : work.tokens - max(first, 0));
   const int column = int(is_F ? tile - value_tiles : tile) * BV;

@@ -48,7 +48,7 @@ class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_summary"
     arguments = members(
-        "maps+rows k v, rows? g, rows beta, shape, pointers? initial, pointers starts F, "
+        "maps+rows k v, rows? g, rows beta, shape, pointers? initial, pointers starts F forgets, "
         "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
     )
 
@@ -193,6 +193,7 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized):
     `launch_forward`."""
     (q, k, v, g, beta), kernel = tokens, cut.summary
     F, starts = memory_of_segments(draft, shape, 1, FLOAT32)
+    forgets = draft.empty((shape.B * shape.count, shape.H), np.dtype(np.int64))
     draft.launch(
         kernel,
         all_heads(shape) * (kernel.grid(shape.V) + kernel.grid(shape.K)),
@@ -201,10 +202,11 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized):
         initial=initial,
         starts=starts,
         F=F,
+        forgets=forgets,
         P=cut.segments,
     )
     if cut.segments > 2:
-        join_segments(draft, F, starts, cut.segments)
+        join_segments(draft, F, starts, cut.segments, forgets)
     return starts
 
 

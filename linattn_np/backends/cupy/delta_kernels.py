@@ -345,7 +345,7 @@ class DeltaJoinSegments(Kernel):
 
     file = "delta/join_segments"
     shared = ("Shared<{dtype}, {BK}>",)
-    arguments = members("pointers F starts, integers N P H K V")
+    arguments = members("pointers F starts, pointers? forgets, integers N P H K V")
     dtype: np.dtype  # of states
     BK: int
     BV: ClassVar[int] = 16

@@ -133,12 +133,13 @@ def memory_of_segments(draft, shape, directions, dtype):
     return F, draft.empty((directions, all_segments, H, K, V), dtype)
 
 
-def join_segments(draft, F, starts, P):
-    """Launches the kernel that joins P segments of each sequence; both arrays are those of `memory_of_segments`."""
+def join_segments(draft, F, starts, P, forgets=None):
+    """Launches the kernel that joins P segments of each sequence. F, starts: those of `memory_of_segments`. forgets:
+    int64 numbers [all segments, H], whether F of a segment is 0; None if that is not known."""
     directions, all_segments, H, K, V = starts.shape
     join, N = DeltaJoinSegments(starts.dtype, channels(K)), all_segments // P
     blocks = directions * N * H * ceil_div(V, join.BV)
-    draft.launch(join, blocks, F=F, starts=starts, N=N, P=P, H=H, K=K, V=V)
+    draft.launch(join, blocks, F=F, starts=starts, forgets=forgets, N=N, P=P, H=H, K=K, V=V)
 
 
 class CutByToken(SegmentCut):
