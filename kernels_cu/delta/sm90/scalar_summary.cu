@@ -9,8 +9,8 @@
 // shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
 //           [N, HV, K, V] float32; starts, F, forgets: join_segments.cu. G of a sequence's last segment, and F of its
 //           first and last one, are not needed and not computed
-// grid      a block for every (segment, head of v, BV columns), columns fastest, segment slowest. The blocks of F's
-//           columns follow those of G's
+// grid      a block for every (segment, head of v, BV columns of G), columns fastest, segment slowest; then the same of
+//           F. Where segments forget, the last blocks are short
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X and S.
 //           Operands: a warpgroup makes M of chunk n + 2, and Z of chunk n. In a last warpgroup warp 0 copies chunks,
 //           warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks
@@ -66,7 +66,7 @@ template <typename T>
 __device__ __forceinline__ float log_factor(const Args<T>& args, const WorkTile& work, int token) {
   float squares = args.normalized ? 1.f : 0.f;  // |k|^2; with shorter keys, normalised ones multiply by less
   const T* key = args.k_rows.row(work.batch, work.head / int(args.group), work.start + token);
-#pragma unroll 2
+#pragma unroll 8
   for (int channel = 0; channel < args.shape.K && !args.normalized; channel += 8) {
     const uint4 piece = *reinterpret_cast<const uint4*>(key + channel);
     const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
@@ -252,10 +252,12 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
     delta_sm90_scalar_summary(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + u32(shape.K + BV - 1) / BV;
-  const u32 tile = blockIdx.x % tiles;
-  WorkTile work = work_tile(shape, blockIdx.x / tiles);
-  const bool is_F = tile >= value_tiles;
+  const u32 tiles_of_G = u32(shape.V + BV - 1) / BV, tiles_of_F = u32(shape.K + BV - 1) / BV;
+  const u32 blocks_of_G = gridDim.x / (tiles_of_G + tiles_of_F) * tiles_of_G;
+  const bool is_F = blockIdx.x >= blocks_of_G;
+  const u32 block = is_F ? blockIdx.x - blocks_of_G : blockIdx.x, tiles = is_F ? tiles_of_F : tiles_of_G;
+  const int column = int(block % tiles) * BV;
+  WorkTile work = work_tile(shape, block / tiles);
   const i64 state_size = shape.K * shape.V;
   const auto segment =
       segment_of<false, float>(false, shape, u32(args.P), work.sequence, work.head,
@@ -268,10 +270,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   }
   const int first = first_remembered_token(s, args, work);
   const bool forgets = first >= 0;
-  if (is_F && tile == value_tiles && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
+  if (is_F && column == 0 && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
   if (forgets) ends.from = nullptr, ends.is_identity = false;
   set_tokens(work, work.start + max(first, 0), forgets && is_F ? 0 : work.tokens - max(first, 0));
-  const int column = int(is_F ? tile - value_tiles : tile) * BV;
   run_roles(
       s, args, work, [&] { consume(s, args, work, ends, column); }, [&] { make_Z(s, work.tokens); },
       [&] { move_keys_and_values(s, args, work, !is_F, column); });
