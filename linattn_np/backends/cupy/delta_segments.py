@@ -6,7 +6,8 @@ F^T dS + G': F [K, K] is the result of a walk from the identity with values of z
 from zeros, or from the sequence's initial state and dht. A first launch computes F, G and G' of all segments, a second
 one joins them to the states and gradients from which segments start, and a third one computes the outputs of all
 segments at the same time. F of a sequence's first and last segment is not needed, nor is G of its last one, nor G'
-of its first one. Two segments are no faster than one.
+of its first one. Two segments are no faster than one by these kernels; by Hopper's own, which `delta_hopper` cuts, they
+may be.
 
 Sizes: N sequences, H heads of values, K channels, V columns, P segments of a sequence.
 """
