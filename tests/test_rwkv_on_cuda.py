@@ -183,9 +183,9 @@ def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, 
         close(host(part).astype(np.float32), wanted_part, limit + rounded)
 
 
-RWKV7_SIZES = {  # more and fewer tiles, or heads, than blocks; ranks beyond what a thread holds, and no tile's multiple
+RWKV7_SIZES = {  # more and fewer tiles, or heads, than blocks; an input in halves; ranks beyond what a thread holds
     "small": {"D": 64, "H": 4, "N": 16, "F": 256, "W": 8, "A": 8, "G": 16, "Q": 8},
-    "odd": {"D": 80, "H": 20, "N": 4, "F": 2064, "W": 5, "A": 24, "G": 33, "Q": 2},
+    "odd": {"D": 80, "H": 20, "N": 4, "F": 8208, "W": 5, "A": 24, "G": 33, "Q": 2},
     "wide heads": {"D": 128, "H": 2, "N": 64, "F": 512, "W": 32, "A": 160, "G": 288, "Q": 16},
     "widest heads": {"D": 256, "H": 1, "N": 256, "F": 96, "W": 40, "A": 20, "G": 70, "Q": 3},
 }

@@ -94,7 +94,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   }
 
   // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for the mix of the block's first tile, or for
-  // VECTORS mixes; if KEEPS_NORM, keeps xx and the shift for `mix_again`. The first tile's block stores words of xx.
+  // VECTORS mixes; if KEEPS_NORM, keeps xx for `mix_again`. The first tile's block stores words of xx.
   __device__ __forceinline__ void normalise(i64 layer, int phase, int tile) {
     constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
     Word* const xx = tile == 0 && phase != HEAD ? normed_words(phase == FFN_INPUTS) : nullptr;
@@ -123,10 +123,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         else Block::put_operands(D, vector, j, x);
       };
       store(0, norm.shift ? Block::mixed(y, old[n], c) : y);
-      if (KEEPS_NORM) {
-        *reinterpret_cast<float4*>(floats() + D + j) = y;
-        *reinterpret_cast<float4*>(floats() + 2 * D + j) = old[n];
-      }
+      if (KEEPS_NORM) *reinterpret_cast<float4*>(Block::kept_norm() + j) = y;
       c.maa = second_maa[n];
       if (twice) store(1, Block::mixed(y, old[n], c));
       if (!xx) return;
@@ -146,12 +143,12 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 
   // Stores the operands of another one of the phase's mixes in place of those before.
   __device__ __forceinline__ void mix_again(i64 layer, int phase, int input) {
-    const float* maa = norm_of(args, layer, phase, input).maa;
+    const Norm norm = norm_of(args, layer, phase, input);
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     Block::put_vector(0, [&](int k) {
       Channels c = {};
-      c.maa = load4(maa + k);
-      return Block::mixed(load4(floats() + D + k), load4(floats() + 2 * D + k), c);
+      c.maa = load4(norm.maa + k);
+      return Block::mixed(load4(Block::kept_norm() + k), load4(norm.shift + k), c);
     });
   }
 

@@ -23,9 +23,9 @@
 #include "rwkv6/decode_layers.cuh"
 #include "rwkv7/time_mix.cuh"
 
-struct HeadScratch {
-  Scratch of_token;
+union HeadScratch {
   float group_sums[OPENINGS][4 * THREADS];  // of the openings' products: [groups of threads, N] each
+  Scratch of_token;                         // after the openings
   // behind it: `low`
 };
 
@@ -141,14 +141,16 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       sum_openings(s, low, rows, place, layer, at, N);
       const StatePart part(state, N, tid, true);
       sync();  // the groups' sums of the openings are in shared memory
-      Token token = {};
-      if (tid < N) {
-        float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
+      float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
+      if (tid < N)
 #pragma unroll 4
         for (int group = 0; group < part.groups; ++group)
 #pragma unroll
           for (int opening = 0; opening < OPENINGS; ++opening)
             opened[opening] += s.group_sums[opening][group * N + channel];
+      sync();  // the openings' sums have been read, which the token overwrites
+      Token token = {};
+      if (tid < N) {
         const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
         Word words[3];
         const Word* from[3];

@@ -154,13 +154,15 @@ class DecodeFew(ModelKernel):
     def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
         """(the instance, the bytes of its input area), or None if shared memory is too small.
 
-        The area holds what a norm and a head's time mix need. It also holds the whole input of the widest product if at
-        least 8 stages then fit; otherwise that input is copied piece by piece.
+        The area holds what a norm and a head's time mix need. It also holds the whole input of the widest product, or
+        half of it, if at least 11 stages then fit; else the whole if 8 fit. Otherwise that input is copied piece by
+        piece.
         """
-        for input_size, least_stages in ((max(sizes["D"], sizes["F"]), 8), (sizes["D"], cls.STAGES[-1])):
+        D, largest = sizes["D"], max(sizes["D"], sizes["F"])
+        for input_size, least_stages in ((largest, 11), (ceil_div(largest, 2), 11), (largest, 8), (D, cls.STAGES[-1])):
             for stages in cls.STAGES:
                 kernel = cls(dtype, state, stages)
-                area = max(kernel.bytes_of_operand * padded(input_size, kernel.slot), kernel.least_area(sizes))
+                area = max(kernel.bytes_of_operand * padded(max(D, input_size), kernel.slot), kernel.least_area(sizes))
                 if stages >= least_stages and kernel.shared_bytes + area <= device.shared_per_block:
                     return kernel, area
         return None

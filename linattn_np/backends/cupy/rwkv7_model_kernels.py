@@ -11,7 +11,7 @@ import numpy as np
 
 from . import rwkv6_model_kernels as rwkv6
 from .arguments import members
-from .kernel import ModelKernel, padded
+from .kernel import INT8, ModelKernel, padded
 
 DOWNS = 4  # products of low rank in a layer's time mix: for the decay, the learning rate, the gate and the value
 
@@ -50,15 +50,20 @@ class DecodeOne(rwkv6.DecodeFew):
         "staged first last, reals eps group_eps, pointers tokens likeliest brought"
     )
     PHASES = 5
-    STAGES = (10, 8, 4)
+    STAGES = (12, 11, 8, 4)
 
     def least_area(self, sizes) -> int:
-        """Bytes for the operands of one mix and what all mixes are made of, or for a head's time mix: that of
-        `TimeMixOfToken`, and of four products of low rank the input and the threads' parts."""
+        """Bytes for the operands of one mix and the norm of which all are made, or for a head's time mix: the inputs of
+        four products of low rank, and the threads' sums of these or that of `TimeMixOfToken`."""
         rank = padded(max(sizes[axis] for axis in "WAGQ"), self.ROWS)
         head = TimeMixOfToken(self.dtype, self.state, 1)
-        numbers = DOWNS * (rank + 4 * head.threads)
-        return max((self.bytes_of_operand + 12) * sizes["D"], head.shared_bytes + 4 * numbers)
+        norm = (self.bytes_of_operand + self.bytes_of_float) * sizes["D"]
+        return max(norm, 4 * DOWNS * rank + max(head.shared_bytes, 4 * DOWNS * 4 * head.threads))
+
+    @property
+    def bytes_of_float(self) -> int:
+        """Bytes of the kept norm per channel, and with int8 weights of the mix that becomes digits."""
+        return 8 if self.dtype == INT8 else 4
 
 
 class Keys(rwkv6.HeadKernel):
