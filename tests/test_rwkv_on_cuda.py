@@ -188,6 +188,7 @@ RWKV7_SIZES = {  # more and fewer tiles, or heads, than blocks; an input in halv
     "odd": {"D": 80, "H": 20, "N": 4, "F": 8208, "W": 5, "A": 24, "G": 33, "Q": 2},
     "wide heads": {"D": 128, "H": 2, "N": 64, "F": 512, "W": 32, "A": 160, "G": 288, "Q": 16},
     "widest heads": {"D": 256, "H": 1, "N": 256, "F": 96, "W": 40, "A": 20, "G": 70, "Q": 3},
+    "stages": {"D": 1040, "H": 5, "N": 208, "F": 96, "W": 8, "A": 8, "G": 16, "Q": 8},  # of weights in registers
 }
 
 

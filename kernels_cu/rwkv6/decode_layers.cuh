@@ -39,6 +39,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // How many stages of a vector a lane holds in registers. Digits of a vector of up to 2048 numbers are loaded once for
   // all tiles.
   static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
+  // int8 has a vector in registers instead. HELD_STAGES: stages of weights that lanes hold.
+  static constexpr bool HOLDS = HOLDS_WEIGHTS && !DIGITS;
+  static constexpr int HELD_STAGES = 2;
   static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
@@ -54,7 +57,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
-    else Block::template fetch<Block::NEIGHBOURS + 4, false>(words, nullptr, pitch, count);
+    else Block::template fetch<Block::NEIGHBOURS + (HOLDS ? 1 : 4), false>(words, nullptr, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
@@ -192,10 +195,13 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
       *args.tokens = ~u32(most);
   }
 
-  // Multiplies the next N stages of weights, 16 rows each, by x.
-  template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
-    uint4 above[N][STEPS], below[N][STEPS];
-    int stages[N];
+  // A lane's weights of a stage: its columns of two rows.
+  struct Slot {
+    uint4 above[STEPS], below[STEPS];
+  };
+
+  // Waits for the next N stages of weights, 16 rows each, and loads the lane's weights of them.
+  template <int N> __device__ __forceinline__ void load_slots(Slot* slots, int (&stages)[N]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const unsigned char* row = Block::row_of_slot();
@@ -203,21 +209,35 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
-        above[n][step] = from[0], below[n][step] = from[4 * PIECE / 16];
+        slots[n].above[step] = from[0], slots[n].below[step] = from[4 * PIECE / 16];
       }
       stages[n] = stage;
       Block::next_slot();
     }
+  }
+  // Lets stages that have been loaded be overwritten. Each lane arrives itself, after a fence of its own: a barrier
+  // alone would not order its plain reads of the stages before the bulk copies that overwrite them.
+  template <int N> __device__ __forceinline__ void release_slots(const int (&stages)[N]) {
+    fence_async();
+#pragma unroll
+    for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
+  }
+  template <int N>
+  static __device__ __forceinline__ void multiply_by(Sums& sums, const Slot* slots, const Operands* x) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
-        Split<T>::multiply(sums[step % CHAINS], above[n][step], below[n][step], x[n][step]);
-    // Each lane arrives itself, after a fence of its own: a barrier alone would not order its plain reads of the stages
-    // before the bulk copies that overwrite them.
-    fence_async();
-#pragma unroll
-    for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
+        Split<T>::multiply(sums[step % CHAINS], slots[n].above[step], slots[n].below[step], x[n][step]);
+  }
+
+  // Multiplies the next N stages of weights by x.
+  template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
+    Slot slots[N];
+    int stages[N];
+    load_slots<N>(slots, stages);
+    multiply_by<N>(sums, slots, x);
+    release_slots(stages);
   }
 
   // Adds a lane's sums to its totals. Sums of digits are integers in a unit, which differs between the numbers that are
@@ -254,6 +274,13 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
     const bool normed = is_normed(phase);
+    const bool holds = HOLDS && (phase == OUTPUT || phase == FFN_INPUTS) && D > (HELD_STAGES - 1) * Lane<T>::STAGE;
+    Slot held[HELD_STAGES];  // the first weights of the first tile
+    if (holds) {
+      int stages[HELD_STAGES];
+      load_slots<HELD_STAGES>(held, stages);
+      release_slots(stages);
+    }
     if (normed) normalise(layer, phase, tiles[0]);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
@@ -275,6 +302,12 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
           if (in_registers) Block::template load_stages<HELD>(x, vector, staged, count, 0);
           staged_input = input;
         }
+        const bool held_first = holds && n == 0;
+        if (held_first) {
+          Operands first[HELD_STAGES];
+          Block::template load_stages<HELD_STAGES>(first, vector, staged, count, 0);
+          multiply_by<HELD_STAGES>(sums, held, first);
+        }
         if (in_registers) {
 #pragma unroll
           for (int n = 0; n < HELD; n += GROUP) {
@@ -282,7 +315,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
             else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
           }
         } else {
-          int k = 0;
+          int k = held_first ? HELD_STAGES * Lane<T>::STAGE : 0;
 #pragma unroll 1
           for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
             Block::template load_stages<GROUP>(x, vector, staged, count, k);

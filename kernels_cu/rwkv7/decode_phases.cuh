@@ -16,6 +16,9 @@
 
 constexpr int VECTORS = 1;         // how many mixes of a norm a block computes at once
 constexpr bool KEEPS_NORM = true;  // whether a block keeps LN(x) to compute other mixes of it later
+// Whether lanes load the first weights of OUTPUT and FFN_INPUTS to registers before the vector is there. When it comes
+// the ring of stages is full: memory would be idle before, and the first product late.
+constexpr bool HOLDS_WEIGHTS = true;
 
 enum Phase : int { INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 // Functions of the data by products of low rank: the decay, the learning rate, the gate, and the share of the first
