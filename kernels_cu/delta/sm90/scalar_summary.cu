@@ -138,7 +138,7 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
   }
 }
 
-// In each iteration: M of chunk + 2, and Z, the product of keys and N_to_end, which overwrites M.
+// In each iteration: M of chunk + 2, and Z, the product of keys and inverse_to_end, which overwrites M.
 template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
   static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename S::T;
@@ -163,11 +163,11 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     // Without a branch: the last two chunks compute their own scores again, which are not used.
     start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     barrier_wait(s.inverse_ready[ring.stage], ring.parity);
-    u64 N_to_end = wgmma_tile(in.N_to_end, 16, 1024);
-    forget(N_to_end);  // see stage_descriptor
+    u64 inverse_to_end = wgmma_tile(in.inverse_to_end, 16, 1024);
+    forget(inverse_to_end);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], N_to_end, false);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, false);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(d);
