@@ -372,6 +372,7 @@ ROOMS = {
     "models/rwkv6/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv/cuda_grad": (["models", "backends.cupy"], []),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
+    "models/rwkv7/cuda_grad": (["models", "ops", "backends.cupy"], []),
     "models/rwkv6/cuda_prefill": (["models.rwkv", "models.rwkv6", "backends.cupy", "declarations"], []),
     "models/rwkv7/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv7/cuda_prefill": (["models.rwkv", "backends.cupy", "declarations"], ["numpy"]),

@@ -109,13 +109,13 @@ class ScalarCut(SegmentCut):
 
     A segment that forgets what was before it is summarised by a walk over its last tokens alone. Only the card knows
     which ones do: with gates, the time is the mean of two, that of segments that all forget, and that of segments of
-    which none does. Times are in microseconds of an H200; those of summaries and joins are estimates.
+    which none does. Times are in microseconds, fitted to an H200, but for those of a launch and a join.
     """
 
     CHUNK_TIMES, TWO_CHUNKS_TIME = {64: 1.45, 128: 1.7}, 1.85  # by BV; of two blocks that share a multiprocessor
     SUMMARY_TIMES, TWO_SUMMARIES_TIME = {64: 0.85, 128: 1.0}, 1.2  # the same of a summary
-    LAUNCH_TIME, SEGMENT_TIME = 5.0, 3.0  # of a launch; to join a segment
-    LAST_CHUNKS = 10  # of a segment that forgets: those that are summarised
+    LAUNCH_TIME, SEGMENT_TIME = 8.0, 3.0  # of a launch; to join a segment
+    LAST_CHUNKS = 32  # of a segment that forgets: those that are summarised, with the gates of trained models
     WORTH = 0.95  # sequences are cut if that takes less than this part of the time
 
     def __init__(self, problem, device):
