@@ -9,7 +9,8 @@ from reference import assert_close, assert_results, draw, draw_states, exact_vjp
 from linattn_np import gla, rwkv6, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import aligned_copies, execute, segments
-from linattn_np.backends.cupy.plan import Draft, as_array, describe_array
+from linattn_np.backends.cupy.execute import describe_array
+from linattn_np.backends.cupy.plan import Draft, as_array
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 from linattn_np.layouts import swap_heads
 

@@ -15,8 +15,8 @@ from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
-from linattn_np.backends.cupy.execute import CompiledPlan
-from linattn_np.backends.cupy.plan import Draft, Plan, as_array, describe_array
+from linattn_np.backends.cupy.execute import CompiledPlan, describe_array
+from linattn_np.backends.cupy.plan import Draft, Plan, as_array
 from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
 from linattn_np.models.rwkv import cuda_decoder

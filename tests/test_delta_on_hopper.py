@@ -22,8 +22,8 @@ from linattn_np.backends.cupy.delta_hopper import (
     launch_forward,
     launch_starts,
 )
-from linattn_np.backends.cupy.execute import CompiledPlan
-from linattn_np.backends.cupy.plan import Draft, describe_parts
+from linattn_np.backends.cupy.execute import CompiledPlan, describe_parts
+from linattn_np.backends.cupy.plan import Draft
 from linattn_np.bounded_cache import Cache
 from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
 from linattn_np.varlen import Spans

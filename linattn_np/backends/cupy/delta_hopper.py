@@ -13,7 +13,8 @@ from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks, SegmentCut, join_segments, memory_of_segments
 from .gated_kernels import PANEL, SM90, TILES
 from .kernel import DOUBLE, TiledKernel
-from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
+from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable
+from .segments import mappable_once_copied
 
 
 class DeltaScalarForwardSm90(TiledKernel):

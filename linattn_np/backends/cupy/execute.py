@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from .arguments import Packed
 from .kernel import padded
 from .plan import (
     Buffer,
+    CallerArray,
     Copy,
     Fill,
     Launch,
@@ -30,9 +32,8 @@ from .plan import (
     Product,
     Upload,
     arrays_in,
-    arrays_of,
-    describe,
-    describe_tree,
+    as_array,
+    mode_of,
 )
 
 # The most compiled plans that are stored for calls with one description. There is a plan for each stream, and for each
@@ -203,3 +204,71 @@ def allocator(buffer: Buffer, device):
     shape_in_memory = tuple(buffer.shape[axis] for axis in buffer.axes)
     to_callers_axes = tuple(map(buffer.axes.index, range(len(buffer.axes))))
     return lambda: device.empty(shape_in_memory, buffer.dtype).transpose(to_callers_axes)
+
+
+# -- descriptions of calls ---------------------------------------------------------------------------------------------
+def arrays_of(problem) -> list:
+    """The arrays on the device that the caller of a checked call gave, in the order of `describe`."""
+    arrays = [*problem.arrays.values(), *(problem.initial_state or ())]
+    if problem.out is not None:
+        arrays.append(problem.out)
+    return arrays + [problem.options[name] for name in array_options(problem)]
+
+
+def array_options(problem) -> list[str]:
+    """The names of the options that are arrays on the device. Only steps (one-token operators) have such options; their
+    `slots` may also be an array on the host."""
+    option = problem.options.get
+    names = [name for name in ("state", "pending", "accepted") if option(name) is not None]
+    return names if isinstance(option("slots"), (type(None), np.ndarray)) else [*names, "slots"]
+
+
+def describe(problem, device) -> tuple:
+    """(a checked call as planners get it: with an `Array` in place of each array, and a mode in place of "auto"; a
+    `CallerArray` for each array, in the order of `arrays_of`)."""
+    given: list[CallerArray] = []
+
+    def described(name, x):
+        return describe_tree(name, x, device, given)
+
+    arrays = {name: described(name, x) for name, x in problem.arrays.items()}
+    initial = problem.initial_state and described("initial_state", problem.initial_state)
+    out, options = described("out", problem.out), dict(problem.options)
+    for name in array_options(problem):
+        options[name] = described(name, options[name])
+    described_problem = problem.replace(
+        arrays=arrays, initial_state=initial, out=out, options=options, mode=mode_of(problem), memo=None, example=None
+    )
+    return described_problem, tuple(given)
+
+
+def describe_array(name, x, device) -> CallerArray:
+    """The description of an array `x` on the device; `x` itself if it is a description already."""
+    if isinstance(x, CallerArray):
+        return x
+    return CallerArray(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)
+
+
+def describe_parts(device, **parts: dict) -> tuple[SimpleNamespace, tuple[CallerArray, ...], list]:
+    """Descriptions of arrays in named groups, for the plans of language models, which are no calls of an operator.
+
+    `parts` is {group: {name: an array, nested tuples of arrays, or None}}. Returns (a namespace of namespaces, with an
+    `Array` as `.group.name`; a `CallerArray` for each array; the arrays in the same order).
+    """
+    given: list[CallerArray] = []
+    groups = {
+        part: SimpleNamespace(**{name: describe_tree(name, x, device, given) for name, x in arrays.items()})
+        for part, arrays in parts.items()
+    }
+    return SimpleNamespace(**groups), tuple(given), [x for part in parts.values() for x in arrays_in([*part.values()])]
+
+
+def describe_tree(name, tree, device, given):
+    """`tree` (an array, nested tuples of arrays, or None) with an `Array` in place of each array, whose `CallerArray`
+    is appended to `given`."""
+    if isinstance(tree, tuple):
+        return tuple(describe_tree(name, part, device, given) for part in tree)
+    if tree is None:
+        return None
+    given.append(describe_array(name, tree, device))
+    return as_array(given[-1])

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import gcd, prod
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,12 +203,6 @@ def mappable_either_way(x) -> bool:
 def have_positive_strides(arrays) -> bool:
     """Whether no array is empty and every axis of more than one number has a stride above 0."""
     return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
-
-
-def mappable_once_copied(arrays) -> bool:
-    """Whether tensor maps can describe contiguous copies of the arrays: none is empty, and the rows of each are a
-    multiple of 16 bytes long."""
-    return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
 def token_arrays(problem) -> list:
@@ -550,41 +543,6 @@ class Draft:
 
 
 # -- descriptions of calls ---------------------------------------------------------------------------------------------
-def arrays_of(problem) -> list:
-    """The arrays on the device that the caller of a checked call gave, in the order of `describe`."""
-    arrays = [*problem.arrays.values(), *(problem.initial_state or ())]
-    if problem.out is not None:
-        arrays.append(problem.out)
-    return arrays + [problem.options[name] for name in array_options(problem)]
-
-
-def array_options(problem) -> list[str]:
-    """The names of the options that are arrays on the device. Only steps (one-token operators) have such options; their
-    `slots` may also be an array on the host."""
-    option = problem.options.get
-    names = [name for name in ("state", "pending", "accepted") if option(name) is not None]
-    return names if isinstance(option("slots"), (type(None), np.ndarray)) else [*names, "slots"]
-
-
-def describe(problem, device) -> tuple:
-    """(a checked call as planners get it: with an `Array` in place of each array, and a mode in place of "auto"; a
-    `CallerArray` for each array, in the order of `arrays_of`)."""
-    given: list[CallerArray] = []
-
-    def described(name, x):
-        return describe_tree(name, x, device, given)
-
-    arrays = {name: described(name, x) for name, x in problem.arrays.items()}
-    initial = problem.initial_state and described("initial_state", problem.initial_state)
-    out, options = described("out", problem.out), dict(problem.options)
-    for name in array_options(problem):
-        options[name] = described(name, options[name])
-    described_problem = problem.replace(
-        arrays=arrays, initial_state=initial, out=out, options=options, mode=mode_of(problem), memo=None, example=None
-    )
-    return described_problem, tuple(given)
-
-
 def mode_of(problem) -> str:
     """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the caller asks to materialize the states of
     all chunks. For delta rules "auto" is returned: their planner chooses."""
@@ -597,35 +555,3 @@ def caller_array(name, shape, dtype) -> CallerArray:
     """The description of a contiguous array whose address is a multiple of 16 bytes."""
     buffer = Buffer(tuple(shape), dtype, tuple(range(len(shape))))
     return CallerArray(name, buffer.shape, buffer.strides, dtype, 0)
-
-
-def describe_array(name, x, device) -> CallerArray:
-    """The description of an array `x` on the device; `x` itself if it is a description already."""
-    if isinstance(x, CallerArray):
-        return x
-    return CallerArray(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)
-
-
-def describe_parts(device, **parts: dict) -> tuple[SimpleNamespace, tuple[CallerArray, ...], list]:
-    """Descriptions of arrays in named groups, for the plans of language models, which are no calls of an operator.
-
-    `parts` is {group: {name: an array, nested tuples of arrays, or None}}. Returns (a namespace of namespaces, with an
-    `Array` as `.group.name`; a `CallerArray` for each array; the arrays in the same order).
-    """
-    given: list[CallerArray] = []
-    groups = {
-        part: SimpleNamespace(**{name: describe_tree(name, x, device, given) for name, x in arrays.items()})
-        for part, arrays in parts.items()
-    }
-    return SimpleNamespace(**groups), tuple(given), [x for part in parts.values() for x in arrays_in([*part.values()])]
-
-
-def describe_tree(name, tree, device, given):
-    """`tree` (an array, nested tuples of arrays, or None) with an `Array` in place of each array, whose `CallerArray`
-    is appended to `given`."""
-    if isinstance(tree, tuple):
-        return tuple(describe_tree(name, part, device, given) for part in tree)
-    if tree is None:
-        return None
-    given.append(describe_array(name, tree, device))
-    return as_array(given[-1])

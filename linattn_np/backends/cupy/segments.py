@@ -64,7 +64,6 @@ from .plan import (
     has_rows,
     mappable,
     mappable_either_way,
-    mappable_once_copied,
     token_arrays,
 )
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
@@ -160,6 +159,12 @@ def are_wide(problem, device) -> bool:
         return False
     kernels = GatedWideForward.fitting(dtype, K), GatedWideOperands(read_order(problem.op), dtype, FLOAT32)
     return max(kernel.shared_bytes for kernel in kernels) <= device.shared_per_block
+
+
+def mappable_once_copied(arrays) -> bool:
+    """Whether tensor maps can describe contiguous copies of the arrays: none is empty, and the rows of each are a
+    multiple of 16 bytes long."""
+    return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
 def fits_hopper(problem, device, arrays) -> bool:

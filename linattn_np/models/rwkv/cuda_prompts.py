@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.execute import CompiledPlan, in_one_allocation
+from ...backends.cupy.execute import CompiledPlan, describe_parts, in_one_allocation
 from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array, describe_parts
+from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array
 from ...varlen import Spans
 from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State, shapes_and_dtypes
