@@ -24,8 +24,9 @@ struct WorkTile {
 };
 
 // A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
-// row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row.
-__device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
+// row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. If `shape`
+// has P segments of whole chunks for each sequence, rows are those of whole sequences.
+__device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 P = 1) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
   const Span span = tokens_of(shape, n % count);
   return {i32(n),
@@ -35,7 +36,7 @@ __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
           i32(span.stop - span.start),
           i32(shape.T),
           i64(block),
-          (i64(n / count) * H + h) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
+          (i64(n / count) * H + h) * (shape.T / CHUNK + count / P) + span.start / CHUNK + n % count / P};
 }
 
 // ---- copies of chunks: all lanes of one warp ------------------------------------------------------------------------

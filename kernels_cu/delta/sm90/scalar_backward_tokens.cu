@@ -16,7 +16,8 @@
 // shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; args.shape.H is
 //           HV. state_gradients: dS [BV, BK], transposed, for every chunk (`WorkTile::chunk_row`) and head of v. If
 //           heads of v share a head of q, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: each head's
-//           gradients with respect to q and k, or to the normalized q and k if args.normalized; sum_parts.cu adds them
+//           gradients with respect to q and k, or to the normalized q and k if args.normalized; sum_parts.cu adds them.
+//           With P > 1, sequences in `shape` are segments of whole chunks, P of each sequence
 // grid      a block for every (sequence, head of v), sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
 //           Gradients: a warpgroup makes M of chunk n + 2, Z of chunk n + 1, and gradients of chunk n; warps 0 and 1
@@ -39,6 +40,7 @@
 //             gradients_read: do, dv and dS have been read: gradients -> copies
 //             states_ready: S: consumers -> gradients
 //             states_read: S has been read: gradients -> consumers
+//           One in is_whole: its threads agree whether a number is not finite.
 //           Named barrier 1 joins the gradients' warpgroup, twice a chunk: terms, H and P are in shared memory | all
 //           products that read queries and keys have ended
 // numerics  products of T are summed in float32. S, dS, X, Z, do and dv are of T. R, H and P are split: sums of two T,
@@ -48,6 +50,7 @@
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV; BK, BV of 64, 128; K and V multiples of 8, since tensor maps
 //           describe rows of whole 16 bytes
+#include "delta/segments.cuh"
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
@@ -59,8 +62,10 @@ template <typename T> struct Args {
   Rows<const void> g, beta;  // no gate: null
   Rows<float> dbeta, dg;     // dg: null without gates
   const float* initial;      // S before each of N sequences, [N, HV, K, V]; null: zeros
+  float* starts;             // with P > 1: S before each segment, [N P, HV, K, V] (join_segments.cu)
   float* parts;              // null if a head of queries has one head of values
-  Shape shape;               // H is the number of heads of v, HV
+  Shape shape;               // H is the number of heads of v, HV; with P > 1, sequences are P segments of each
+  i64 P;
   i64 group;                 // heads of v that share a head of q and k
   i64 state_k, state_v;      // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
@@ -116,6 +121,7 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
       outputs_ready[STAGES];
   Barrier values_full[2], residuals_ready[2];
   Barrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
+  const float* from;  // the state before the block's first token; null: zeros
 };
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
@@ -560,9 +566,9 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const int channel_offset = channel_operand_offset(lane, warp % 4),
             own_offset = shifted_offset(left_operand_offset(lane), 16 * warp, 0);
   float state[BK / 2] = {};
-  if (args.initial)
-    each_transposed<BK>(state, args.initial + work.sequence_head * args.shape.K * args.shape.V, args, args.shape,
-                        16 * warp + lane / 4, [](float& x, const float* from) { x = *from; });
+  if (s.from)
+    each_transposed<BK>(state, s.from, args, args.shape, 16 * warp + lane / 4,
+                        [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
   Ring<2> values_ring;
 #pragma unroll 1
@@ -617,8 +623,18 @@ template <typename T, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
-  const WorkTile work = work_tile(args.shape, blockIdx.x);
-  if (threadIdx.x == 0) {  // run_roles initialises the barriers of stages, and values_full
+  const Shape& shape = args.shape;
+  const u32 P = u32(args.P);
+  WorkTile work = work_tile(shape, blockIdx.x, P);
+  const i64 state_size = shape.K * shape.V;
+  const bool whole = is_whole<false>(shape, P, work.sequence, work.head, args.starts, 0, BV);
+  const auto segment =
+      segment_of<false, float>(true, shape, P, work.sequence, work.head,
+                               {args.initial, shape.H * state_size, state_size, 0}, args.starts, {}, whole);
+  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+  if (threadIdx.x == 0) {
+    s.from = segment.from;  // for consumers, behind the barrier of run_roles
+    // run_roles initialises the barriers of stages, and values_full
     for (Barrier& ready : s.residuals_ready) barrier_init(ready, CONSUMERS<BV>);
     barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
     barrier_init(s.states_ready, CONSUMERS<BV> / 32), barrier_init(s.states_read, OPERAND_THREADS / 32);  // warps

@@ -71,7 +71,8 @@ class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
     file = "delta/sm90/scalar_backward_tokens"
     arguments = members(
         "maps state_gradients, maps+rows q k v do_ dv dq dk, rows? g, rows beta dbeta, rows? dg, "
-        "pointers? initial parts, shape, integers group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "pointers? initial starts parts, shape, "
+        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
     )
 
     @property
@@ -123,34 +124,50 @@ class ScalarCut(SegmentCut):
         self.problem, self.device = problem, device
         self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), DeltaScalarForwardSm90.CHUNK)
         self.segments = min((1, *range(2, min(self.chunks // 4, 64) + 1)), key=self.time)
-        self.forward, self.summary = self.kernels(self.segments)
 
-    def kernels(self, segments):
-        """(the kernel of o, that of summaries), for so many segments."""
-        (N, H, K, V), dtype = self.problem.shape("N H K V"), self.problem.dtype
-        count = self.device.multiprocessors
-        forward = DeltaScalarForwardSm90(dtype, *tile_sizes(N * H * segments, K, V, count))
-        return forward, DeltaScalarSummarySm90(dtype, *tile_sizes(2 * N * H * (segments - 1), K, V, count))
+    @property
+    def forward(self):
+        """The kernel of o."""
+        return self.kernel(DeltaScalarForwardSm90, self.segments)
+
+    @property
+    def summary(self):
+        """The kernel of summaries."""
+        return self.kernel(DeltaScalarSummarySm90, 2 * (self.segments - 1))
+
+    def kernel(self, cls, walks):
+        """The instance of a class for so many walks of every sequence and head."""
+        N, H, K, V = self.problem.shape("N H K V")
+        return cls(self.problem.dtype, *tile_sizes(N * H * walks, K, V, self.device.multiprocessors))
+
+    def chunk_time(self, kernel, tiles, times, of_two) -> float:
+        """An estimate for a chunk of every walk, for so many tiles of columns per sequence and head."""
+        N, H = self.problem.shape("N H")
+        blocks, alone = ceil_div(N * H * tiles, self.device.multiprocessors), times[kernel.BV]
+        shared, single = divmod(blocks, 2) if kernel.resident == 2 else (0, blocks)
+        return shared * of_two + single * alone
+
+    def outputs_time(self, segments) -> float:
+        """An estimate for the walks that write results."""
+        kernel = self.kernel(DeltaScalarForwardSm90, segments)
+        tiles = segments * kernel.grid(self.problem.sizes["V"])
+        of_chunk = self.chunk_time(kernel, tiles, self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
+        return self.LAUNCH_TIME + ceil_div(self.chunks, segments) * of_chunk
 
     def time(self, segments) -> float:
         """An estimate for a call whose sequences are cut into so many segments; for whole ones WORTH times that."""
-        (N, H, K, V), (forward, summary) = self.problem.shape("N H K V"), self.kernels(segments)
-
-        def chunk_time(kernel, tiles, times, of_two):
-            """Of a chunk of every walk, for so many tiles of columns per sequence and head."""
-            blocks, alone = ceil_div(N * H * tiles, self.device.multiprocessors), times[kernel.BV]
-            shared, single = divmod(blocks, 2) if kernel.resident == 2 else (0, blocks)
-            return shared * of_two + single * alone
-
-        chunks = ceil_div(self.chunks, segments)
-        of_chunk = chunk_time(forward, segments * forward.grid(V), self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
-        outputs = self.LAUNCH_TIME + chunks * of_chunk
+        outputs, chunks, (K, V) = (
+            self.outputs_time(segments),
+            ceil_div(self.chunks, segments),
+            self.problem.shape("K V"),
+        )
         if segments == 1:
             return self.WORTH * outputs
+        chunks, summary = ceil_div(self.chunks, segments), self.kernel(DeltaScalarSummarySm90, 2 * (segments - 1))
         summary_times = self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME
-        of_values = chunk_time(summary, (segments - 1) * summary.grid(V), *summary_times)
+        of_values = self.chunk_time(summary, (segments - 1) * summary.grid(V), *summary_times)
         tiles = (segments - 1) * summary.grid(V) + (segments - 2) * summary.grid(K)
-        times = [self.LAUNCH_TIME + chunks * chunk_time(summary, tiles, *summary_times)]
+        times = [self.LAUNCH_TIME + chunks * self.chunk_time(summary, tiles, *summary_times)]
         if self.problem.op.decays:
             times.append(self.LAUNCH_TIME + min(chunks, self.LAST_CHUNKS) * of_values)
         joining = self.LAUNCH_TIME + (segments - 2) * self.SEGMENT_TIME if segments > 2 else 0.0
@@ -254,13 +271,28 @@ def token_args(q, g, beta, shape, scale, normalized, transposed=False) -> dict:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
+class ScalarGradientCut(ScalarCut):
+    """How the second walk of Hopper's own kernels of gradients is cut, which goes forwards; the first takes sequences
+    whole."""
+
+    FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first kernel
+    SECOND_TIME = 5.4  # of a chunk by the second
+
+    def outputs_time(self, segments):
+        N, H, V = self.problem.shape("N H V")
+        first = self.kernel(DeltaScalarBackwardStatesSm90, 1)
+        of_first = self.chunk_time(first, first.grid(V), self.FIRST_TIMES, self.TWO_FIRST_TIME)
+        rounds = ceil_div(N * H * segments, self.device.multiprocessors)
+        of_second = ceil_div(self.chunks, segments) * rounds * self.SECOND_TIME
+        return 2 * self.LAUNCH_TIME + self.chunks * of_first + of_second
+
+
 class ScalarGradientsOnHopper:
     """Plans the gradients by Hopper's own two kernels: the first goes backwards in time and stores the gradient of the
-    state after every chunk, the second goes forwards. They cut no sequences."""
+    state after every chunk, the second goes forwards."""
 
     name = "by Hopper's own kernels"
-    # In microseconds, fitted to an H200. The kernels of every card take CALL_TIME and LAST_TIME beyond `pass_time`.
-    CHUNK_TIME = 8.0  # of a chunk by both kernels, in blocks that have a multiprocessor for themselves
+    # In microseconds, fitted to an H200: what the kernels of every card take beyond `pass_time`.
     CALL_TIME, LAST_TIME = 50.0, 10.0  # of a call; of a chunk on one multiprocessor
 
     @staticmethod
@@ -271,9 +303,9 @@ class ScalarGradientsOnHopper:
         if V > TILES[-1]:
             return f"V={V} is over {TILES[-1]}"
         cut = CutInChunks(problem, device, gradient=True)
-        own = ceil_div(N * H, device.multiprocessors) * cut.chunks * way.CHUNK_TIME
+        own = ScalarGradientCut(problem, device)
         last = way.CALL_TIME + N * H * cut.chunks / device.multiprocessors * way.LAST_TIME
-        if own > cut.pass_time + last:
+        if own.time(own.segments) > cut.pass_time + last:
             return "few heads of long sequences are faster by the kernels of every card"
         return None
 
@@ -288,20 +320,40 @@ class ScalarGradientsOnHopper:
         x.g, x.beta, x.initial = given.get("g"), problem["beta"], draft.initial(problem)
         gradients = SimpleNamespace(**{name: draft.like(array) for name, array in given.items()})
         gradients.h0 = draft.gradient_of_state(problem)
-        shape = draft.shape(problem, chunk=DeltaScalarForwardSm90.CHUNK)
-        normalized = problem.options.get("qk_l2norm", False)
+        cut, chunk = ScalarGradientCut(problem, self.device), DeltaScalarForwardSm90.CHUNK
+        shape, segments = (draft.shape(problem, spans=spans, chunk=chunk) for spans in (None, cut.spans(chunk)))
+        how = {"normalized": problem.options.get("qk_l2norm", False)}
+        if cut.segments > 1:
+            tokens = x.q, x.k, x.v, x.g, x.beta
+            starts = launch_starts(draft, cut, tokens, segments, x.initial, how["normalized"])
+            how |= {"segments": segments, "P": cut.segments, "starts": starts}
         kernel = launch_backward(
-            draft, x, self.do, self.dht, gradients, shape, problem.scale, self.device.multiprocessors, normalized
+            draft, x, self.do, self.dht, gradients, shape, problem.scale, self.device.multiprocessors, **how
         )
         results = tuple(getattr(gradients, name) for name in given), draft.stored_gradient(problem, gradients.h0)
-        return draft.plan(results, tiles=kernel.tiles)
+        return draft.plan(results, tiles=kernel.tiles | cut.tiles)
 
 
-def launch_backward(draft, x, do, dht, gradients, shape, scale, multiprocessors, normalized=False):
+def launch_backward(
+    draft,
+    x,
+    do,
+    dht,
+    gradients,
+    shape,
+    scale,
+    multiprocessors,
+    normalized=False,
+    segments=None,
+    starts=None,
+    P=1,
+):
     """Launches the two kernels of gradients, and the sums and casts of what they write. Returns the second kernel.
 
     x : q, k, v, g or None, beta, initial; the heads of `shape` are those of v
     gradients : the memory for their gradients by name, and h0, or None
+    segments, starts : the shape of P segments for each sequence, and the states from which they start; None if
+        sequences are not cut
     """
     dtype, (T, K, V) = x.q.dtype, (shape.T, shape.K, shape.V)
     last = DeltaScalarBackwardTokensSm90(dtype, TILES[K > PANEL], TILES[V > PANEL])
@@ -330,12 +382,14 @@ def launch_backward(draft, x, do, dht, gradients, shape, scale, multiprocessors,
     parts = draft.empty((2, shape.B, shape.H, T, K), FLOAT32) if grouped else None
     draft.launch(
         last,
-        all_heads(shape),
+        all_heads(segments or shape),
         **mapped(last, q=x.q, k=x.k, v=x.v, do_=do, dv=gradients.v, dq=gradients.q, dk=gradients.k),
-        **args,
+        **args | {"shape": segments or shape},
         **{f"d{name}": None if array is None else array[..., None] for name, array in scalars.items()},
         state_gradients=TensorMap(states, PANEL, PANEL, swizzled=True),
         initial=x.initial,
+        starts=starts,
+        P=P,
         parts=parts,
     )
     for part, name in enumerate("qk" if grouped else ""):
