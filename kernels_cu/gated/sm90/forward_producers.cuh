@@ -1,18 +1,30 @@
 // what      The producer warps of Hopper's forward kernel: they multiply queries and keys of a chunk (32 tokens, in 4
 //           sub-chunks of 8, two in each half) by decays, and compute the scores of pairs of tokens.
-// math      a_t = e^(g_t), g_t the log gates, for each channel. The decay over several tokens is a product of their
-//           a_t, from or to a border between sub-chunks, and never a quotient of cumulative decays: so a reset (a_t =
-//           0) is exact. What decayed from and to mean: forward_storage.cuh
-// smem      reads inputs; writes and reads decays and score_operands (its group's); writes operands and headers, which
-//           consumers read: Shared in forward_storage.cuh
+// math      a_t = e^(g_t), g_t the log gates, for each channel. With a border before token z, z <= i, j < z:
+//             query i decayed from the border   q_i prod_{z <= m <= i} a_m   (RWKV-6: z <= m < i)
+//             key j decayed to the border       k_j prod_{j < m < z} a_m
+//           A score of a query and an earlier key is the product of both, of one border between them. A decay over
+//           several tokens is the product of their a_t, never a quotient of cumulative decays: so a reset (a_t = 0) is
+//           exact for tokens of different sub-chunks; in one sub-chunk, see below
+// smem      of Shared (forward_storage.cuh), for each producer group, the BK / 32 warps that make a chunk together:
+//             inputs          q, k, g [32 tokens, BK], read (without a ScalarDecay's g, which lanes read from memory)
+//             decays          [4 sub-chunks, BK], of each channel over each sub-chunk, written and read
+//             score_operands  32 rows of queries and keys about middles and borders, written and read
+//           and for each stage, which holds a chunk's operands, written for consumers:
+//             operands        q [32, BK] decayed from the chunk's start, k [32, BK] decayed to its end, scores [32, 32]
+//             headers         the decay over the chunk of BK channels, and row[0]: that the stage has a whole chunk
+// grid      a Schedule (forward_schedules.cuh) says what the two blocks of a cluster share. K_RANKS = 2: each block
+//           makes the operands and scores of half of the channels of every chunk; CHUNK_RANKS = 2: of all channels of
+//           every second chunk. It copies them to the other block. has_outputs: there are queries and scores, not keys
+//           alone
 // barriers  mbarriers: waits for gates_copied and qk_copied (inputs are there) and empty (consumers have read the
 //           stage), arrives at full (its operands are complete). Of a group, two a chunk: the decays over all
 //           sub-chunks are in shared memory | all operands of scores are; a third before scores are sent to the
-//           cluster's other block; one more if gates are above a limit
+//           cluster's other block; one more if gates are above a limit. In order: make_chunk
 // numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST_DECAY: see below. If
 //           q and k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds
 //           float16's range is scaled (forward_scales.cuh)
-// limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
+// limits    sm_90a; T of float16, bfloat16; BK of 64, 128; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
 // one program. (A program for each sub-chunk took a third fewer instructions a warp, but all of them together exceeded
@@ -26,6 +38,10 @@
 //   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum's rounding
 //   RWKV-6: a key and the next query       q . k: no gate lies between
 // Since a_t counts as LEAST_DECAY at least in one sub-chunk, e^-20 of a token passes a reset within its own sub-chunk.
+//
+// Names. T, B: the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T is
+// bfloat16. GATES: the gates that a lane has of a token, 4, of its channels, or 1 if G is ScalarDecay. N
+// (ScoreShare::N): the sub-chunks whose scores a warp computes, 4 / warps of the group.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -48,7 +64,7 @@ template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4
 }
 // An operand at a border: x, 4 channels of the sub-chunk's row i, times the row's scale (forward_scales.cuh), rounded
 // to B. loaded: the row's 4 channels as they are in memory, of type T; undecayed: whether x are the same
-// numbers, so that they need no rounding if T and B are one type.
+// numbers, so that they need no rounding if T and B are one type. `scales`: of the rows, RowScales or NoScales.
 template <typename T, typename B, class Scales>
 __device__ __forceinline__ uint2 border_operand(bool undecayed, uint2 loaded, const float (&x)[4], const Scales& scales,
                                                 int i) {
@@ -91,11 +107,11 @@ template <int GATES> __device__ __forceinline__ void invert(float (&y)[GATES], c
   for (int c = 0; c < GATES; ++c) y[c] = inverse(x[c]);
 }
 
-// The decays of this lane's channels over the neighbour sub-chunk, the other one of the same half. `put` stores 4
-// channels of an operand at the neighbour's border times these decays, which is an operand at the border between the
-// chunk's halves. x and `rounded` are both the operand at the neighbour's border, as floats and rounded to B. If T is
-// bfloat16 and B float16, `put` multiplies in float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise
-// in float32.
+// The decays of this lane's channels over the neighbour sub-chunk, the other one of the same half. `put` takes 4
+// channels of an operand at the border between the lane's sub-chunk and its neighbour, as floats (x) and as `rounded`
+// to B; it stores them times these decays: the operand at the border between the chunk's halves. If T is bfloat16 and
+// B float16, `put` multiplies in float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise in float32.
+// `rounded` has the row's scale, x has not: rows have scales only where IN_FLOAT16 (make_chunk asserts it).
 template <typename T, typename B, int GATES> struct NeighbourDecay {
   static constexpr bool IN_FLOAT16 = IS_BFLOAT16<T> && !IS_BFLOAT16<B>;
   float decay[IN_FLOAT16 ? 1 : GATES];
@@ -119,6 +135,16 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
   }
 };
 
+// Where score_operands.rows has operands at borders, 8 rows of a sub-chunk at a time:
+//   rows     border between sub-chunks   border_q: queries of   border_k: keys of
+//   0-7      0 and 1                     1                      0
+//   8-15     2 and 3                     3                      2
+//   16-23    1 and 2: the halves         2                      0
+//   24-31    1 and 2: the halves         3                      1
+// near_queries and near_keys: the first row at the border next to a sub-chunk. Queries of 3 and keys of 0 are there
+// (rows 8 and 0) and, decayed over their neighbour, too, at the halves' border (HALF_ROW = 16 on). middle_q and
+// middle_k have a row for each token.
+
 // Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
 // to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
 // it; in k_tile, keys decayed to the end of the chunk, by later_decay, the decay over all later sub-chunks. k_rows: the
@@ -130,9 +156,9 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
                                          const Scales& scales) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(k_rows[coord.first_row + i] + coord.channel); };
   char* const row0 = in_tile(k_tile, coord.first_row, coord.channel);
-  uint2 next = load(BC - 1);
-  // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch; if
-  // the warp also has sub-chunk 1, its lanes store the same values again.
+  uint2 earlier_key = load(BC - 1);
+  // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch. If
+  // the warp also has sub-chunk 1, its lanes store twice what rows HALF_ROW + 8 on have anyway: `neighbour` is then 1.
   bool two_borders = false;
   char* border = nullptr;  // the address of this lane's channels of the operand at the sub-chunk's end, row 0
   if constexpr (HAS_OUTPUTS) {
@@ -146,9 +172,9 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
 #pragma unroll
   for (int i = BC - 1; i >= 0; --i) {
     float k[4], x[4];
-    const uint2 loaded = next;
+    const uint2 loaded = earlier_key;
     unpack<T>(k, loaded);
-    if (i > 0) next = load(i - 1);
+    if (i > 0) earlier_key = load(i - 1);
     times(x, k, to_end);
     if constexpr (HAS_OUTPUTS) {
       using B = typename Scores::Border;
@@ -176,9 +202,9 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
 // decayed from the start of the sub-chunk, and from the start of the half by `neighbour`; queries decayed from the
 // sub-chunk's middle, by inverse decays if they are before it, and keys after the middle decayed to it by inverse
 // decays; in q_tile, queries decayed from the start of the chunk, by earlier_decay, the decay over all earlier
-// sub-chunks times `scale`. RWKV-6: self_scores[i] becomes this lane's part of q_i . u k_i. Between rows it takes the
-// steps of `direct`, the products of undecayed rows (DirectProducts), so that their latency is hidden. Other arguments
-// as in put_keys.
+// sub-chunks times `scale` (float16: and TF32_CORRECTION_OF_BOTH, as the operand and the state are tf32). RWKV-6:
+// self_scores[i] becomes this lane's part of q_i . u k_i. Between rows it takes the 8 steps of `direct`, the products
+// of undecayed rows (DirectProducts), so that their latency is hidden. Other arguments as in put_keys.
 template <class Order, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales,
           class Direct>
 __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands, const T (&q_rows)[CHUNK][BK],
@@ -204,17 +230,18 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
   char* const row0 = in_tile(q_tile, coord.first_row, coord.channel);
   // The first and last key that is needed here: the keys after the middle but the last, or, for self_scores, all keys.
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
-  uint2 next = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
+  uint2 next_query = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
   const int border_row = near_queries(score_operands, coord.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
-    const uint2 loaded = next;
-    if (i == 0) direct.load(0);  // row 0 takes two steps, the last row none: nothing waits for the last step's result
+    const uint2 loaded = next_query;
+    // Row 0 takes steps 0 and 1 of `direct`, row i step i + 1, the last row none: so nothing waits for the last step.
+    if (i == 0) direct.load(0);
     else if (i + 1 < BC) direct.load(i + 1);
     unpack<T>(q, loaded);
-    if (i + 1 < BC) next = load(q_rows, i + 1);
+    if (i + 1 < BC) next_query = load(q_rows, i + 1);
     if (i >= FIRST_KEY && i <= LAST_KEY) unpack<T>(k, next_key);
     if (i >= FIRST_KEY && i < LAST_KEY) next_key = load(k_rows, i + 1);
     if (!INCLUSIVE) times(x, q, from_start);
@@ -272,15 +299,32 @@ struct ChunkJob {
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
-// been read. SCALE: whether rows are scaled (forward_scales.cuh). scalar_gate: this lane's ScalarDecay of this chunk;
-// next_scalar_gate: set to that of the next chunk. scaled: whether an earlier chunk was OUT_OF_FLOAT16. GROWS is
-// returned only before any operand is stored.
-template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV>
+// been read. SCALES_ROWS: whether operands at borders have the scales of their rows (forward_scales.cuh), and
+// are no longer checked; args.scale is the operator's. scalar_gate: if G is ScalarDecay, the log gate of token lane % 8
+// of the lane's sub-chunk; next_scalar_gate: set to that of the next chunk. after_overflow: whether an earlier chunk was
+// OUT_OF_FLOAT16. In order:
+//    1  gates are read, decays over sub-chunks are stored
+//    2  barrier and vote of the group: decays are stored; gates have been read, and the previous chunk's
+//       score_operands. A second vote if a gate is above LIMIT and the gates' sums decide
+//    3  unless the chunk grows, the next chunk's gates are copied over this chunk's (K_RANKS > 1: after 5, which
+//       decides it)
+//    4  wait: consumers have read the stage
+//    5  K_RANKS > 1: wait for both blocks' votes. GROWS is returned here, before any operand is stored
+//    6  wait: q and k have been copied
+//    7  keys and header, then queries, are stored
+//    8  barrier of the group: operands are stored, q and k have been read; so have the decays, which 1 stores again
+//    9  the next chunk's q and k are copied over this chunk's; operands are sent to the cluster's other block
+//   10  scores are stored; cluster: barrier of the group, then scores are sent
+// A fence_async is between a group's own accesses and a later copy from or to the same memory: after 1 for 3, before 8
+// for 9, in 10 for the scores.
+template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
-                                                  float scalar_gate, float& next_scalar_gate, bool scaled) {
+                                                  float scalar_gate, float& next_scalar_gate, bool after_overflow) {
   using Coord = ProducerCoord<BK>;
   constexpr int GATES = GATES_PER_TOKEN<G>;
+  static_assert(!SCALES_ROWS || BORDER_IS_NARROWER<Schedule, T>,
+                "no votes of two blocks, and NeighbourDecay in float16");
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   const auto& in = s.inputs[coord.group];
   auto& score_operands = s.score_operands[coord.group];
@@ -306,11 +350,12 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (GATES == 4) fence_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
   // score_operands.
-  bool grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || scaled);
+  bool grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
   const bool above_limit = grows;
-  // If scales are still to be tried, the caller does (make_scaled). Otherwise gates above LIMIT may sum to so little
-  // that products are right.
-  if ((SCALE || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
+  // If scales are still to be tried, the caller does (make_scaled). Otherwise the chunk grows only if a lane has a gate
+  // above GATE_LIMIT (1, or 1/8 if T is float16) and its channels' gates above 0 sum to more than 7 nats over a
+  // sub-chunk, or more than 32 (float16: 4) over the chunk: exceeds and exceeds_growth (forward_growth.cuh).
+  if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
     else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
@@ -354,7 +399,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if (job.partial()) clear_keys(s.inputs[coord.group], coord.first_row, job.partial(), coord.channel);
   constexpr int WARPS = Coord::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
-  const auto k_scales = scales_of<SCALE>(in.k, coord, above_limit);
+  const auto k_scales = scales_of<SCALES_ROWS>(in.k, coord, above_limit);
   put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], score_operands, in.k, a, coord, neighbour_decay, outside,
                            k_scales);
   set_outside(coord.subchunk % 2 == 1, coord.subchunk >= 2);  // the decay over all sub-chunks before this one
@@ -373,9 +418,9 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     if (BEFORE) unpack(u, &s.u[coord.channel]);
     const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
-    const auto q_scales = scales_of<SCALE>(in.q, coord, above_limit);
-    if constexpr (SCALE) put_undo(score_operands, coord, q_scales, k_scales);
-    constexpr bool CHECKS_RANGE = BORDER_IS_NARROWER<Schedule, T> && !SCALE;
+    const auto q_scales = scales_of<SCALES_ROWS>(in.q, coord, above_limit);
+    if constexpr (SCALES_ROWS) put_undo(score_operands, coord, q_scales, k_scales);
+    constexpr bool CHECKS_RANGE = BORDER_IS_NARROWER<Schedule, T> && !SCALES_ROWS;
     DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);
     put_queries<Order>(s.operands.q[job.stage][job.rank], score_operands, in.q, in.k, a, coord, neighbour_decay,
                        q_scales, outside, u, self_scores, direct);
@@ -385,8 +430,9 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     const bool out_of_float16 = CHECKS_RANGE && score_operands.out_of_float16;
     fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
-    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(job.stage)[job.rank], score_operands, direct.scores,
-                                               self_scores, s.operands.flip(job.stage), scale, warp, lane);
+    make_scores<WARPS, Order, Schedule, SCALES_ROWS>(s.operands.scores(job.stage)[job.rank], score_operands,
+                                                     direct.scores, self_scores, s.operands.flip(job.stage), scale,
+                                                     warp, lane);
     if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
@@ -403,7 +449,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   return ChunkResult::MADE;
 }
 
-// Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16, with rows scaled; token by token if its
+// Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16, with rows scaled, where
+// BORDER_IS_NARROWER: so K_RANKS is 1, there are no votes of two blocks, and the rank is 0. Token by token if its
 // log gates are too large for that. producer: the thread's number among the block's producer threads; stage, fills,
 // parity: as in ChunkJob. inputs_lost: after OUT_OF_FLOAT16, the chunk's inputs must be copied once more.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
@@ -436,7 +483,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   float next_scalar_gate = load_scalar_gate(s, args, Coord(thread), maker);
   u32 iteration = 0;
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
-  bool scaled = false;
+  bool after_overflow = false;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     // `forget` hides a value's origin: the compiler computes addresses again instead of holding them in registers.
     // Instances with spare registers are faster without it.
@@ -458,10 +505,11 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       barrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }
-    const ChunkResult result = make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, scaled);
+    const ChunkResult result =
+        make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, after_overflow);
     if (__builtin_expect(result != ChunkResult::MADE, false)) {
       const bool inputs_lost = result == ChunkResult::OUT_OF_FLOAT16;
-      scaled |= inputs_lost;
+      after_overflow |= inputs_lost;
       if constexpr (BORDER_IS_NARROWER<Schedule, T>)
         make_scaled<Order>(s, args, thread, chunk, stage, fills, job.parity, inputs_lost);
       else make_tokens<Order>(s, args, thread, chunk, stage, fills, job.parity);
