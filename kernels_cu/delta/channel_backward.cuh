@@ -2,13 +2,29 @@
 //           channels, where every channel has a gate of its own.
 // math      S is the state before the chunk, dS the gradient of the state after it. A token reads the state along
 //           vectors that are called *rows* (KDA: q and k; RWKV-7: q and a) and writes to it along *columns* (KDA: k;
-//           RWKV-7: k and b). A *kind* is one of these arrays. pair_ij is a number for each row i and column j <= i,
-//           D_ij the decay between both tokens. *Terms* are the summands of a kind's gradient:
-//             row i:     sum_j pair_ij D_ij column_j, and the product of S with the gradient of what the row reads
-//             column j:  sum_i pair_ij D_ij row_i, and the product of dS with the value that the column writes
+//           RWKV-7: k and b). A *kind* is one of these arrays in one role: KDA has q, k | k, RWKV-7 q, a | k, b.
+//           D_ij [K] is the decay by the gates after column j up to row i: through gate i; of RWKV-7's a, which reads
+//           before its own gate, through gate i - 1. pair_ij is the gradient of the score row_i . D_ij column_j, a
+//           number for each row i and column j <= i. *Terms* are the summands of a kind's gradient:
+//             row i:     sum_j pair_ij D_ij column_j, and (decay from the chunk's start to i) S (the gradient of what
+//                        row i reads)
+//             column j:  sum_i pair_ij D_ij row_i, and (decay from j to the chunk's end) dS (the value that column j
+//                        writes)
 //           The chunk has 4 blocks of 8 tokens. Pairs within a block are added up one by one. A pair of two blocks is
 //           computed by way of the *border* between them: that after 16 tokens of the chunk, or after 8 of 16. The row
-//           is decayed from the border, and the column up to it
+//           is decayed from the border, and the column up to it.
+//           dg_t adds up, channel by channel, all that gate t multiplies:
+//             sum_{i >= t} row_i (row i's term of S) + sum_{j < t} column_j (column j's term of dS)
+//             + sum_{j < t <= i} row_i pair_ij D_ij column_j + (the chunk's decay) (the sum over V of S dS)
+//           (RWKV-7's a: i > t). To the gates of one block, each other block adds one sum over all its tokens
+// smem      The caller's struct, S in this file, is derived from BlockSums and has besides:
+//             tokens, g             the chunk's rows and columns, and its log gates, in tiles: place<TILE>(tile, i, c)
+//             states[2], values     64 columns of S and dS, and by kind what S (of rows: the gradient of what a row
+//                                   reads) and dS (of columns: the value that a column writes) are multiplied with
+//             terms[kind]           [BT, TILE] at term_place, in the memory of states and values
+//             decayed[2][NUMBERS]   [BT, TILE], in the memory of tokens: by number among the rows' kinds, or the
+//                                   columns', the rows after a border decayed from it, the columns before it decayed to
+//                                   it
 // numerics  Pairs of two blocks, and their decayed rows and columns, are, for 16-bit data, the sum of two bfloat16
 //           numbers: the rounded number and its rounding error. Of the four products of these, three are computed
 #include "delta/backward_storage.cuh"
@@ -17,14 +33,17 @@
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
 
-// Shared memory for pairs of two blocks and for sums over blocks. dg_t is the sum of all terms that gate t multiplies:
-// to the gates of one block, another block adds one sum over all its tokens.
+// Shared memory for pairs of two blocks and for sums over blocks. Number: the type of pairs, and of decayed rows and
+// columns; NUMBERS: how many Numbers a value is the sum of, 2 of 16 bits or 1 of 32. Kinds are numbered: first the ROWS
+// kinds of rows, then the COLUMNS kinds of columns.
 template <int COLUMN_KINDS, typename X> struct BlockSums {
-  using Number = X;                                        // of pairs, and of decayed rows and columns
-  static constexpr int NUMBERS = Matrix<Number>::NUMBERS;  // that a value is the sum of
-  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;   // numbers of kinds; terms of columns follow those of rows
-  // pair_ij of each kind of rows with each kind of columns, rounded, and the rounding errors: [0] over the border after
-  // 16 tokens, [1] over the two borders after 8 of 16.
+  using Number = X;
+  static constexpr int NUMBERS = Matrix<Number>::NUMBERS;
+  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;
+  // pair_ij of each kind of rows with each kind of columns, rounded, and the rounding errors, in matrices [16 rows, 16
+  // columns] at pair_place. [0], over the border after 16 tokens: rows of blocks 2 and 3, columns of blocks 0 and 1.
+  // [1], over the two borders after 8 of 16: rows of blocks 1 and 3, columns of blocks 0 and 2; of these (1, 0) and (3,
+  // 2) are pairs, and the other two quarters are 0.
   Number pairs_across[2][ROWS * COLUMNS][NUMBERS][HALF * HALF];
   float block_decays[BLOCKS][TILE];
   // Sums over a block of rows times their terms of S, and of columns times their terms of dS.
@@ -86,10 +105,13 @@ __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const 
 }
 
 // Adds S dS, summed over 16 columns of V, for the warp's 16 channels: the diagonal of S dS^T, which tensor cores
-// compute. StateReader has loaded S and dS, transposed. A lane holds four numbers about the diagonal in `d`.
+// compute, in two blocks of 8 channels. StateReader has loaded S and dS, transposed. With g = lane / 4 and t = lane % 4
+// a lane has, of S dS^T, in d[p] channels (g, 2t + p) and in d[2 + p] channels (8 + g, 8 + 2t + p): the diagonal is
+// where g = 2t + p.
 template <typename T>
 __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const Word<T> (&state)[4],
                                                    const Word<T> (&gradient)[4]) {
+  // StateReader's words are in a right operand's order: a left operand has the middle two the other way round.
   const Word<T> left[4] = {state[0], state[2], state[1], state[3]};
   float product[2][4] = {{d[0], d[1]}, {0.f, 0.f, d[2], d[3]}};
 #pragma unroll
@@ -103,8 +125,8 @@ __device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (
   if (g / 2 == (own_lane() & 3)) { to[channel] = odd ? d[1] : d[0], to[channel + 8] = odd ? d[3] : d[2]; }
 }
 
-// Adds the products of 64 columns of V with S (kinds of rows) and dS (kinds of columns) to `terms` of the warp's 16
-// channels, and the sum of S dS to `diagonals`. s.values has for each kind what its products multiply.
+// Adds the products of 64 columns of s.values with S (kinds of rows) and dS (kinds of columns) to `terms` of the warp's
+// 16 channels, and the sum of S dS to `diagonals` (multiply_diagonals).
 template <typename T, int KINDS, class S>
 __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], float (&diagonals)[4], const S& s) {
   using States = StateReader<true, T>;
@@ -120,7 +142,7 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
     for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
       for (int m = 0; m < BT / 16; ++m) {
-        const Word<T>(&state)[4] = states[kind / 2];
+        const Word<T>(&state)[4] = states[kind / S::ROWS];
         Word<T> values[4];
         reader.load(values, s.values[kind], 16 * m, 16 * c);
         multiply_halves(terms[kind][m][0], values, {state[0], state[1]}, T{});
@@ -130,16 +152,18 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
   }
 }
 
-// Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`. `kinds`: the
-// index in `pairs_across` of the kinds of both. For pairs within a block calls `store_within(g, 2t)`. The unused half
-// of a matrix over the borders after 8 gets zeros.
+// Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`. kind_pair: (the
+// row's kind) COLUMNS + (the column's number among the kinds of columns). For pairs within a block calls
+// `store_within(g, 2t)`. The calls for (0, 1) and (2, 3), where no pair is, store zeros in the unused quarters of
+// pairs_across[1]; every caller must make them. Precondition: row / 2 >= column / 2. A call for a later half of
+// columns, such as (0, 2), would overwrite pairs by zeros.
 template <class S, class F>
-__device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, int column, float x, float y,
+__device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int row, int column, float x, float y,
                                                       F store_within) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const auto store_across = [&](int border, int i, int j, float x, float y) {
     put_split_pair<typename S::Number, HALF * HALF>(
-        s.pairs_across[border][kinds][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
+        s.pairs_across[border][kind_pair][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
   };
   if (row == column) store_within(g, 2 * t);
   else if (row < column) store_across(1, row / 2, 1 - column / 2, 0.f, 0.f);
@@ -148,9 +172,8 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, 
 }
 
 // For each border after TOKENS tokens (16, or 8 of 16), decays the terms of the rows after it, or, OF_COLUMNS, of the
-// columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. S: a struct
-// derived from BlockSums with the `terms` [BT, TILE] of all kinds, and with `decayed`: the rows and columns decayed to
-// their border, rounded, and the rounding errors. A lane has of d[kind], a product [16 tokens, 16 channels]:
+// columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. s.decayed: the
+// rows and columns decayed from and to their border. A lane has of d[kind], a product [16 tokens, 16 channels]:
 // d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
@@ -183,35 +206,35 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
     Word<Number> b[S::NUMBERS][4];
     if constexpr (sizeof(Number) == 4) {
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
+      for (int fragment = 0; fragment < 4; ++fragment) {
         const auto at = [&](int i) {
-          return place<TILE>(s.decayed[m][0], token_before(2 * t + part % 2 * 8) + i + other_start,
-                             channel + g + part / 2 * 8)
+          return place<TILE>(s.decayed[m][0], token_before(2 * t + fragment % 2 * 8) + i + other_start,
+                             channel + g + fragment / 2 * 8)
               ->x;
         };
-        b[0][part] = {at(0), at(1)};
+        b[0][fragment] = {at(0), at(1)};
       }
     } else {
 #pragma unroll
-      for (int number = 0; number < 2; ++number)
-        ldmatrix_x4_trans(b[number], place<TILE>(s.decayed[m][number], token_before(lane & 15) + other_start,
-                                                 channel + (lane >> 4) * 8));
+      for (int summand = 0; summand < 2; ++summand)
+        ldmatrix_x4_trans(b[summand], place<TILE>(s.decayed[m][summand], token_before(lane & 15) + other_start,
+                                                  channel + (lane >> 4) * 8));
     }
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
 #pragma unroll
-      for (int number = 0; number < S::NUMBERS; ++number) {
+      for (int summand = 0; summand < S::NUMBERS; ++summand) {
         const int row = OF_COLUMNS ? m : n, column = OF_COLUMNS ? n : m;  // kinds
-        const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][number];
+        const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][summand];
         Word<Number> a[4];
         if constexpr (sizeof(Number) == 4) {
 #pragma unroll
-          for (int part = 0; part < 4; ++part) {
-            const int down = part % 2 * 8, right = part / 2 * 8;
+          for (int fragment = 0; fragment < 4; ++fragment) {
+            const int down = fragment % 2 * 8, right = fragment / 2 * 8;
             if (OF_COLUMNS)
-              a[part] = {matrix[pair_place(2 * t + right, g + down)].x,
-                         matrix[pair_place(2 * t + 1 + right, g + down)].x};
-            else a[part] = unpack_pair(matrix + pair_place(g + down, 2 * t + right));
+              a[fragment] = {matrix[pair_place(2 * t + right, g + down)].x,
+                             matrix[pair_place(2 * t + 1 + right, g + down)].x};
+            else a[fragment] = unpack_pair(matrix + pair_place(g + down, 2 * t + right));
           }
         } else if (OF_COLUMNS) {
           ldmatrix_x4_trans(a, matrix + pair_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
@@ -222,7 +245,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
         for (int across = 0; across < 2; ++across) {
           multiply_halves(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]}, Number{});
           if constexpr (sizeof(Number) == 2)
-            if (number == 0) multiply_halves(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]}, Number{});
+            if (summand == 0) multiply_halves(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]}, Number{});
         }
       }
   }
@@ -278,16 +301,23 @@ template <class S> __device__ __forceinline__ float2& term_at(S& s, int kind, in
   return *reinterpret_cast<float2*>(s.terms[kind] + term_place(i, c));
 }
 
-// Adds the pairs of two blocks to the terms, which then are decayed to the borders of the thread's block, and stores
-// row_sums, column_sums and end_sums. A thread has channels c and c + 1 of a block. Tokens: BlockTokens with
-// each_row(decay, f) and each_column(decay, f), which call f(kind, n, x) for the rows decayed from the block's start
-// and for the columns decayed to its end, times `decay`. Terms, pairs and block_decays must be in shared memory.
+// Adds the pairs of two blocks to the terms, and stores row_sums, column_sums and end_sums. Terms lack the decay
+// between their token and a border; after the return the caller multiplies them by it. That border is
+//                            for rows of block          for columns of block
+//                            0      1      2      3     0      1      2      3
+//   on entry                 start  start  start  start end    end    end    end     (of the chunk)
+//   with pairs over 16       start  start  16     16    16     16     end    end
+//   on return, over 8, too   start  8      16     24    8      16     24     end     (the block's own start or end)
+// A thread has channels c and c + 1 of a block. Tokens: BlockTokens with each_row(decay, f) and each_column(decay, f),
+// which call f(kind, n, x) for the rows decayed from the block's start and for the columns decayed to its end, times
+// `decay`. Terms of S and dS, pairs and block_decays must be in shared memory, and all threads must have read their
+// tokens, since `decayed` may overwrite them.
 template <class S, class Tokens>
 __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, int block, int c) {
   const int start = block * BLOCK;
   const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
   const auto store_decayed = [&](int kind, int n, float2 x) {
-    put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
+    put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % S::ROWS][0], start + n, c), x.x, x.y);
   };
   const auto sum_rows = [&](float (&to)[TILE], float2 decay) {
     float2 sum = {};
@@ -322,8 +352,11 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   __syncthreads();  // terms include the products
 }
 
-// Completes dg of a block: adds the terms of other blocks, which all its gates multiply, and those of the block's own
-// columns: column_terms[n] are multiplied by the gates after token n.
+// Completes dg of a block: adds the sums over other blocks, which all its gates multiply, and those of the block's own
+// columns: column_terms[n], column n times its terms of dS and of pairs with later blocks, is multiplied by the gates
+// after token n. The caller has added what the block's own rows and the pairs within the block give. Pairs of two other
+// blocks count if this block is between them: block 2 takes those of block 3's rows, block 1 those of block 0's
+// columns. end_sums have these pairs; all other sums are of S and dS only.
 template <class S>
 __device__ __forceinline__ void add_terms_of_blocks(float2 (&dg)[BLOCK], const float2 (&column_terms)[BLOCK], S& s,
                                                     int block, int c) {

@@ -1,10 +1,15 @@
 // what      Scales of rows in Hopper's forward kernel, which stores queries and keys that are decayed from or to a
 //           border between sub-chunks as float16. A row (token) of bfloat16 queries or keys that exceeds float16's
-//           range is multiplied by a power of two, its scale, and its scores by 1 / scale. Arguments and shared memory:
-//           forward_storage.cuh
+//           range is multiplied by a power of two, its scale, and its scores by 1 / scale. Args, Shared and "decayed":
+//           gated/sm90/forward_storage.cuh
+// math      score of query i and key j = (scale_i q_i) . (scale_j k_j), both decayed, times (1 / scale_i) (1 / scale_j)
+// smem      undo_q and undo_k, the 1 / scale of a row, are beside that row's border_q and border_k in score_operands:
+//           the map of ScoreOperands says which query and which key a row has
 // numerics  exact but for float16's rounding. The largest number of a scaled row is 2^12 to 2^13, so that it stays
-//           finite after up to 16 log gates of 1/8. If the chunk has gates above 1/8, every row is scaled, and its
-//           largest number is 2^-9 to 2^-8: such gates multiply it by e^16 at most between a border and a token
+//           finite after up to 16 log gates of 1/8. If the chunk has log gates above 1/8, every row is scaled, and its
+//           largest number is 2^-9 to 2^-8. Between a border and a token lie 16 tokens at most, whose decay is then at
+//           most e^16: no gate exceeds GATE_LIMIT = 1, or the gates of each sub-chunk of 8 sum to SUBCHUNK_GROWTH = 7
+//           at most (forward_growth.cuh). Chunks with larger gates are computed token by token, by make_tokens
 // limits    sm_90a; bfloat16 queries and keys
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
@@ -12,7 +17,8 @@
 // The exponent of a scaled row's largest number: GROWN_EXPONENT if the chunk has log gates above 1/8.
 constexpr int LARGEST_EXPONENT = 12, GROWN_EXPONENT = -9;
 
-// The larger absolute value of the two bfloat16 numbers in a register, as bits.
+// The larger absolute value of the two bfloat16 numbers in a register, as bits. (`larger` of ptx.cuh takes two such
+// registers, and keeps, of the low halves and of the high halves, the number with the larger absolute value.)
 __device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
 
 // This lane's 4 channels of the rows of its sub-chunk: [i] is row i of the 8, as two registers.
@@ -24,12 +30,13 @@ template <int BK> struct LaneRows {
   }
 };
 
-// The powers of two by which the sub-chunk's 8 rows are multiplied: 1 for rows in float16's range, unless the
-// chunk `grows`, that is, has log gates above 1/8. Each lane holds the scale of row lane % 8 and 1 / scale.
+// The powers of two by which the sub-chunk's 8 rows are multiplied: 1 for rows in float16's range, unless the chunk
+// `grows`, that is, has log gates above 1/8. Each lane holds the scale of row lane % 8 and 1 / scale. All lanes of a
+// warp must call this, and scale_of.
 template <int BK> struct RowScales {
   static constexpr int LANES = ProducerCoord<BK>::LANES;
   float scale, undo;  // undo: 1 / scale
-  int first_lane;     // of the sub-chunk
+  int first_lane;     // of the LANES that share the sub-chunk
   __device__ __forceinline__ RowScales(const bf16 (&rows)[CHUNK][BK], const ProducerCoord<BK>& coord, bool grows) {
     const int lane = u32(coord.thread) % 32;
     u32 x[BC];
@@ -62,7 +69,10 @@ __device__ __forceinline__ auto scales_of(const T (&rows)[CHUNK][BK], const Prod
   else return NoScales{};
 }
 
-// Stores 1 / scale of this lane's query and key beside their operands at borders, in undo_q and undo_k.
+// Stores 1 / scale of this lane's query and key, row i of its sub-chunk, beside each of their operands at borders. A
+// query of sub-chunks 1 to 3 is stored for the border before its sub-chunk (near_queries), a key of sub-chunks 0 to 2
+// for that after it (near_keys). Queries of sub-chunk 3 and keys of sub-chunk 0 are also stored for the border between
+// the halves; it is the near border of sub-chunk 2's queries and of sub-chunk 1's keys.
 template <class Scores, int BK>
 __device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerCoord<BK>& coord, const RowScales<BK>& q,
                                          const RowScales<BK>& k) {
@@ -74,23 +84,26 @@ __device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerC
   if (coord.subchunk == 0) score_operands.rows[score_operands.HALF_ROW + i].undo_k = k.undo;
 }
 
-// Copies a chunk's inputs again, after the copies of the group's next chunk to the same memory have ended, and waits
-// for the inputs. So two more phases of gates_copied[group] and qk_copied[group] end, or one if there is no next chunk.
-// parity: of the last phase that has ended, updated.
+// Copies a chunk's inputs again and waits for them. make_scaled calls this if a row of the chunk turned out to exceed
+// float16 (out_of_float16) after the copies of the producer group's next chunk to the same memory had begun. Waits for
+// the end of those copies, then overwrites what they brought: make_scaled must make the chunk after this call, by
+// make_chunk or make_tokens, which both copy the next chunk once more. So two more phases of gates_copied[group] and
+// qk_copied[group] end here, or one if there is no next chunk. parity: of the last phase that has ended, updated.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& coord, int chunk, u32& parity) {
   const int tokens = s.work.tokens, tokens_left = tokens - chunk * CHUNK;
   const auto wait = [&] {
     parity ^= 1;
-    if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates_copied[coord.group], parity);
+    if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied
     barrier_wait(s.qk_copied[coord.group], parity);
   };
-  if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();
-  barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have waited for the next chunk, and read out_of_float16
+  if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();  // the group's next chunk; MAKERS groups take turns
+  // The group's threads have waited for the next chunk, and read out_of_float16 in make_chunk.
+  barrier_sync(PRODUCERS + coord.group, coord.THREADS);
   fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
   fetch_qk(s, args, coord.thread, coord.group, chunk, tokens);
   wait();
-  // make_chunk clears keys.
+  // Gates after the sequence's end become 0; make_chunk does the same to keys.
   if (tokens_left < CHUNK) clear_gates(s.inputs[coord.group], coord.first_row, tokens_left, coord.channel);
 }
