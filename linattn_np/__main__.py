@@ -16,26 +16,29 @@ def main(arguments=None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
 
     def work():
-        own = parser()
-        command = own.parse_args(arguments[:1] or ["--help"]).command
-        if command is None:
-            own.error(f"{arguments[0]} is no command, expected one of {', '.join(COMMANDS)}")
+        top_level = parser()
+        command = top_level.parse_args(arguments[:1] or ["--help"]).command
+        if command is None:  # the argument is "--", which argparse drops
+            top_level.error(f"{arguments[0]} is no command, expected one of {', '.join(COMMANDS)}")
         return run(command, f"{NAME} {command}", arguments[1:])
 
     return guarded(NAME, work)
 
 
 def parser() -> Parser:
+    """The parser of the first argument, a command; a command has a parser of its own for the rest."""
     lines = [f"  {name:<10}{what}" for name, what in COMMANDS.items()]
-    made = Parser(
+    result = Parser(
         prog=NAME,
         usage=f"{NAME} COMMAND ...",
         description="\n".join([__doc__ or "", "", "commands:", *lines]),
         epilog=f"{NAME} COMMAND --help tells a command's options.\n{CODES}",
     )
-    made.add_argument("--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end")
-    made.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
-    return made
+    result.add_argument(
+        "--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end"
+    )
+    result.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    return result
 
 
 if __name__ == "__main__":

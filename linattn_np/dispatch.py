@@ -5,7 +5,8 @@ moved from host to device or back. A backend is a package under `backends/` with
 
     why_not(problem) -> str | None          the reason it cannot compute this problem, None when it can
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
-    vjp(problem)                            ((o, final state parts or None), pullback), where why_not allows a gradient
+    vjp(problem)                            ((o, final state parts or None), pullback), where why_not, which reads
+                                            problem.gradient, has no reason against it
     pullback(problem)                       the second of these, for callers that want no result
     summarise(problem)                      optional: ((final state for an initial state of zero, products of the decays
                                             or None), summaries) without o; None where that is no cheaper than `run`.
@@ -14,7 +15,11 @@ moved from host to device or back. A backend is a package under `backends/` with
     SAVES_SUMMARIES                         optional: whether `summaries` is ever not empty
     describe(problem, bytes_moved) -> dict  kernels, tiles and copies, for `explain`
 
-Native arrays are NumPy's or CuPy's, [B, H, T, ...]; states are tuples of parts [N, H, ...].
+Native arrays are NumPy's or CuPy's, [B, H, T, ...]; states are tuples of parts [N, H, ...], N the number of sequences:
+most operators have one part, [N, H, K, V], and normalized linear attention also the sum of keys, [N, H, K].
+
+A backend computes a derived operator (`derived`) as the call of another one, the inner call, with arrays that are made
+for it. It is chosen for the inner call's layout, before those arrays have values. Steps and stages are never derived.
 """
 
 from functools import cache
@@ -63,16 +68,16 @@ def call(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
 
     `summaries`: those that `summarise` has returned for the same arrays.
     """
-    op, arrays = op.fitting(arrays)
+    op, arrays = op.fitting(arrays)  # the declaration with or without the last array, if that is optional
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(
         inner_call(with_output(problem)), *([summaries] if summaries else [])
     )
     o, out = to_caller(problem, o, op.out), arguments.get("out")
     if out is None:
-        o = in_kind(problem, o)
+        o = in_kind(problem, o)  # an array of the caller's library
     else:
-        if problem.out is None:  # the backend could not write there
+        if problem.out is None:  # `bind` found no view of `out` with a backend's axes: the backend did not write there
             out[...] = o
         o = out
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
@@ -90,12 +95,13 @@ def call_stage(op, arrays, *, backend="auto", **arguments):
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     native = backend_module(choose(problem, backend)).run(problem)
-    if arguments.get("out") is not None:
+    if arguments.get("out") is not None:  # of `combine`, which has one result: every backend writes it there
         return arguments["out"]
     final_state = ()
     if op.state:
         native, final_state = native
-    results = [in_kind(problem, to_caller(problem, x, op.out)) for x in (native if op.pair else (native,))]
+    natives = native if op.pair else (native,)  # op.pair: two results of one shape
+    results = [in_kind(problem, to_caller(problem, x, op.out)) for x in natives]
     if problem.output_final_state:
         results.append(states_to_caller(problem, final_state))
     return tuple(results) if len(results) > 1 else results[0]
@@ -107,6 +113,7 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, only_summaries=
 
     `summaries` is an argument of `call` or, with `gradient`, of `vjp_of`, for the same arrays. The result is None if
     the backend cannot compute it more cheaply than the call; with `only_summaries` also if there are no summaries.
+    `op` is the declaration that fits these arrays already.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
     module = backend_module(choose(problem, backend))

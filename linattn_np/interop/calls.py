@@ -44,14 +44,14 @@ class Operator:
     @classmethod
     def of(cls, declared, without=("out",), more=()) -> Operator:
         """An operator whose function lacks the keywords `without` and has the keywords `more`, with default None."""
-        accepted = [parameter for name, parameter in declared.signature.parameters.items() if name not in without]
-        accepted += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
-        return cls(declared, inspect.Signature(accepted))
+        kept = [parameter for name, parameter in declared.signature.parameters.items() if name not in without]
+        kept += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
+        return cls(declared, inspect.Signature(kept))
 
     def document(self, public, kind: str):
         """Gives the function `public` this operator's name, docstring and signature; `kind` names its arrays."""
-        declared, accepted = self.declared.signature.parameters, self.signature.parameters
-        without = " and ".join(f"`{name}`" for name in declared if name not in accepted)
+        declared, kept = self.declared.signature.parameters, self.signature.parameters
+        without = " and ".join(f"`{name}`" for name in declared if name not in kept)
         doc = DOC.format(name=self.declared.name, kind=kind, without=without)
         return named_function(public, self.declared.name, doc, self.signature)
 
@@ -65,7 +65,8 @@ class Operator:
         return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
     def run(self, arrays, state, arguments) -> list:
-        """Computes a call, of what `take_apart` returns: [o, *parts of the final state, if it is requested]."""
+        """Computes a call from what `take_apart` returns: [o, *parts of the final state, or the log-sum-exp of softmax
+        attention, if requested]."""
         return flattened(call(self.declared, arrays, **arguments, **initial_state_argument(state)))
 
     def gradients(self, arrays, state, arguments, do, dht) -> list:
@@ -97,21 +98,21 @@ def bound_arguments(name, signature, positional, named):
 
 def step(operator, declared: Op, kind: str):
     """The framework's function of a declared step: it calls the operator's function on a sequence of one token."""
-    accepted = [x for name, x in declared.signature.parameters.items() if name not in WRITTEN]
-    signature = inspect.Signature(accepted, return_annotation=tuple)
+    kept = [parameter for name, parameter in declared.signature.parameters.items() if name not in WRITTEN]
+    signature = inspect.Signature(kept, return_annotation=tuple)
 
     def public(*positional, **named):
         arguments = bound_arguments(declared.name, signature, positional, named).arguments
-        *arrays, state = (arguments.pop(name) for name in (*declared.arrays, "state"))
+        *arrays, state = (arguments.pop(name) for name in (*declared.arrays, "state"))  # a step has no optional array
         for name, x in zip((*declared.arrays, "state"), (*arrays, state)):
             if not hasattr(x, "ndim"):
                 declared.refuse(name, f"is a {kind_of(x)}, expected an array", ContractTypeError)
-        tokens = [
+        inputs = [  # arrays of a token, those with an axis B, as [B, H, 1, ...]; others, such as u [H, K], as they are
             declared.logical(name, x, axes, "bhtd")[:, :, None] if axes.startswith("B") else x
             for (name, axes), x in zip(declared.arrays.items(), arrays)
         ]
         state_dtype = str(state.dtype).removeprefix("torch.")
-        o, state = operator(*tokens, initial_state=state, output_final_state=True, state_dtype=state_dtype, **arguments)
+        o, state = operator(*inputs, initial_state=state, output_final_state=True, state_dtype=state_dtype, **arguments)
         return o[:, :, 0], state
 
     return named_function(public, declared.name, STEP_DOC.format(name=declared.name, kind=kind), signature)
@@ -120,15 +121,21 @@ def step(operator, declared: Op, kind: str):
 def outline(declared, arrays, state, arguments, library: str):
     """Checks a call on `blank` arrays: (problem, [o, *parts of the final state], also blank).
 
+    Frameworks that trace a call want its results' shapes and dtypes, and its errors, before there are numbers.
+
     library : the name of the caller's array library, for the advice in errors
     """
     declared, arrays = declared.fitting(arrays)
+    # For its error alone: `bind` would raise it without this library's advice.
     declared.dtype(dict(zip(declared.arrays, arrays)), library)
     options = {name: x for name, x in arguments.items() if name != "backend"}
     problem = declared.bind(arrays, initial_state=state and tuple(state), **options)
     axes = problem.op.state if problem.output_final_state else ()
-    parts = [state_to_caller(problem, blank(problem.shape(part), problem.state_dtype), part) for part in axes]
+    parts = [
+        state_to_caller(problem, blank(problem.shape(part_axes), problem.state_dtype), part_axes) for part_axes in axes
+    ]
     o = blank(problem.shape(problem.op.out), problem.dtype)
+    # Without the mask, by which padding would be written to o, a read-only array.
     return problem, [to_caller(problem.replace(mask=None), o, problem.op.out), *parts]
 
 

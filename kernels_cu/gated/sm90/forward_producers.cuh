@@ -301,8 +301,8 @@ enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
 // been read. SCALES_ROWS: whether operands at borders have the scales of their rows (forward_scales.cuh), and
 // are no longer checked; args.scale is the operator's. scalar_gate: if G is ScalarDecay, the log gate of token lane % 8
-// of the lane's sub-chunk; next_scalar_gate: set to that of the next chunk. after_overflow: whether an earlier chunk was
-// OUT_OF_FLOAT16. In order:
+// of the lane's sub-chunk; next_scalar_gate: set to that of the next chunk. after_overflow: whether an earlier chunk
+// was OUT_OF_FLOAT16. In order:
 //    1  gates are read, decays over sub-chunks are stored
 //    2  barrier and vote of the group: decays are stored; gates have been read, and the previous chunk's
 //       score_operands. A second vote if a gate is above LIMIT and the gates' sums decide
