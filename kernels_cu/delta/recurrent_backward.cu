@@ -1,25 +1,32 @@
-// what      The gradients of the delta rules token by token, from states that recurrent_forward.cu has kept. Without
-//           OUTPUTS, what a segment of a sequence does to the gradient of a state, from dS to F^T dS + G': G' alone.
-// math      Template argument Rule; Dplr is RWKV-7's. dS, the gradient of the state after a token: dS <- dS + scale q
-//           do^T, then with D = diag(exp g) S_{t-1}
-//           GatedDelta, Kda: u = dS^T k, e = v - D^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
+// what      The gradients of the delta rules token by token, from states that recurrent_forward.cu has kept. A segment
+//           of a sequence turns dS, the gradient of the state after it, into F^T dS + G', F being the product of its
+//           tokens' transitions (join_segments.cu). Without OUTPUTS the kernel computes G' alone: it starts from dS =
+//           0, or from dht in a sequence's last segment, and stores the dS before the segment
+// math      Template argument Rule; Dplr is RWKV-7's. With D = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
+//           GatedDelta, Kda: e = v - D^T k, S_t = D + k (beta e)^T
+//           Dplr: p = S_{t-1}^T a, S_t = D + b p^T + k v^T
+//           Backwards, dS being the gradient of the state after a token: dS <- dS + scale q do^T, then
+//           GatedDelta, Kda: u = dS^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
 //           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
-//           Dplr: p = S_{t-1}^T a, dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
+//           Dplr: dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
 //           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
 //           all: dq = scale S_t do. Of GatedDelta dg is summed over channels, too. e and p are called residuals
 // shapes    q k a b [B, H, T, K], v [B, HV, T, V], g [B, HV, T] (GatedDelta) or [B, HV, T, K], beta [B, HV, T]; kept
 //           [B, HV, chunks, V, K padded to a multiple of 4]: the states before every TOKENS-th token; do dv [B, HV, T,
 //           V], dht dh0 [N, HV, K, V]; parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels;
-//           token_parts [2, tiles, B, HV, T] of beta and of GatedDelta's g; starts: join_segments.cu; G' is stored
-//           there
+//           if q and k are normalized, their parts are the gradients of the normalized ones. token_parts [2, tiles, B,
+//           HV, T]: [0] of beta, [1] of GatedDelta's g. Nobody reads the others: [0] of Dplr is 0, [1] of Kda and Dplr
+//           is undefined. starts [direction, N, P, H, K, V]: of direction 1, at segment p, the G' of segment p + 1
+//           before join_segments.cu runs, and dS after segment p from then on. P: segments of a sequence
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
 //           all channels, LANE_CHANNELS of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
-// barriers  one: whether states from which segments start are finite; three a chunk: it has arrived, and the previous
-//           chunk's parts have been added up | decays and the tokens' scalars are in shared memory | parts of sums over
-//           columns are, and the chunk has been read
+// barriers  one with segments, in is_whole: whether dS after the first segment is finite; three a chunk: it has
+//           arrived, and the previous chunk's parts have been added up | decays and the tokens' scalars are in shared
+//           memory | parts of sums over columns are, and the chunk has been read
 // numerics  float32, of float64 data float64. A chunk's states are computed again, forwards, from the state before it,
-//           which the forward kernel has kept
+//           which the forward kernel has kept. If that dS is not finite, since numbers grew when segments were joined,
+//           the block of the sequence's last segment takes all its tokens, and those of the others have none
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
 #include "delta/segments.cuh"
@@ -44,16 +51,18 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;                // rows of a warp for a token
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
   T do_[TOKENS * BV];
-  R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
+  R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];  // without channels' gates 16 bytes, not used
   TokenScalars<R> scalars[TOKENS];
-  R residual[TOKENS * BV];              // e, or of Dplr p
-  R token_parts[TOKENS + 1][WARPS][2];  // warps' parts of dbeta and of a token's dg; the last row is not read
+  R residual[TOKENS * BV];  // e, or of Dplr p
+  // Warps' parts of dbeta and of GatedDelta's dg. A row is stored with the token before it: the row after the chunk's
+  // last token gets what the previous chunk has left, and is not read.
+  R token_parts[TOKENS + 1][WARPS][2];
   // A token's rows, by warp: the columns of the state before it; later the warp's parts of sums over columns.
   R slots[TOKENS][SLOT_ROWS][WARPS][BK];
 };
 
 // Sums each of N numbers over all lanes, and gives all sums to every lane; returns the sum with number lane / (32 / N).
-template <int N, typename R> __device__ __forceinline__ R sum_columns(R (&x)[N]) {
+template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&x)[N]) {
 #pragma unroll
   for (int n = N / 2, distance = 16; distance; n /= 2, distance /= 2) {
     const bool upper = threadIdx.x & distance;
@@ -82,12 +91,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
   BlockWork work(shape, BV);
-  const bool whole =
-      OUTPUTS && is_whole<true>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
-  const auto segment =
-      segment_of<true>(OUTPUTS, shape, u32(args.P), work.n, work.h, args.dht, args.starts, args.dh0, whole);
+  constexpr bool BACKWARDS = true, DOTS = false;  // the walk's direction; whether prepare_tokens computes q . k
+  const bool whole_sequence =
+      OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
+  const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), work.n, work.h, args.dht, args.starts,
+                                             args.dh0, whole_sequence);
   work.span = segment.tokens;
-  if (!OUTPUTS && segment.last) return;
+  if (!OUTPUTS && segment.last) return;  // the walk ends with the sequence's first tokens: no segment takes its G'
   const int K = int(shape.K), columns_left = int(shape.V) - work.first_column,
             tokens = int(work.span.stop - work.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
@@ -143,7 +153,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     cp_async_wait<0>();
     next_gates.store(s.scalars, rows);
     __syncthreads();  // the chunk has arrived; the previous one's parts have been added up
-    prepare_tokens<false>(s.scalars, s.decays, s.in, rows, args.normalized);
+    prepare_tokens<DOTS>(s.scalars, s.decays, s.in, rows, args.normalized);
     __syncthreads();  // decays and scalars of its tokens are in shared memory
 
     // A token, in this lane's channels; q and k divided by their lengths if the call asks for that.
@@ -183,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           if constexpr (!Rule::own_erasure) residual[c] = fma(k[i], x, residual[c]);
         }
       load_neighbours<COLUMNS>(written, s.in.v + r * BV + column);
-      sum_columns(residual);
+      sum_over_channels(residual);
       if constexpr (!Rule::own_erasure)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
@@ -226,8 +236,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
           if constexpr (Rule::own_erasure) dp[c] = fma(b[i], dS[i][c], dp[c]);
         }
       store_dg(r + 1);
-      R own_dv = sum_columns(dv);
-      if constexpr (Rule::own_erasure) sum_columns(dp);
+      R own_dv = sum_over_channels(dv);
+      if constexpr (Rule::own_erasure) sum_over_channels(dp);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)  // the state before the token
 #pragma unroll
@@ -296,6 +306,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       for (int kind = 0; kind < KINDS; ++kind, part += WARPS * BK, to += tiles * heads * shape.T * K)
 #pragma unroll 4
         for (int n = 0; r + n < rows; n += AT_ONCE) {
+          static_assert(WARPS == 4);
           const R* of_warps = part + n * SLOT_ROWS * WARPS * BK;
           to[n * K] = (of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]);
         }

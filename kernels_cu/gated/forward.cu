@@ -62,9 +62,11 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   using Share = WarpShare<T, BK, WARPS>;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 sequence = head / H, h = head % H, b = sequence / count;  // head: of all sequences' heads; b: batch row
-  const Span span = tokens_of(shape, sequence % count);
+  const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H);
+  const u32 sequences_per_row = u32(shape.count);
+  // head: of all sequences' heads; b: batch row
+  const u32 sequence = head / H, h = head % H, b = sequence / sequences_per_row;
+  const Span span = tokens_of(shape, sequence % sequences_per_row);
   const int first_column = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - first_column, i64(BV)));
 
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
   for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
     s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
-  if (Share::CHANNEL_PARTS == 1)
+  if (Share::CHANNEL_PARTS == 1)  // then a warp has all channels of a token: part 1 of its direct scores stays 0
     for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
 
   // Starts copying q, k and v of the chunk that begins with token `token` of the sequence to stage `stage`.
@@ -101,7 +103,9 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     }
     cp_async_commit();
   };
-  // The same of its gates, as fetch_chunk_gates does; if that were called here, registers would be spilled.
+  // Starts copying the gates of the chunk that begins with token `token`. No barrier is needed: a thread copies the
+  // gates that it alone reads, after it has read those in their place. The statements are those of fetch_chunk_gates
+  // (forward_operands.cuh); if that were called here, registers would be spilled.
   const auto fetch_next_gates = [&](int token) {
 #pragma unroll
     for (int n = 0; n < Share::SHARES_PER_WARP; ++n) {
@@ -126,7 +130,8 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     TokenDecays<Share> decays;
     cp_async_wait<0>();
     // The chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read. This barrier
-    // is also a vote: whether a gate is above GROWTH.
+    // is also a vote: whether a gate is above GROWTH (1 nat) or NaN. Operands about a sub-chunk's middle could then
+    // overflow, and score_chunk computes the scores within sub-chunks pair by pair, from q, k and g in memory.
     const bool grows = __syncthreads_or(store_span_decays<Share, BK>(s, decays));
     const bool has_next = token + BT < tokens;
     if (has_next) fetch(token + BT, stage ^ 1);
@@ -136,7 +141,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       if (coord.exists()) make_operands<ReadOrder, PRODUCTS>(s, stage, coord, decays, grows);
     }
     if (has_next) fetch_next_gates(token + BT);
-    __syncthreads();  // the operands are in shared memory
+    __syncthreads();  // the operands and the chunk's decay are in shared memory
 
     Output<T> o = {};
     score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
@@ -144,6 +149,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     update_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     __syncthreads();  // the scores are in shared memory
     add_score_outputs<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
+    // `opaque`: computed here, not held in registers since the start.
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
     T* to = args.o.row(b, h, span.start + token + g) + first_column + column;
     const int rows = tokens - token - g;
@@ -180,7 +186,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
         if (!Schedule::all_channels) sums += 8 * shape.V;
       }
     } else {
-      Output<T> copy;
+      Output<T> copy;  // store_unaligned is a call and needs an address: with o's, o would never be in registers
 #pragma unroll
       for (int n = 0; n < BT / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
       store_unaligned(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);

@@ -4,7 +4,9 @@
 //           The decays of a token are e^g, with g its log gates. An operand is a query or key times decays. A query
 //           "decayed from" a border between tokens is multiplied by the decays of the tokens after the border, up to
 //           and with its own token (RWKV-6: without it); a key "decayed to" a border by the decays of the tokens after
-//           its own, up to the border
+//           its own, up to the border. A query before the border is divided by the decays of the tokens after its own
+//           (RWKV-6: from its own on), up to the border, and a key after the border by those from the border up to and
+//           with its own: only the border in the middle of a sub-chunk has such tokens
 // limits    BK and BV of 64, 128, BV also of 256
 #include "gated/forward_tiles.cuh"
 #include "tensor.cuh"
@@ -19,34 +21,39 @@ struct SinglePass {
 struct SplitChannels : SinglePass {
   static constexpr bool all_channels = false;
 };
-// For gates of columns only: computes a segment's final state from zero and its decay, without outputs. Without gates
-// of columns segment_states.cu computes these.
+// Only where V's columns have gates, too (value_gate/forward.cu): computes a segment's final state from zero and its
+// decay, without outputs. Without gates of columns segment_states.cu computes these.
 struct SegmentState : SinglePass {
   static constexpr bool has_outputs = false;
 };
 
 constexpr int STAGES = 2;        // chunks of inputs in shared memory: the current one, and the next one, being copied
-constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk, a warp's share of a chunk
+constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk
 template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
 // The number of blocks whose registers a multiprocessor holds at once.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::has_outputs && BK > BV ? 2 : 256 / BV;
 
 // Operands that are decayed from or to a sub-chunk's middle: their type in shared memory (Type), and the arguments of
-// Math (fragments.cuh) for their products: type Product, and PRODUCTS<TF32>, where other operands have T and TF32.
+// Math (fragments.cuh) for their products: where other operands have Math<T, N>, N tf32 products for each product of
+// float32, these have Math<Product, PRODUCTS<N>>.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
   using Product = T;
-  template <int TF32> static constexpr int PRODUCTS = TF32;
+  template <int N> static constexpr int PRODUCTS = N;
 };
 template <> struct MiddleOf<SplitChannels, bf16> : OperandOf<float> {
   using Product = float;
-  template <int TF32> static constexpr int PRODUCTS = 1;
+  template <int N> static constexpr int PRODUCTS = 1;
 };
 
-// Queries, and operands of scores. `border` has BORDER rows of queries: of sub-chunks 1 and 3, decayed from their
-// start, and of 2 and 3, decayed from the chunk's middle. Then come BORDER rows of keys: of sub-chunks 0 and 2, decayed
-// to their end, and of 0 and 1, decayed to the chunk's middle. A chunk of 16 tokens has only queries of sub-chunk 1 and
-// keys of sub-chunk 0; a product takes 8 more queries, whose scores are not used.
+// Queries, and operands of scores. `border` has BORDER rows of queries, then BORDER rows of keys, 8 rows of a sub-chunk
+// at a time:
+//   chunk of 32 tokens   rows 0     queries of sub-chunk 1, from its start    32   keys of sub-chunk 0, to its end
+//                        8          of 3, from its start                      40   of 2, to its end
+//                        16         of 2, from the chunk's middle             48   of 0, to the chunk's middle
+//                        24         of 3, from the chunk's middle             56   of 1, to the chunk's middle
+//   chunk of 16 tokens   rows 0     queries of sub-chunk 1, from its start     8   keys of sub-chunk 0, to its end
+// A product takes 16 rows of queries: in a chunk of 16 tokens the last 8 are the keys, and their scores are not used.
 template <class Schedule, typename T, int BK, bool HAS_OUTPUTS = Schedule::has_outputs>
 struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
@@ -57,15 +64,15 @@ struct alignas(16) ScoreStorage {
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed from and to the middle of their sub-chunk
   X border[2 * BORDER * BK];
   X A[NUMBERS * CHUNK<T> * LDA];  // scores [query, key], 0 above the diagonal; then their rounding errors
-  // Scores without gates, [which][part of the channels][query]: 0, with a query's own key, and 1, RWKV-6, with the key
-  // before. A score is the sum of both parts.
+  // Scores that no gate multiplies, [key][part of the channels][query]: key 0 is the query's own; key 1, in RWKV-6, the
+  // one before it. A score is the sum of both parts.
   float direct[2][2][CHUNK<T>];
   float u[BK];  // RWKV-6's bonus
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
 
 // Queries decayed from the chunk's start and keys decayed to its end. If their type is T, they replace q and k instead.
-template <bool SAME, typename T, int BK> struct StateStorage {};
+template <bool IN_PLACE, typename T, int BK> struct StateStorage {};
 template <typename T, int BK> struct alignas(16) StateStorage<false, T, BK> {
   using X = typename OperandOf<T>::Type;
   X state_q[CHUNK<T> * BK], state_k[CHUNK<T> * BK];

@@ -2,10 +2,12 @@
 //           read and written once, and is loaded before the previous kernel has ended.
 // math      v += (first - v) share;  kappa = k removal / |k removal|;  key = k (1 + (rate - 1) replacement)
 //           e = S^T kappa;  S <- diag(exp w) S - (kappa rate) e^T + key v^T;  o = S^T r of the new S
-//           y = (GroupNorm_H(o) + (sum r key bonus) v) gate
-// shapes    v k r and log decays w [B, H, N], openings [3, B, H, N]: rate, gate, share, which is -1 in the first layer;
-//           first [B, H, N], that layer's values, which it writes; removal replacement bonus weight bias [H, N];
-//           state [pool, H, N, N], slots [B] or null; y [TERMS, B, H, N]; N = 64
+//           y = (GroupNorm_H(o) + (sum r key bonus) v) gate, GroupNorm with weight and bias. In the paper: rate is a,
+//           removal is xi, replacement alpha, bonus rho
+// shapes    v k r and log decays w [B, H, N], openings [3, B, H, N] (what decode_one.cu computes by low-rank matrices):
+//           rate, gate, share, which is -1 in the first layer; first [B, H, N], that layer's values, which it writes;
+//           removal replacement bonus weight bias [H, N]; state [pool, H, N, N], the key's channel first, slots [B] or
+//           null; y [TERMS, B, H, N] of type X, the sum of TERMS arrays; N = 64
 // grid      a block for every (sequence, head), sequence slowest; a warp: a lane has four columns of the state and
 //           every second channel
 // smem      Shared
@@ -18,9 +20,10 @@
 #include "rwkv6/time_mix_heads.cuh"
 #include "rwkv7/time_mix_arguments.cuh"
 
+// Of each channel of the key.
 struct Shared {
-  float2 reads[N];   // of a channel: kappa before its division by the norm, and r times the decay
-  float4 writes[N];  // decay, kappa rate before the division, key
+  float2 reads[N];   // x: kappa before its division by the norm; y: r times the decay
+  float4 writes[N];  // x: decay; y: kappa rate before the division; z: key
 };
 
 template <typename X, typename S, int TERMS>
@@ -32,9 +35,8 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
             offset = b * D + head_offset;
   S* const state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
-  const auto row_address = [&](int row) {
-    return state + row * GROUPS * N + 4 * lane;
-  };  // in one expression, so that stores have 16 bytes
+  // In one expression: otherwise the compiler does not see that it is aligned, and splits stores of 16 bytes.
+  const auto row_address = [&](int row) { return state + row * GROUPS * N + 4 * lane; };
   Four<S> held[ROWS];
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) held[row] = load_four(row_address(row));
@@ -69,28 +71,32 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   const float norm = fmaxf(sqrtf(dots.x), LEAST_NORM);
   __syncwarp();
 
-  constexpr int AT_ONCE = 4;  // rows whose channels are loaded at a time, since registers are few
+  // Rows whose channels are loaded at a time, since registers are few: __syncwarp keeps the compiler from loading those
+  // of later rows earlier.
+  constexpr int AT_ONCE = 4;
   float4 e = {}, o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     if (row % AT_ONCE == 0) __syncwarp();
-    const float2 c = s.reads[row * GROUPS + group];
+    const float2 read = s.reads[row * GROUPS + group];
     const float4 old = float4(held[row]);
-    e = add_scaled(e, c.x, old), o = add_scaled(o, c.y, old);
+    e = add_scaled(e, read.x, old), o = add_scaled(o, read.y, old);
   }
   const float scale = -1.f / (norm * norm);  // one factor of 1 / norm is that of the kappa which is written
+  static_assert(GROUPS == 2);                // one exchange adds up the groups
   const auto erased = [&](float x) { return scale * (x + __shfl_xor_sync(0xffffffffu, x, QUADS)); };
   e = {erased(e.x), erased(e.y), erased(e.z), erased(e.w)};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     if (row % AT_ONCE == 0) __syncwarp();
-    const float4 c = s.writes[row * GROUPS + group], old = float4(held[row]);
-    const float4 kept = {c.x * old.x, c.x * old.y, c.x * old.z, c.x * old.w};
-    store4(row_address(row), add_scaled(add_scaled(kept, c.y, e), c.z, v));
+    const float4 write = s.writes[row * GROUPS + group], old = float4(held[row]);
+    const float4 kept = {write.x * old.x, write.x * old.y, write.x * old.z, write.x * old.w};
+    store4(row_address(row), add_scaled(add_scaled(kept, write.y, e), write.z, v));
   }
 
-  constexpr float SHARE = 1.f / GROUPS;  // the sum over groups has this once
-  o = group_norm(add_scaled(add_scaled(o, SHARE * dots.y, e), SHARE * dots.z, v), float(args.eps));
+  // group_norm adds up the lanes' o over the GROUPS groups. Every group has all of e and v, and adds a share of them.
+  constexpr float PER_GROUP = 1.f / GROUPS;
+  o = group_norm(add_scaled(add_scaled(o, PER_GROUP * dots.y, e), PER_GROUP * dots.z, v), float(args.eps));
   if (group > 0) return;
   const auto gated = [&](float normed, float gain, float bias, float v, float gate) {
     return fmaf(dots.w, v, fmaf(normed, gain, bias)) * gate;

@@ -1,12 +1,12 @@
 // what      The gradient of an activation's input, from the activation's value; it replaces the value's gradient.
-// math      dy <- dy F'(x), as a function of y = F(x)
+// math      dy <- dy F'(x), as a function of y = F(x): F::slope<T>(y), T being the type in which y was stored
 // shapes    dy y [count]
 // grid      a thread for 8 elements; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
-// limits    none
+// limits    dy and y start on 16 bytes
 #include "activations.cuh"
 
 constexpr int THREADS = 256;
