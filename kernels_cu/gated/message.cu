@@ -1,9 +1,12 @@
 // what      Writes the message that a rank sends to the others about its tokens: the state after them from a zero
 //           start, and the product of their decays.
-// math      total[n, h, k] = prod over parts p and factors f of decays[n, p, h, f, k]
-// shapes    message: the state [N, H, K, V], then total [N, H, channels], of the first channels of K;
-//           state [N, H, K, V] and decays [N, parts, H, factors, K], each with a stride of its own between sequences;
-//           all float32
+// math      total[n, h, k] = prod over parts p and factors f of decays[n, p, h, f, k]. Parts are those into which a
+//           sequence was cut. The product of a part's factors is its decay: one number, or the two that Hopper's
+//           SegmentState stores (Args in sm90/forward_storage.cuh)
+// shapes    message: the state [N, H, K, V], then total [N, H, channels], of the first channels of K: all K of them, 1
+//           if all channels of a head have one gate, 0 if nothing decays;
+//           state [N, H, K, V] and decays [N, parts, H, factors, K], each with a stride of its own between sequences,
+//           contiguous otherwise; all float32
 // grid      a thread for every number of the message, or of `total` only, if the message has the state already; 256 a
 //           block
 // smem      none

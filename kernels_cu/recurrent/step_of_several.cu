@@ -2,14 +2,18 @@
 //           decoding). First the tokens of the previous call that were accepted, the first ones of those pending, are
 //           applied to the state, and the state is stored. This call's tokens then change it in registers only, and are
 //           stored as pending.
-// math      S [K, V] is the state. Each token, pending or of this call: S <- diag(decay) S + k u^T (Dplr: + b p^T),
-//           decay = e^g. With S' = diag(decay) S and S after the token:
-//           Gla: u = v, o = scale q^T S;   BeforeWrite: u = v, o = scale q^T (S before the token + diag(bonus) k v^T)
-//           GatedDelta, Kda: u = beta (v - S'^T k), o = scale q^T S
-//           Dplr: u = v, p = (S before the token)^T a, o = scale q^T S
+// math      S_t [K, V] is the state after token t, pending or of this call, decay = e^g. With S' = diag(decay) S_(t-1):
+//             S_t = S' + k u^T (Dplr: + b p^T)
+//           Gla: u = v, o = scale q^T S_t;   BeforeWrite: u = v, o = scale q^T (S_(t-1) + diag(bonus) k v^T)
+//           GatedDelta, Kda: u = beta (v - S'^T k), o = scale q^T S_t
+//           Dplr: u = v, p = S_(t-1)^T a, o = scale q^T S_t
+//           o is computed without S_t, from one reading of S': o = scale (S'^T q + (q . k) u + (q . b) p), p of Dplr
+//           only (BeforeWrite: scale (S_(t-1)^T q + (q . diag(bonus) k) u)); the dot products are `weights`
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], bonus [HV, K],
-//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p; slots [B] or null: sequence b
-//           has state slots[b] of the P states, or state b; accepted [B] or null: how many pending tokens are, or none
+//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p, decay of K numbers or one, b
+//           and p for Dplr only: W = gates + KEYS K + KEYS V; k is stored after the division by its length. slots [B]
+//           or null: sequence b has state slots[b] of the P states, or state b; no two sequences share one. accepted
+//           [B] or null: how many of the pending tokens were accepted; null: none
 // grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
 //           LANE_COLUMNS columns of LANE_CHANNELS channels
 // smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
@@ -17,7 +21,7 @@
 //           token has been read; two a token: the warps' sums are in shared memory | their totals are
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19; 2025, eq. 17; as delta/tokens.cuh
-// limits    K <= BK; T <= TOKENS; the last axis of the state is contiguous
+// limits    K <= BK; T <= M <= TOKENS; the last axis of the state is contiguous
 //
 // A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
 #include "delta/tokens.cuh"
@@ -39,7 +43,8 @@ struct BeforeWrite {
 template <class A, class B> constexpr bool SAME = false;
 template <class A> constexpr bool SAME<A, A> = true;
 template <class Rule> constexpr bool HAS_BONUS = SAME<Rule, BeforeWrite>;
-template <class Rule> constexpr bool GATED = HAS_BONUS<Rule> || SAME<Rule, Gla>;  // u = v
+// Whether a token erases, so that it reads the state before it writes: not for u = v without p.
+template <class Rule> constexpr bool ERASES = !HAS_BONUS<Rule> && !SAME<Rule, Gla>;
 template <class Rule> constexpr int KEYS = Rule::own_erasure ? 2 : 1;  // vectors by which a token writes: k, and b
 
 template <typename T, typename G, typename S> struct Args {
@@ -65,20 +70,21 @@ template <typename R, int BK> constexpr int COLUMNS = THREADS_OF<R, BK> / (BK ==
 
 template <class Rule, typename R, int BK, int BV> struct Shared {
   static constexpr int GATES = Rule::channel_gates ? BK : 16 / sizeof(R), WARPS = THREADS_OF<R, BK> / 32;
-  // keys: k, then b. columns: what they add to, u, then p.
+  // keys: k, then b. columns: what the keys are multiplied by, u, then p.
   R pending_decays[TOKENS][GATES], pending_keys[KEYS<Rule>][TOKENS][BK], pending_columns[KEYS<Rule>][TOKENS][BV];
   R decays[TOKENS][GATES], keys[KEYS<Rule>][TOKENS][BK], q[TOKENS][BK];
   R a[Rule::own_erasure ? TOKENS : 1][Rule::own_erasure ? BK : 16 / sizeof(R)], v[TOKENS][BV];
-  R parts[WARPS][2][BV], sums[2][BV];           // of a token: [0]: S'^T k, or S^T a; [1]: S^T q, before it writes
+  R parts[WARPS][2][BV], sums[2][BV];           // of a token: [0]: S'^T k, or S_(t-1)^T a; [1]: S'^T q, or S_(t-1)^T q
   R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // weights: q . k (BeforeWrite: q . diag(bonus) k) and q . b
 };
 
 template <class Rule, typename T, typename G, typename S, int BK>
 __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
   using R = Widest<T, S>;
-  constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, STEP_WARPS = BLOCK / 32, LANE_COLUMNS = 16 / sizeof(S),
-                LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = BLOCK / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE,
-                STORING_LANES = LANES < 32 ? LANES : 32;
+  constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, BLOCK_WARPS = BLOCK / 32, LANE_COLUMNS = 16 / sizeof(S),
+                LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = BLOCK / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE;
+  // LANES neighbouring threads have the BV columns of one channel.
+  static_assert(LANES <= 32, "a warp has all columns: the sums over warps are those over channels");
   struct alignas(16) Piece {
     S x[LANE_COLUMNS];
   };
@@ -140,15 +146,15 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         s.decays[t][0] = decay_of(t < tokens ? R(to_real(*args.g.row(b, h, t))) : R(0));
         s.pending_decays[t][0] = t < accepted ? *pending(t) : R(1);
       }
-      if constexpr (!GATED<Rule> && !Rule::own_erasure)
+      if constexpr (ERASES<Rule> && !Rule::own_erasure)
         s.beta[t] = t < tokens ? R(to_real(*args.beta.row(b, h, t))) : R(0);
     }
     __syncthreads();  // all tokens are in shared memory
 
     // Each warp has tokens: it divides q and k by their lengths, and computes weights.
-    for (int t = warp; t < tokens; t += STEP_WARPS) {
+    for (int t = warp; t < tokens; t += BLOCK_WARPS) {
       if (args.normalized) {
-        R qq = 0, kk = 0;
+        R qq = 0, kk = 0;  // |q|^2 and |k|^2, then the inverse lengths
         for (int c = lane; c < BK; c += 32)
           qq = fma(s.q[t][c], s.q[t][c], qq), kk = fma(s.keys[0][t][c], s.keys[0][t][c], kk);
         qq = inverse_root(sum_over_lanes<32>(qq) + R(LEAST_SQUARE));
@@ -207,7 +213,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         for (int i = 0; i < LANE_COLUMNS; ++i) {
           const R before = state[n][i], after = decay * before;
           if constexpr (Rule::own_erasure) erased[i] = fma(s.a[t][c], before, erased[i]);
-          else if constexpr (!GATED<Rule>) erased[i] = fma(s.keys[0][t][c], after, erased[i]);
+          else if constexpr (ERASES<Rule>) erased[i] = fma(s.keys[0][t][c], after, erased[i]);
           read[i] = fma(q, HAS_BONUS<Rule> ? before : after, read[i]);
           state[n][i] = after;
         }
@@ -215,22 +221,22 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 #pragma unroll
       for (int i = 0; i < LANE_COLUMNS; ++i) {
         for (int distance = LANES; distance < 32; distance *= 2) {
-          if constexpr (!GATED<Rule>) erased[i] += __shfl_xor_sync(0xffffffffu, erased[i], distance);
+          if constexpr (ERASES<Rule>) erased[i] += __shfl_xor_sync(0xffffffffu, erased[i], distance);
           read[i] += __shfl_xor_sync(0xffffffffu, read[i], distance);
         }
-        if (lane < STORING_LANES) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
+        if (lane < LANES) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
       }
       __syncthreads();  // all warps' parts are in shared memory
       if (const int which = threadIdx.x / BV, c = threadIdx.x % BV; which < 2) {
         R sum = 0;
 #pragma unroll
-        for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][c];
+        for (int n = 0; n < BLOCK_WARPS; ++n) sum += s.parts[n][which][c];
         s.sums[which][c] = sum;
       }
       __syncthreads();  // their sums are in shared memory
       // Column c of u (n = 0) or p (n = 1).
       const auto added = [&](int n, int c) {
-        if constexpr (GATED<Rule>) return s.v[t][c];
+        if constexpr (!ERASES<Rule>) return s.v[t][c];
         else if constexpr (Rule::own_erasure) return n ? s.sums[0][c] : s.v[t][c];
         else return s.beta[t] * (s.v[t][c] - s.sums[0][c]);
       };
