@@ -280,6 +280,9 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays, _ = drawn(KDA, rng, (1, 1, T, 60, 64), dtype)
         yield run(kda, *arrays)
         yield run(backward, kda, *arrays)
+    arrays, _ = drawn(GATED_DELTA_RULE, rng, (1, 2, 37, 130, 64), SINGLE)
+    yield run(gated_delta_rule, *arrays)
+    yield as_filled(run, backward, gated_delta_rule, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):
@@ -314,7 +317,8 @@ def delta_rules_on_hopper(rng, device):
         for P in (1, 3):
             yield delta_call(device, kernel, tokens, K**-0.5, state, bounds, P)
         do = rng.standard_normal(tokens[2].shape).astype(dtype)
-        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128)
+        P = 3 if bounds else 1
+        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128, P=P)
 
 
 EIGHT_BITS = np.dtype(np.int8)
