@@ -146,7 +146,7 @@ def test_the_portable_kernels_are_chosen_for_a_while(monkeypatch):
     monkeypatch.setattr(cupy, "DEVICE", hopper)
     with choose_kernels("portable"):
         assert cupy.chosen_device().capability == 80
-        pull = cupy.Pull(next(iter(OPS)).bind(draw(next(iter(OPS)), np.random.default_rng(0), SIZES)), ())
+        pull = cupy.Pullback(next(iter(OPS)).bind(draw(next(iter(OPS)), np.random.default_rng(0), SIZES)), ())
     assert cupy.chosen_device() is hopper
     assert pull.device is cupy.PORTABLE
 

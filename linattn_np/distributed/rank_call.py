@@ -21,7 +21,8 @@ from .recurrence import MessageLayout, Recurrence, at_least_float32
 from .sequence_cut import Cut
 
 # How to compute: options that every segment's call gets. `Op.bind` checks all but "backend".
-COMPUTE_OPTIONS = ("mode", "chunk_size", "materialize", "precision", "backend")
+BOUND_COMPUTE_OPTIONS = ("mode", "chunk_size", "materialize", "precision")
+COMPUTE_OPTIONS = (*BOUND_COMPUTE_OPTIONS, "backend")
 OPERATOR_OPTIONS = ("gamma", "feature_map", "normalize")  # options that only some operators have
 CHECKED_OPTIONS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 ENGINES: WeakSet[type] = WeakSet()  # classes known to be engines: the check takes a fifth of the host's time of a call
@@ -30,12 +31,23 @@ cached_cut = lru_cache(64)(Cut)
 
 
 class RankCall:
-    """A call of the declared operator `op` with this rank's tokens.
+    """A call of the declared operator `op` with this rank's tokens. `arguments` must have "backend", "cu_seqlens" and
+    "initial_state", and may have "mask" and other options of the operator.
 
+    A *segment* is a run of one rank's tokens that one call of the operator computes (`sequence_cut`). Each of its
+    *pieces* has its tokens of one sequence. Its *incoming piece*, if any, continues a sequence from another segment,
+    and starts from the state that arrives from there.
+
+    declared : the operator, with its optional array only if the call has it
     problem : the checked call on this rank's tokens
     arrays : views [B, H, T, ...], in the order of the declaration
+    out : the caller's array for o, or None
+    mask : as the operator takes it, of this rank's tokens, or None
     state : the parts of the whole initial state [N, H, K, V], or None
     bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
+    packed : whether there are bounds
+    rows_per_sequence : rows of states [N, ...] that a sequence has: one, or all of a dense batch, one sequence here
+    recurrence : computes what segments do to the state
     comparison : the exchange that compares this call with the other ranks'; it has begun
     """
 
@@ -46,7 +58,9 @@ class RankCall:
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
-        key, _ = call_key(self.declared, inputs, self.arguments | {"gradient": gradient, "segment_size": segment_size})
+        key, _addresses = call_key(
+            self.declared, inputs, self.arguments | {"gradient": gradient, "segment_size": segment_size}
+        )
         check = partial(self.check, inputs)
         self.comparison = CallComparison(comm, self.declared.name, check, key)
         self.problem, self.state, self.mask, self.bounds = self.comparison.check_result
@@ -61,11 +75,11 @@ class RankCall:
 
     # -- checks -------------------------------------------------------------------------------------------------------
     def check(self, inputs, needs_values):
-        """((problem, state, mask, bounds), this rank's tokens, {name: value that all ranks must have}).
+        """((problem, state, mask, bounds), how many tokens this rank has, {name: value that all ranks must have}).
 
         `needs_values`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
         """
-        arguments, checked = self.arguments, (*COMPUTE_OPTIONS[:4], *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
+        arguments, checked = self.arguments, (*BOUND_COMPUTE_OPTIONS, *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
         options = {name: arguments[name] for name in checked if name in arguments}
         problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
         if needs_values:  # if no backend can compute the call, no rank begins
@@ -103,7 +117,9 @@ class RankCall:
         return op.spans(cu_seqlens, sizes | {"T": total}).bounds
 
     def shared_values(self, problem, state, bounds, sizes):
-        """{name for an error: value} of all that must be the same on all ranks."""
+        """{name for an error: value} of all that must be the same on all ranks: what decides which messages are sent,
+        and what a segment computes. How a rank passes its arrays (layout, order of a state's axes, out) and in which
+        dtype it gets states may differ."""
         arguments = self.arguments
         common = {"a gradient": self.gradient, "the size of segments": self.segment_size}
         common |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
@@ -205,7 +221,7 @@ class RankCall:
 
     # -- messages -----------------------------------------------------------------------------------------------------
     def exchange(self, messages, shapes, count):
-        """Sends this rank's messages, {slot: arrays of these shapes}; each rank has `count` slots.
+        """Sends this rank's messages, {slot: arrays of these shapes}; each rank has the slots 0 ... `count` - 1.
 
         All ranks must call this. Returns a function that waits for the messages of all ranks; it returns the function
         (rank, slot) -> arrays.

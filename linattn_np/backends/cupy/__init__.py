@@ -1,7 +1,7 @@
 """Raw CUDA through CuPy: the kernels of `kernels_cu`, compiled by NVRTC at first use.
 
-An operator's planner is a module with these functions; each returns a `Plan` but for `unsupported` and `saved`. Those
-of steps and of stages have only the first two.
+An operator's planner is a module with these functions; each returns a `Plan` but for `unsupported` and `saved`. The
+planners `step` (one token of each sequence) and `stages` (parts of an operator) have only `unsupported` and `plan`.
 
     unsupported(problem)                         why its kernels cannot compute a problem; None if they can
     plan(problem, device)                        the plan of (o, the final state's parts or None), of a step's o, or of
@@ -12,10 +12,12 @@ of steps and of stages have only the first two.
 
 and maybe, for sequences that are cut over ranks,
 
-    plan_summary(problem, device)                the plan of what a call does to the state, without o, or None; the
-                                                 arrays that it saves are the last argument of `plan`
-    plan_summary_vjp(problem, device, do, saved) the plan of what the pullback does to the state's gradient, or None;
-                                                 the arrays that it saves are the last argument of `plan_vjp`
+    plan_summary(problem, device)                the plan of what a call does to the state, without o, or None
+    plan_summary_vjp(problem, device, do, saved) the plan of what the pullback does to the state's gradient, or None
+
+The arrays that such a plan saves are its *summaries*: they spare the call, or its pullback, work that has been done. If
+there are any, they are one more argument: `plan(problem, device, summaries)`, or
+`plan_vjp(problem, device, do, dht, saved, summaries)`.
 """
 
 from __future__ import annotations
@@ -103,10 +105,11 @@ def run(problem, summaries=()):
 
 
 def vjp(problem, summaries=()):
-    """((o, the final state's parts or None), a `Pull`). All modes have the same pullback. `summaries` as in `run`."""
+    """((o, the final state's parts or None), a `Pullback`), for a problem bound with gradient=True. All modes have the
+    same pullback. `summaries` as in `run`."""
     at_home(problem, compile_pullback, problem, chosen_device())
     result, saved = executed("plan", problem, chosen_device(), summaries=summaries)
-    return result, Pull(problem, saved)
+    return result, Pullback(problem, saved)
 
 
 def summarise(problem):
@@ -116,8 +119,8 @@ def summarise(problem):
 
 
 def compile_pullback(problem, device):
-    """Makes other threads compile the kernels of the pullback, once for all calls with equal descriptions, while the
-    forward pass compiles its own."""
+    """Makes other threads compile the kernels of the pullback, once for all calls with equal descriptions (they share
+    `problem.memo`), while the forward pass compiles its own. `problem` must have been bound with gradient=True."""
     if problem.memo is None or "pullback compiles" in problem.memo:
         return
     problem.memo["pullback compiles"] = True
@@ -126,10 +129,10 @@ def compile_pullback(problem, device):
 
 def pullback(problem):
     """The pullback of `vjp`. The forward pass runs only if it saves arrays for the backward pass."""
-    return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else Pull(problem, ())
+    return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else Pullback(problem, ())
 
 
-class Pull:
+class Pullback:
     """The pullback of a call, on its device. It uses the kernels ("auto" or "portable") that were chosen when the call
     was made. `saved`: the arrays that the call's plan has saved for the pullback."""
 
@@ -149,7 +152,8 @@ class Pull:
 
 
 def executed(function: str, problem, device, **trees):
-    """What `execute.run` returns for a function of the operator's planner."""
+    """(results, saved arrays) of the plan that a function of the operator's planner makes; None if the planner lacks
+    the function, or it returns None. `trees`: its arguments after the device, arrays or nested tuples of arrays."""
     return at_home(problem, execute.run, PLANNERS[problem.op], function, problem, device, **trees)
 
 
