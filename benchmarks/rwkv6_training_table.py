@@ -50,9 +50,10 @@ def speeds(result) -> str:
                 ratio,
             ]
         )
+    rate = f"{result['matrix_rate'] / 1e12:.0f} TFLOP/s"
     text = (
-        f"{result['device']}, bfloat16, heads of 64; layers x channels, sequences x bytes a step. The share is of 6 "
-        f"operations a parameter and byte over {result['matrix_rate'] / 1e12:.0f} TFLOP/s."
+        f"RWKV-{result.get('version', 6)}, {result['device']}, bfloat16, heads of 64; layers x channels, sequences x "
+        f"bytes a step. The share is of 6 operations a parameter and byte over {rate}."
     )
     if any(who == PEER for _, who in rows):
         text += (
