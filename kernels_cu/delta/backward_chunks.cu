@@ -1,8 +1,8 @@
 // what      The delta rule backward, a block for each chunk of 32 tokens: dq, dk, dbeta and dg, from what
 //           backward_states.cu has computed from chunk to chunk.
 // math      S is the state [K, V] before the chunk, dS the gradient of the state after it; i and j are the chunk's
-//           tokens. e_t is the residual: v_t minus what k_t reads from the state. w_t is the gradient of beta_t e_t,
-//           the value that token t writes.
+//           tokens. e_t is the residual: e_t = v_t - (a_t S_(t-1))^T k_t, with a_t = e^(g_t). w_t is the gradient
+//           of beta_t e_t, the value that token t writes.
 //           Decays: D_ij from after token j through token i, D_i from the chunk's start through i, E_i from after i to
 //           the chunk's end.
 //           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; dbeta_i = w_i . e_i
@@ -14,16 +14,17 @@
 //           No dg is a difference of two sums over tokens, which would round more than the result
 // shapes    q k dq dk [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g beta
 //           dbeta dg [B, HV, T], the last two float32; S and dS: backward_storage.cuh. If heads of values share a head
-//           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of q and k after
-//           the division by their lengths, for sum_parts.cu
+//           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of q and k
+//           divided by their lengths, for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
 // smem      Shared: the chunk's q and k; 64 columns of S, dS, do, e and w at a time
 // barriers  q, k and decays are in shared memory. Two for every 64 columns: the columns have arrived (the first time
 //           also: inverse lengths are in shared memory) | they have been read. Then: gate_terms, the matrices of tokens
 //           and `pairs` are in shared memory | pair_terms are. With normalized rows three more: gate_terms have been
 //           read | dot products of a warp's channels are in shared memory | `parallel` is
-// numerics  products of T (operands.cuh) are summed in float32. Of 16-bit data e, and the matrices of tokens that
-//           multiply q and k, are the sum of two T. No division by a decay or by beta
+// numerics  products of T (operands.cuh) are summed in float32. Of 16-bit data e in dA and dM, and the matrices of
+//           tokens that multiply q and k, are the sum of two T; dS e takes e rounded to T, as dS is. No division by a
+//           decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; tokens and columns past the end are zeros in
 //           shared memory
@@ -48,12 +49,14 @@ template <typename T, typename G> struct Args {
 constexpr int COLUMNS = TILE;  // columns of V that are in shared memory at a time
 
 template <typename T, int BK> struct alignas(16) Shared {
-  static constexpr int WARPS = BK / 16, ERRORS = sizeof(T) == 2 ? BT * COLUMNS : 16 / sizeof(T);
+  static constexpr int WARPS = BK / 16;
+  static constexpr int ERRORS = sizeof(T) == 2 ? BT * COLUMNS : 16 / sizeof(T);  // float has none: a placeholder
   T q[BT * BK], k[BT * BK];  // tiles: place<BK>(q, i, c) is the address of channel c of token i
   union {
     T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
     struct {
-      // [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q.
+      // After the loop over columns. [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k +
+      // dk_from_q q.
       Matrix<T> dq_from_k, dk_from_k, dk_from_q;
     };
   };
@@ -61,9 +64,9 @@ template <typename T, int BK> struct alignas(16) Shared {
     struct {
       T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[ERRORS], w[BT * COLUMNS];  // tiles of COLUMNS
     };
-    float pairs[BT][LD];  // A_ij dA_ij + M_ij dM_ij, j < i
+    float pairs[BT][LD];  // after the loop over columns: A_ij dA_ij + M_ij dM_ij, read for j < i
   };
-  TokenFactors factors;
+  TokenFactors factors;  // inverse_length: of k_i at i, of q_i at BT + i, as in dots and parallel
   union {
     float gate_terms[WARPS][2 * BT];  // over a warp's channels: of S with row i, at i; of dS with key j, at BT + j
     float dots[WARPS][2 * BT];        // over a warp's channels: k . dk, then q . dq
@@ -120,11 +123,12 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
 }
 
 // Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. One load of a state
-// gives 16 columns by 16 channels, as four matrices of 8 x 8.
+// gives 16 columns by 16 channels, as four matrices of 8 x 8. States::first(m): a lane's offset in a tile of 64
+// channels for a load from matrix m on; 8 columns of it are 8 matrices. multiply_halves: d[16, 8] += a[16, 16] b[16, 8].
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
-  using States = StateReader<true, T>;
+  using States = StateReader<true, T>;  // transposed: a right operand is [column, channel]
   const int lane = own_lane(), warp = threadIdx.x >> 5;
   const LeftReader<COLUMNS, T> reader(lane);
   const int first = warp / 4 * COLUMNS * TILE + States::first(2 * (warp % 4), lane);
@@ -148,10 +152,13 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
 }
 
 // Adds <S, dS> over 32 of the 64 columns, from `column` on, to the diagonals of two products [8 columns, 8 columns], of
-// which a lane holds two numbers of row g = lane / 4 each: in dot[0] and dot[1], and in dot[2] and dot[3].
+// which a lane holds two numbers of row g = lane / 4 each: in dot[0] and dot[1], and in dot[2] and dot[3]. A load has
+// 16 columns of 16 channels: columns 0 to 7 are rows 0 to 7 of a left operand, columns 8 to 15 rows 8 to 15. The other
+// half of the operand's rows is 0, so that a diagonal gets S . dS of equal columns only. Step n has channels 16 (n % 4)
+// on of the 64 channels n / 8, and the first or second 16 columns, by n / 4 % 2.
 template <int BK, typename T>
 __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {
-  using States = StateReader<false, T>;
+  using States = StateReader<false, T>;  // as stored: rows are columns of V
   const int first = States::first(column / 8 * (TILE / 8), own_lane());
 #pragma unroll 4
   for (int n = 0; n < BK / 8; ++n) {

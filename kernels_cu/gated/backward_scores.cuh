@@ -3,8 +3,15 @@
 //           CHANNELS channels at a time. A chunk has two halves of 32 tokens, a half two blocks of 16, a block two
 //           sub-chunks of 8; a score takes its query decayed from, and its key decayed to, a border between both: that
 //           of the halves (border32), else of the blocks (border16), else of the sub-chunks (border8), else the middle
-//           of the sub-chunk
-// shapes    operands are [32, 64]: channel, token; scores are blocks of 16 x 16 tokens in accumulators of mma.sync
+//           of the sub-chunk. Of warps w, the blocks are
+//             keys of    block 0      1            2            3
+//             queries 0  diagonal 0
+//                     1  border16 0   diagonal 1
+//                     2  border32 0   border32 1   diagonal 2
+//                     3  border32 2   border32 3   border16 1   diagonal 3
+// shapes    operands are [32, 64]: channel, token; scores are blocks of 16 x 16 tokens in accumulators of mma.sync.
+//           Operands: a struct of the including kernel with the members queries, keys, border8, border16 and border32,
+//           each a pointer to ChannelTokens. M: how operands are stored and multiplied, with the type M::Stored
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them
@@ -13,7 +20,8 @@ constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp dec
 template <typename Stored> using ChannelTokens = Stored[CHANNELS * LD<Stored, CHUNK>];
 
 // d += queries^T keys over 16 channels from c on, for 16 queries and 16 keys. queries, keys: the columns of their first
-// token.
+// token. As tensor cores take the left operand as [query, channel], its tile is the transpose (<true>); the right one,
+// [channel, key], is not (<false>).
 template <class M, typename Stored>
 __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
   constexpr int LDT = LD<Stored, CHUNK>;
@@ -27,7 +35,9 @@ __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queri
 // A warp's 16 x 16 scores [query, key]: (row, column) is the pair of a block of queries and a block of keys, each 0 to
 // 3. `diagonal`: of (warp, warp), used for the pairs within a sub-chunk; border8: of (warp, warp), used for the second
 // sub-chunk's queries and the first one's keys (border8[2] and [3]); border32: (half_row, half_column), pairs of both
-// halves of the chunk; border16, of warps 0 and 1 only: (quarter + 1, quarter), pairs of the two blocks of a half.
+// halves of the chunk; border16, of warps 0 and 1 only: (quarter + 1, quarter), pairs of the two blocks of a half, for
+// which `quarter` is the number of a block. All other numbers of `diagonal` and border8, and those of keys after their
+// query, have no meaning: the including kernel masks them.
 struct ChunkScores {
   const int warp, half_row, half_column, quarter;
   float diagonal[2][4], border8[4], border16[2][4], border32[2][4];

@@ -3,14 +3,17 @@
 // math      with D_ij = prod_{j<m<=i} a_m (RWKV-6: j < m < i), a = exp g, j < i:
 //           A_ij = sum_c q_i D_ij k_j;   dq_i = sum_j dA_ij D_ij k_j,   dk_j = sum_i dA_ij D_ij q_i,
 //           dg_t = sum of q_i D_ij k_j dA_ij over j < t <= i  (RWKV-6: j < t < i)
+//           A, dA: [query, key]; c a channel, for which q, k, a, D and dg are
 // numerics  float32. The decay between two tokens is a product from one to the other: it overflows only if the growth
 //           between them exceeds 88 nats, and a reset between them makes it 0.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// The largest gate, in nats, for which factors about a sub-chunk's middle are used: three such gates are far from the
-// end of float32's range, and at most e^-10 of a token passes a reset.
+// The largest gate, in nats, for which callers use factors about a sub-chunk's middle: queries and keys times decays
+// between them and the middle, of which some are inverse. Three such gates are far from the end of float32's range. A
+// reset (a = 0) counts as e^-20 there, or as e^-16 (decays.cuh), and at most 6 gates of 1 nat are beside it between two
+// tokens of a sub-chunk: so at most e^-10 of a token passes a reset.
 constexpr float GROWTH = 1.f;
 
 constexpr int SUBCHUNK = 8;                           // tokens of a sub-chunk
@@ -26,9 +29,9 @@ __device__ __forceinline__ TokenPair pair_of(int n) {
   return {query, n};
 }
 
-// Returns to lane n of a warp the score of pair n, 0 if the pair's query is not one of the sub-chunk's `rows` tokens.
-// The pointers are to the first of these tokens, in any memory; strides: of tokens. A lane computes its score alone,
-// with few registers, since callers have no free ones.
+// Returns to lane n of a warp the score of pair n; 0 if the pair's query is not one of the sub-chunk's `rows` tokens,
+// and to lanes 28 to 31, which have no pair. The pointers are to the first of these tokens, in any memory; strides: of
+// tokens. A lane computes its score alone, with few registers, since callers have no free ones.
 template <class ReadOrder, typename T, typename G>
 __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, i64 q_stride, i64 k_stride,
                                             i64 g_stride, int rows, int channels) {
@@ -54,8 +57,8 @@ __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, 
 struct PairGradients {
   float dq, dk, dg;
 };
-template <class ReadOrder, class Query, class Key, class Decay, class Weight>
-__device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key k, Decay a, Weight dA) {
+template <class ReadOrder, class Query, class Key, class Decay, class ScoreGradient>
+__device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key k, Decay a, ScoreGradient dA) {
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
   PairGradients sums = {};
   float decay = 1.f;  // over the tokens after t up to i (RWKV-6: to i - 1)

@@ -4,7 +4,7 @@
 //           times the key's decay up to it. With tokens of a chunk in groups of 16, and of 8 (sub-chunks), borders are:
 //           the end of the key's 16 tokens; for pairs in one group of 16, the end of the key's sub-chunk; for pairs in
 //           one sub-chunk, its middle. There a query before the middle, or a key after it, is divided by the decay
-//           between it and the middle
+//           between it and the middle. A has no factor `scale`: combine.cu multiplies by it
 // shapes    q k g [B, H, T, K], g log gates, u [H, K], A [B, H, T, C] float32, C tokens a chunk; zero above the
 //           diagonal
 // grid      a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16 rows
@@ -30,6 +30,12 @@
 
 constexpr int WARP_ROWS = 16;  // tokens of a warp, whose queries are its rows of A
 constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;
+static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pairs of these tokens");
+
+// Operands of tensor cores (fragments.cuh): Pairs<true, float, N> has N pairs a lane, each number split in two tf32.
+// LeftOf<T> and RightOf<T> (stages/copies.cuh) are split if T is float, else rounded to tf32; `load_rounded` sets
+// either kind from a tile of shared memory: <false> a left operand from rows of queries, <true> right ones from rows of
+// keys.
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -51,10 +57,14 @@ template <typename T> constexpr int WIDTH = 4 / sizeof(T);
 // The block computes its rows of A for ROWS keys at a time: first for the keys of its own tokens, then for those of
 // earlier tokens, the latest first. q and k have a row for each token.
 template <int BK> struct alignas(16) Shared {
-  float q[ROWS<BK> * ROW<BK>];      // queries, decayed from the border that is used next
-  float k[ROWS<BK> * ROW<BK>];      // keys, decayed to it
+  // Queries: in score_within decayed from the middles of their sub-chunks, then from the sub-chunks' starts; afterwards
+  // from the start of their warp's 16 tokens.
+  float q[ROWS<BK> * ROW<BK>];
+  float k[ROWS<BK> * ROW<BK>];  // keys, decayed to those middles, to their sub-chunks' ends, to the ends of 16 tokens
   float keys_decay[WARPS<BK>][BK];  // the decay over each 16 tokens whose keys are in k
-  float gap_decay[WARPS<BK>][BK];   // the decay over the tokens between those of k and each warp's 16 rows; 1 if none
+  // For each warp the decay over the tokens after the last 16 keys that it still has to use, and before its own 16; 1
+  // if there are none.
+  float gap_decay[WARPS<BK>][BK];
 };
 
 // Loads a lane's W channels of the warp's 16 tokens; zeros from token `rows` and channel `channels` on. stride: of
@@ -85,7 +95,11 @@ template <int W> __device__ __forceinline__ void put(float* to, const float (&x)
 }
 
 // Stores queries decayed from the middle of their sub-chunk, and keys decayed to it, for a lane's channels of the
-// warp's 16 tokens. a: the tokens' decays exp g, here and below.
+// warp's 16 tokens. a: the tokens' decays exp g, here and below. With the middle before token M:
+//   i >= M   query i times prod_{M <= m <= i} a_m (RWKV-6: m < i),   key i divided by prod_{M <= m <= i} a_m
+//   i < M    query i divided by prod_{i < m < M} a_m (RWKV-6: i <= m),   key i times prod_{i < m < M} a_m
+// Inverses over 4 tokens, up to e^80, are in products of a token with itself or with later keys only: score_within uses
+// neither.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Piece<W, T> (&queries)[WARP_ROWS],
                                                     const Piece<W, T> (&keys)[WARP_ROWS],
@@ -137,19 +151,19 @@ __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&
   }
 }
 
-// Stores keys decayed to the end of their group of TOKENS tokens, 8 or 16. Sets `all` to the decay over the first
-// group.
+// Stores keys decayed to the end of their group of TOKENS tokens, 8 or 16. Sets `group_decay` to the decay over the
+// first group.
 template <int TOKENS, int BK, int W, typename T>
 __device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys)[WARP_ROWS],
-                                              const float (&a)[WARP_ROWS][W], float (&all)[W]) {
+                                              const float (&a)[WARP_ROWS][W], float (&group_decay)[W]) {
 #pragma unroll
   for (int i = WARP_ROWS - 1; i >= 0; --i) {
     float x[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
-      if (i % TOKENS == TOKENS - 1) all[c] = 1.f;
-      x[c] = keys[i].get(c) * all[c];
-      all[c] *= a[i][c];
+      if (i % TOKENS == TOKENS - 1) group_decay[c] = 1.f;
+      x[c] = keys[i].get(c) * group_decay[c];
+      group_decay[c] *= a[i][c];
     }
     put(k + i * ROW<BK>, x);
   }
@@ -167,15 +181,15 @@ template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(floa
 }
 
 // Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
-// l % (2 DISTANCE).
+// l % (2 DISTANCE). exchange_halves (lanes.cuh) adds what it exchanges.
 template <int DISTANCE> __device__ __forceinline__ float sum_each(float (&x)[WARP_ROWS]) {
   exchange_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
   if constexpr (DISTANCE > 1) return sum_each<DISTANCE / 2>(x);
   else return x[0];
 }
 
-// A warp's 16 tokens in memory: their first numbers. rows, channels: how many of the tokens, and of a token's channels,
-// exist.
+// A warp's 16 tokens in memory. q, k, g: channel 0 of the first token (of the chunk's first, if rows is 0). rows,
+// channels: how many of the tokens, and of a token's channels, exist.
 template <typename T, typename G> struct WarpTokens {
   const T *q, *k;
   const G* g;
@@ -193,7 +207,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   // 16 queries times the first 8 keys about the border between the sub-chunks. [2] and [3], of the second sub-chunk's
   // queries, are scores; [0] and [1] are not used.
-  float across[4] = {};
+  float border_scores[4] = {};
   float self_scores[WARP_ROWS] = {};  // this lane's channels' terms of each token's score with itself
   bool grows = false;
 #pragma unroll 1
@@ -228,10 +242,10 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       load_rounded<true>(right, k + c, ROW<BK>);
       multiply(within, left, right);
     }
-    __syncwarp();  // they have been read
-    float sub_chunk_decays[2][W], all[W];
+    __syncwarp();                                  // they have been read
+    float sub_chunk_decays[2][W], first_decay[W];  // first_decay: not used, as sub_chunk_decays[0]
     decay_from_starts<ReadOrder, BK>(q + channel, queries, a, sub_chunk_decays);
-    decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, a, all);
+    decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, a, first_decay);
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
 #pragma unroll 2
     for (int c = slice; c < slice + 32 * W; c += 16) {
@@ -239,14 +253,15 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       Pairs<true, float, 2> right[2];
       load_rounded<false>(left, q + c, ROW<BK>);
       load_rounded<true>(right, k + c, ROW<BK>);
-      multiply(across, left, right[0]);
+      multiply(border_scores, left, right[0]);
     }
     __syncwarp();  // they have been read
     multiply_sub_chunk<BK>(q + SUB_CHUNK * ROW<BK> + channel, sub_chunk_decays[0]);
     multiply_sub_chunk<BK>(k + channel, sub_chunk_decays[1]);
+    float both[W];
 #pragma unroll
-    for (int c = 0; c < W; ++c) all[c] = sub_chunk_decays[0][c] * sub_chunk_decays[1][c];
-    put(keys_decay + channel, all);
+    for (int c = 0; c < W; ++c) both[c] = sub_chunk_decays[0][c] * sub_chunk_decays[1][c];
+    put(keys_decay + channel, both);
   }
   if (__any_sync(0xffffffffu, grows)) {
 #pragma unroll 1
@@ -275,7 +290,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       x = 2 * t + p > g ? 0.f : 2 * t + p == g ? score : x;
     }
   }
-  within[1][0] = within[1][1] = 0.f, within[0][2] = across[2], within[0][3] = across[3];
+  within[1][0] = within[1][1] = 0.f, within[0][2] = border_scores[2], within[0][3] = border_scores[3];
 }
 
 // Stores keys decayed to the end of a warp's 16 tokens, and the decay over these tokens.
@@ -290,13 +305,13 @@ __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, 
     Piece<W, G> gates[WARP_ROWS];
     load(keys, from.k + channel, args.k.t, from.rows, channels, bytes);
     load(gates, from.g + channel, args.g.t, from.rows, channels, bytes);
-    float a[WARP_ROWS][W], all[W];
+    float a[WARP_ROWS][W], decay[W];
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; ++i)
 #pragma unroll
       for (int c = 0; c < W; ++c) a[i][c] = decay_of(gates[i].get(c));
-    decay_to_ends<WARP_ROWS, BK>(k + channel, keys, a, all);
-    put(keys_decay + channel, all);
+    decay_to_ends<WARP_ROWS, BK>(k + channel, keys, a, decay);
+    put(keys_decay + channel, decay);
   }
 }
 
@@ -309,6 +324,8 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
   const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll 1
   for (int c = 0; c < BK; c += 16) {
+    // queries[m], and a's pair m: of four matrices of 8 rows and 8 channels, m has rows 8 (m % 2) and channels
+    // 8 (m / 2) on.
     float2 queries[4], decays[2];  // decays: from the end of the n-th keys to the start of the queries
     each_matrix<true, false>(s.q + warp * WARP_ROWS * ROW<BK> + c, ROW<BK>, [&](int m, float2 x) { queries[m] = x; });
 #pragma unroll
