@@ -124,7 +124,8 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
 
 // Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. One load of a state
 // gives 16 columns by 16 channels, as four matrices of 8 x 8. States::first(m): a lane's offset in a tile of 64
-// channels for a load from matrix m on; 8 columns of it are 8 matrices. multiply_halves: d[16, 8] += a[16, 16] b[16, 8].
+// channels for a load from matrix m on; 8 columns of it are 8 matrices. multiply_halves: d[16, 8] += a[16, 16]
+// b[16, 8].
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
