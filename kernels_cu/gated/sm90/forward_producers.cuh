@@ -299,8 +299,8 @@ struct ChunkJob {
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
-// been read. SCALES_ROWS: whether operands at borders have the scales of their rows (forward_scales.cuh), and
-// are no longer checked; args.scale is the operator's. scalar_gate: if G is ScalarDecay, the log gate of token lane % 8
+// been read. SCALES_ROWS: whether operands at borders have the scales of their rows (forward_scales.cuh), so that none
+// is OUT_OF_FLOAT16; args.scale is the operator's. scalar_gate: if G is ScalarDecay, the log gate of token lane % 8
 // of the lane's sub-chunk; next_scalar_gate: set to that of the next chunk. after_overflow: whether an earlier chunk
 // was OUT_OF_FLOAT16. In order:
 //    1  gates are read, decays over sub-chunks are stored
@@ -334,6 +334,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   const float scale = float(args.scale);
   float a[BC][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
+  // 1/8 nat if operands at borders are float16, which then hold 16 such gates, else GATE_LIMIT; as bits of G's type.
   constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
   u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
 #pragma unroll
