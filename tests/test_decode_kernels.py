@@ -17,7 +17,7 @@ from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.execute import CompiledPlan, describe_array
 from linattn_np.backends.cupy.plan import Draft, Plan, as_array
-from linattn_np.models import RWKV6
+from linattn_np.models import RWKV6, State
 from linattn_np.models.matrices import quantised
 from linattn_np.models.rwkv import cuda_decoder
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
@@ -30,7 +30,7 @@ SIZES = {
     "odd": {"V": 51, "D": 72, "H": 6, "N": 12, "A": 35, "W": 5, "F": 2056},
 }
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
-LIMIT = 2e-5  # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e-6
+LIMIT = 2e-5  # emulated, states that have begun have at most 5e-7, in hundreds of draws
 
 
 def synthetic(rng, sizes, dtype=np.float32):
@@ -43,6 +43,24 @@ def synthetic(rng, sizes, dtype=np.float32):
         scale = shape[-2 if lora else -1] ** -0.5 if lora or linear else 0.5
         weights[name] = (scale * rng.standard_normal(shape)).astype(dtype).astype(np.float32)
     return weights
+
+
+def begun(model, B, rng):
+    """A state on the CPU of B sequences that have begun: random numbers in place of zeros.
+
+    From zeros, a head's output is v times one number. If that nearly cancels, the head's norm multiplies its rounding:
+    one draw in a hundred had ten times the limit that the others kept by a factor of ten. From a state that has begun,
+    all numbers of a head's output would have to cancel.
+    """
+    state = model.initial_state(B)
+    for part in state.arrays:
+        part[...] = rng.standard_normal(part.shape)
+    return state
+
+
+def uploaded(state, device):
+    """A copy of a state, on the device."""
+    return State(*(device.upload(part.copy()) for part in state.arrays), version=state.version)
 
 
 def decoded(decoder, device, tokens, state, slots=None):
@@ -69,8 +87,8 @@ def relative_error(found, wanted, axis=None):
 def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
     weights, B = synthetic(rng, SIZES[sizes], dtype), 3
     decoder, model = CudaDecoder(weights, dtype, B, device), RWKV6(weights)
-    state, wanted_state = decoder.initial_state(), model.initial_state(B)
-    tokens = rng.integers(0, decoder.sizes["V"], (B, 3))
+    wanted_state, tokens = begun(model, B, rng), rng.integers(0, decoder.sizes["V"], (B, 3))
+    state = uploaded(wanted_state, device)
     found = decoded(decoder, device, tokens, state)
     for t in range(tokens.shape[1]):
         wanted, _ = model.forward(tokens[:, t : t + 1], wanted_state)
@@ -89,9 +107,10 @@ def test_one_sequence_of_any_size(hopper, monkeypatch, blocks, changed, dtype, r
     sizes = SIZES["odd"] | changed
     weights = synthetic(rng, sizes, dtype)
     tokens = rng.integers(0, sizes["V"], (1, 3))
-    decoder = CudaDecoder(weights, dtype, 1, hopper)
-    found = decoded(decoder, hopper, tokens, decoder.initial_state())
-    close(found, RWKV6(weights).forward(tokens)[0], LIMIT)
+    decoder, model = CudaDecoder(weights, dtype, 1, hopper), RWKV6(weights)
+    state = begun(model, 1, rng)
+    found = decoded(decoder, hopper, tokens, uploaded(state, hopper))
+    close(found, model.forward(tokens, state)[0], LIMIT)
 
 
 @pytest.mark.pairwise
@@ -103,9 +122,9 @@ def test_batches(device, sizes, B, dtype, rng):
     and its norm makes much of the rounding: hence the median sequence, and little asked of the others."""
     weights = synthetic(rng, SIZES[sizes], dtype)
     decoder, model = CudaDecoder(weights, dtype, B, device), RWKV6(weights)
-    tokens = rng.integers(0, SMALL["V"], (B, 2))
-    found = decoded(decoder, device, tokens, decoder.initial_state())
-    wanted, state = model.forward(tokens[:, :1])
+    tokens, state = rng.integers(0, SMALL["V"], (B, 2)), begun(model, B, rng)
+    found = decoded(decoder, device, tokens, uploaded(state, device))
+    wanted, state = model.forward(tokens[:, :1], state)
     wanted = np.concatenate([wanted, model.forward(tokens[:, 1:], state)[0]], axis=1)
     if B <= 8 or dtype == np.float32:
         return close(found, wanted, LIMIT)
@@ -133,9 +152,9 @@ def in_eight_bits(weights):
 def test_int8_has_the_numbers_of_the_cpu(hopper, B, rng):
     weights = synthetic(rng, SIZES["wide heads"])
     decoder, model = CudaDecoder(weights, np.int8, B, hopper), RWKV6(in_eight_bits(weights))
-    tokens = rng.integers(0, 50, (B, 2))
-    found = decoded(decoder, hopper, tokens, decoder.initial_state())
-    wanted, state = model.forward(tokens[:, :1])
+    tokens, state = rng.integers(0, 50, (B, 2)), begun(model, B, rng)
+    found = decoded(decoder, hopper, tokens, uploaded(state, hopper))
+    wanted, state = model.forward(tokens[:, :1], state)
     wanted = np.concatenate([wanted, model.forward(tokens[:, 1:], state)[0]], axis=1)
     if B <= 8:
         return close(found, wanted, LIMIT)
@@ -159,9 +178,10 @@ def test_one_sequence_in_int8_of_any_size(hopper, changed, rng):
     """Wider and narrower than a stage of weights, and than what has digits of one unit."""
     sizes = SIZES["odd"] | {"D": 80, "N": 8, "H": 10, "F": 2064} | changed
     weights, tokens = synthetic(rng, sizes), rng.integers(0, sizes["V"], (1, 3))
-    decoder = CudaDecoder(weights, np.int8, 1, hopper)
-    found = decoded(decoder, hopper, tokens, decoder.initial_state())
-    close(found, RWKV6(in_eight_bits(weights)).forward(tokens)[0], LIMIT)
+    decoder, model = CudaDecoder(weights, np.int8, 1, hopper), RWKV6(in_eight_bits(weights))
+    state = begun(model, 1, rng)
+    found = decoded(decoder, hopper, tokens, uploaded(state, hopper))
+    close(found, model.forward(tokens, state)[0], LIMIT)
 
 
 def test_int8_is_refused_where_it_is_not_served(device, rng):

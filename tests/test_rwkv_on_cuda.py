@@ -18,6 +18,7 @@ from test_decode_kernels import (
     LIMIT,
     SIZES,
     SMALL,
+    begun,
     close,
     decoded,
     host,
@@ -70,17 +71,22 @@ def on_cuda(device, kind, monkeypatch):
 
 
 def random_weights(kind, rng, dtype=np.float32, width=SMALL["D"], head_size=SMALL["N"]):
-    """Random weights of two layers, rounded to `dtype`; RWKV-6's have the sizes SMALL."""
+    """Random weights of two layers, rounded to `dtype`; RWKV-6's have the sizes SMALL.
+
+    Decays are slow, as trained ones are: after ten tokens a state that has begun (see `begun`) still has its beginning.
+    """
     if kind is RWKV6:
-        return synthetic(rng, SMALL, dtype)
+        weights = synthetic(rng, SMALL, dtype)
+        decays = {name: weights[name] - 3 for name in weights if name.endswith("time_decay")}
+        return weights | {name: decay.astype(dtype).astype(np.float32) for name, decay in decays.items()}
     layout = layout_of(kind, vocabulary=SMALL["V"], layers=2, width=width, head_size=head_size)
     vector = layout.initial(0) + 0.2 * rng.standard_normal(layout.size)
     return layout.named(vector.astype(dtype).astype(np.float32))
 
 
-def in_calls(model, tokens, lengths):
-    """Host logits [B, T, V] and the state, `tokens` [B, T] given in calls of `lengths`."""
-    state, logits = None, []
+def in_calls(model, tokens, lengths, start=None):
+    """Host logits [B, T, V] and the state, `tokens` [B, T] given in calls of `lengths`; from a state on the host."""
+    state, logits = None if start is None else model.on_device(start.copy()), []
     for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
         found, state = model.forward(part, state)
         logits.append(model.to_host(found))
@@ -89,7 +95,7 @@ def in_calls(model, tokens, lengths):
 
 def tolerance(dtype):
     """Of logits: prompts round what meets a half-precision matrix, steps of few sequences nothing."""
-    return 1e-5 if dtype == np.float32 else 8 * ml_dtypes.finfo(dtype).eps
+    return 1e-5 if dtype == np.float32 else 8 * float(ml_dtypes.finfo(dtype).eps)
 
 
 @pytest.mark.pairwise
@@ -98,12 +104,13 @@ def tolerance(dtype):
 @pytest.mark.parametrize("lengths", [[9], [1] * 5, [7, 1, 1, 3, 1]], ids=str)
 def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
     weights, tokens = random_weights(kind, rng, dtype), rng.integers(0, SMALL["V"], (2, sum(lengths)))
-    found, state = in_calls(on_cuda(weights, dtype), tokens, lengths)
-    wanted, wanted_state = in_calls(kind(weights), tokens, lengths)
+    reference = kind(weights)
+    start = begun(reference, 2, rng)
+    found, state = in_calls(on_cuda(weights, dtype), tokens, lengths, start)
+    wanted, wanted_state = in_calls(reference, tokens, lengths, start)
     limit = 1e-5 if set(lengths) == {1} else tolerance(dtype)
-    rows = relative_error(found, wanted, -1)
-    assert np.median(rows) <= limit
-    assert rows.max() <= 16 * limit  # a group norm makes much of a token whose numbers nearly cancel: one in thousands
+    close(found, wanted, limit)
+    assert relative_error(found, wanted, -1).max() <= 2 * limit
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, limit)
 
@@ -113,7 +120,9 @@ def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
 @pytest.mark.parametrize("lengths", [[5], [4, 1]], ids=str)
 def test_hidden_states_are_the_cpus(on_cuda, kind, lengths, rng):
     weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (2, 5))
-    model, wanted_by, state, wanted_state = on_cuda(weights), kind(weights), None, None
+    model, wanted_by = on_cuda(weights), kind(weights)
+    wanted_state = begun(wanted_by, 2, rng)
+    state = model.on_device(wanted_state.copy())
     for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
         found, state = model.forward(part, state, hidden=True)
         wanted, wanted_state = wanted_by.forward(part, wanted_state, hidden=True)
@@ -149,16 +158,15 @@ def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
 @pytest.mark.parametrize("kind", [RWKV7])
 @pytest.mark.parametrize("width, head_size", [(24, 12), (128, 64), (128, 128)])
 def test_rwkv7_of_other_sizes(on_cuda, kind, width, head_size, rng):
-    """A step's threads hold a part of a wide head's state, and read the rest twice. A single head's norm enlarges
-    errors where its outputs are small, so three of five sequences have the usual limit: of 331 draws of two sequences,
-    errors as a whole were .14 of it on average, and once 1.3 times."""
-    weights, tokens = random_weights(kind, rng, np.float32, width, head_size), rng.integers(0, SMALL["V"], (5, 4))
-    found, state = in_calls(on_cuda(weights), tokens, [2, 1, 1])
-    wanted, wanted_state = in_calls(kind(weights), tokens, [2, 1, 1])
-    states = ([host(x).swapaxes(0, 1), y.swapaxes(0, 1)] for x, y in zip(state.arrays, wanted_state.arrays))
-    for x, y in ((found, wanted), *states):
-        errors = relative_error(x, y, tuple(range(1, y.ndim)))  # of each sequence
-        assert errors.shape == (5,) and np.median(errors) <= 1e-5 and errors.max() <= 1e-3
+    """A step's threads hold a part of a wide head's state, and read the rest twice."""
+    weights, tokens = random_weights(kind, rng, np.float32, width, head_size), rng.integers(0, SMALL["V"], (2, 4))
+    reference = kind(weights)
+    start = begun(reference, 2, rng)
+    found, state = in_calls(on_cuda(weights), tokens, [2, 1, 1], start)
+    wanted, wanted_state = in_calls(reference, tokens, [2, 1, 1], start)
+    close(found, wanted, 1e-5)
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+        close(host(part), wanted_part, 1e-5)
 
 
 @pytest.mark.pairwise
@@ -242,9 +250,10 @@ def test_prompts_of_other_sizes(on_cuda, sizes, rng):
 def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
     weights, bounds, slots = random_weights(kind, rng, dtype), [0, 3, 4, 9], [4, 0, 2]
     model, reference = on_cuda(weights, dtype), kind(weights)
-    pool, wanted_pool = model.initial_state(5), reference.initial_state(5)
-    for part in (*pool.arrays, *wanted_pool.arrays):
+    wanted_pool = begun(reference, 5, rng)
+    for part in wanted_pool.arrays:
         part[:, [1, 3]] = 7
+    pool = model.on_device(wanted_pool.copy())
     packed, column = rng.integers(0, SMALL["V"], (1, 9)), rng.integers(0, SMALL["V"], (3, 1))
     for tokens, how in (
         (packed, {"cu_seqlens": bounds, "last": True}),
@@ -276,9 +285,10 @@ def test_a_row_of_a_pool_is_updated_in_place(on_cuda, kind, rng):
 
 def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
     """Whatever their tokens and states are."""
-    weights, bounds = synthetic(rng, SMALL), [0, 4, 9]
+    weights, bounds = random_weights(RWKV6, rng), [0, 4, 9]
     model, reference = on_cuda(weights), RWKV6(weights)
-    state, wanted_state = model.initial_state(2), reference.initial_state(2)
+    wanted_state = begun(reference, 2, rng)
+    state = model.on_device(wanted_state.copy())
     for n in range(3):
         tokens = rng.integers(0, SMALL["V"], (1, 9))
         found, _ = model.forward(tokens, state, cu_seqlens=bounds)
@@ -304,7 +314,8 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
         "in_one_allocation",
         lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device)),
     )
-    state, wanted_state = model.initial_state(2), reference.initial_state(2)
+    wanted_state = begun(reference, 2, rng)
+    state = model.on_device(wanted_state.copy())
     for n in range(4):
         tokens = rng.integers(0, SMALL["V"], (1, 9))
         found, _ = model.forward(tokens, state, cu_seqlens=np.cumsum([0, *lengths]))
@@ -527,8 +538,10 @@ def test_states_of_another_place_are_refused(on_cuda, device, rng):
 def test_a_quantised_checkpoint_is_widened(on_cuda, kind, rng):
     few = kind.quantise(random_weights(kind, rng, np.float32), "int8")
     tokens = rng.integers(0, SMALL["V"], (2, 6))
-    found, _ = in_calls(on_cuda(few), tokens, [5, 1])
-    wanted, _ = in_calls(kind(few, dtype="float32"), tokens, [5, 1])
+    reference = kind(few, dtype="float32")
+    start = begun(reference, 2, rng)
+    found, _ = in_calls(on_cuda(few), tokens, [5, 1], start)
+    wanted, _ = in_calls(reference, tokens, [5, 1], start)
     close(found, wanted, 1e-5)
 
 
@@ -541,13 +554,15 @@ def test_int8_matrices_serve_prompts_and_steps(on_cuda, kind, device, rng):
             on_cuda(weights, "int8")
         return
     tokens, lengths = rng.integers(0, SMALL["V"], (2, 9)), [7, 1, 1]
-    wanted, _ = in_calls(kind(in_eight_bits(weights)), tokens, lengths)
+    reference = kind(in_eight_bits(weights))
+    start = begun(reference, 2, rng)
+    wanted, _ = in_calls(reference, tokens, lengths, start)
     for given in (weights, kind.quantise(weights, "int8")):
-        rows = relative_error(in_calls(on_cuda(given, "int8"), tokens, lengths)[0], wanted, -1)
-        # A group norm makes much of a prompt's first tokens, of which one in hundreds nearly cancels. RWKV-7's errors
-        # in 2,778 draws: median at most .024; steps at most .041, and twice as large for a tenth as many.
+        rows = relative_error(in_calls(on_cuda(given, "int8"), tokens, lengths, start)[0], wanted, -1)
+        # In 900 draws medians were at most .4 of their limit. Steps had at most .026; of their errors, an eighth as
+        # many are twice as large: hence ten times that.
         assert np.median(rows) <= tolerance(BFLOAT16) / 2
-        assert rows[:, lengths[0] :].max() <= 2 * tolerance(BFLOAT16)
+        assert rows[:, lengths[0] :].max() <= 4 * tolerance(BFLOAT16)
 
 
 @pytest.mark.pairwise
