@@ -124,6 +124,8 @@ SPILLED = {
     ("value_gate/forward", "sm_100"): 156,
 }
 
+SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99}  # of a block, where it is not 227
+
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
@@ -146,6 +148,8 @@ def test_kernels_fit_their_registers(file, exhaustive, seed):
         pytest.skip(f"compiled, but registers are compared with those of NVRTC {SPILLS_OF[0]}.{SPILLS_OF[1]} or newer")
     for target in instances:
         for expression, used in usage[target].items():
+            if every[expression].shared_bytes > SHARED_KIB.get(target, 227) << 10:
+                continue  # no such card runs it
             assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
             assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, 0), f"{expression} on {target}"
             assert used.registers * every[expression].threads <= REGISTERS, f"{expression} on {target}"
