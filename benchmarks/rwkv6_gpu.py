@@ -77,6 +77,7 @@ def main():
         "others": others(weights, args, bandwidth),
         "peers": {},
     }
+    store(result, args.out)  # before the peers, and after each: a run that is cut short leaves what it has
     kept = kept_peers(args.keep_peers, card)
     for name in args.peers:
         if its := {peer: found for peer, found in kept.items() if peer.split()[0] == name}:
@@ -90,8 +91,14 @@ def main():
         except Exception as error:  # whatever a peer fails with: ours are measured, and the reason is said
             result["peers"][name] = {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             print(f"{name} is not measured: {result['peers'][name]['skipped']}")
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        store(result, args.out)
+    store(result, args.out)
+
+
+def store(result, path):
+    """Writes the file, if one is asked for."""
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def arguments():
