@@ -1,11 +1,16 @@
 """Decodes one token of an RWKV model for B sequences on the GPU, nearly as fast as memory delivers the weights.
 
-With up to eight sequences a step reads each weight once and multiplies it by float32 vectors. With more than eight, or
-on Hopper more than 256 (int8: 128), cuBLAS computes the products. All arrays of a step are allocated in advance, and a
-step does not synchronise, so that it can be captured in a CUDA graph.
+With up to eight sequences a step reads each weight once and multiplies it by float32 vectors. cuBLAS computes the
+products of more than eight sequences, on Hopper those of more than 256 (int8: 128). All arrays of a step are allocated
+in advance, and a step does not synchronise, so that it can be captured in a CUDA graph.
 
-Sizes: L layers, D channels, F channels of the channel mix, H heads of N channels, V tokens of the vocabulary. P is how
-many rows a pool of states has.
+Sizes: L layers, D channels, F channels of the channel mix, H heads of N channels, V tokens of the vocabulary. Words:
+
+    product     y = x w^T of a stack w [C, M, K] of C matrices with vectors x [terms, C, B, K]
+    X, terms    a vector of a product is the sum of `terms` arrays of dtype X
+    parts       arrays whose sum is a product: a kernel may divide the K columns among blocks. P is their number
+    added       the parts [P, B, D] of a mix's product, which the next norm adds to the residual x
+    pool        states with more rows than sequences; of a state's array, P is the number of rows
 """
 
 from __future__ import annotations
@@ -113,24 +118,27 @@ class CudaDecoder(NotCopied):
 
     def allocate_buffers(self, batch):
         """Allocates the arrays of a step for `batch` sequences and chooses how products are computed."""
-        self.batch, self.kernel = batch, self.kernel_of_one() if batch == 1 and self.device.capability == 90 else None
+        self.batch = batch
+        # of all layers: (the kernel, its bytes of shared memory), or None
+        self.kernel = self.kernel_of_one() if batch == 1 and self.device.capability == 90 else None
         few = batch <= model_products.Matvec.COLUMNS
-        widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
-        on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
-        in_terms = few and not self.kernel and on_tensors  # a product's float32 vectors become sums of `terms` others
-        self.by_rows = few and not in_terms  # whether `Matvec` computes the products
+        widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST  # for cuBLAS
+        has_batch_product = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
+        in_terms = few and not self.kernel and has_batch_product  # that kernel takes float32 vectors as terms
+        self.by_rows = few and not in_terms  # whether `Matvec`, or the kernel of all layers, computes the products
         terms = model_products.FLOAT_TERMS if in_terms else 1
-        X = FLOAT32 if self.by_rows else self.dtype  # the dtype of vectors in products
+        X = FLOAT32 if self.by_rows else self.dtype
         B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
         self.buffers = SimpleNamespace(
-            x=buffer(1, B, D),
-            sum=buffer(1, B, D),
-            y=buffer(terms, 1, B, D, dtype=X),
-            activated=buffer(terms, 1, B, F, dtype=X),
-            hidden=None if few else buffer(1, B, F),
+            x=buffer(1, B, D),  # the residual
+            sum=buffer(1, B, D),  # its next value, by turns with x
+            y=buffer(terms, 1, B, D, dtype=X),  # the time mix's, the input of `output`
+            activated=buffer(terms, 1, B, F, dtype=X),  # the channel mix's, the input of `ffn_value`
+            hidden=None if few else buffer(1, B, F),  # cuBLAS's product, of which `activated` is the squared relu
+            # one int8 matrix at a time, scaled
             wide=buffer(self.widest(self.model_weights, self.layers[0]), dtype=self.dtype) if widens_int8 else None,
             added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
-            normed=buffer(terms, 1, B, D, dtype=X),
+            normed=buffer(terms, 1, B, D, dtype=X),  # the head's input
             logits=buffer(1, B, V),
         )
         vars(self.buffers).update(self.version_buffers(terms, X))
@@ -323,12 +331,13 @@ class DecodingStep:
         """Adds all layers, the head and, if `greedy`, the most likely token by the decoder's `kernel`: in one launch if
         all blocks can run at the same time, else in one per phase."""
         kernel, more_shared = self.decoder.kernel
-        outputs = {f"{name}_out": array for name, array in vars(self.buffers).items()}  # where weights have the name
+        # if weights have a buffer's name, the kernel's argument for the buffer ends in _out, as kvrg_out
+        outputs = {f"{name}_out": array for name, array in vars(self.buffers).items()}
         arrays = outputs | vars(self.buffers) | vars(self.layers) | vars(self.state) | vars(self.model)
         arrays |= {"slots": self.slots, "tokens": self.tokens if greedy else None}
         names = [member.name for member in kernel.arguments if member.kind == "pointer"]
         pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in names}
-        count = layers * kernel.PHASES + 1
+        count = layers * kernel.PHASES + 1  # the head is the last phase
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
                 kernel,
@@ -359,11 +368,10 @@ class DecodingStep:
 
     # -- products and norms ------------------------------------------------------------------------------------------
     def products_in_parts(self, layer, most, *named, early=False) -> int:
-        """Adds products that may leave parts; returns the number of parts, at most `most`.
+        """Adds products that may leave parts; returns the number of parts of each, at most `most`.
 
-        Each product is named as (the name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]). It is the sum of the
-        first so many of the P arrays of y, and the kernel that reads y adds them up. `early`: see
-        `BatchProduct.fitting`.
+        Each product is named as (the name of w, x, y [P, C, B, M]). Its parts are the first of the P arrays of y, and
+        the kernel that reads y adds them up. `early`: see `BatchProduct.fitting`.
         """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
         kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
@@ -375,8 +383,8 @@ class DecodingStep:
         return 1
 
     def product_for_residual(self, layer, name, vectors, x=None) -> Array | None:
-        """Adds the product of `vectors` with matrix `name`, a term of the residual. Returns its parts [P, B, D], which
-        the next norm must add to the residual; or None if the product has added itself to the residual `x`."""
+        """Adds the product of `vectors` with matrix `name`, which the residual must gain. Returns its parts [P, B, D]
+        for the next norm to add; or None if the product itself is added to `x`, the residual, where that is given."""
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
         launch_and_parts = None if self.decoder.by_rows else self.product_of_batch([w], B, K, in_parts=True)
         if launch_and_parts:
@@ -401,7 +409,8 @@ class DecodingStep:
         """Adds the kernel that adds `added` [P, B, D] (or None) to x, normalises x, and writes the C mixes of the
         normed x with the previous token's, by the weights `maa` [C, D].
 
-        mixed : the array of the mixes, [terms, C, B, D]
+        mixed : the array of the mixes, [terms, C, B, D]; without `maa` and `shift` the normed x itself
+        shift : the previous token's normed x, replaced by this one's
         squares : whether `added` is the channel mix's product, which is multiplied by that mix's gate if there is one
         xx : the array for the normed x, or None if only the mixes are needed
         """
@@ -432,9 +441,8 @@ class DecodingStep:
             self.x, self.sum = self.sum, self.x
 
     def matmul(self, weights, *named, early=False):
-        """Adds products with the same B and K, each named as (the name of w [C, M, K], x [terms, C, B, K], y [C, B, M],
-        finish). finish is WRITE, ADD or RELU_SQUARED: y = x w^T, y += x w^T, or y = relu(x w^T)^2. `early`: see
-        `BatchProduct.fitting`.
+        """Adds products with the same B and K, each named as (the name of w, x, y [C, B, M], finish). finish is WRITE,
+        ADD or RELU_SQUARED: y = x w^T, y += x w^T, or y = relu(x w^T)^2. `early`: see `BatchProduct.fitting`.
         """
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
@@ -443,7 +451,7 @@ class DecodingStep:
         elif launch_and_parts := self.product_of_batch([w for w, *_ in products], B, K, early=early):
             launch, _ = launch_and_parts
             launch(self.draft, products, B, K)
-        elif len(named) > 1:
+        elif len(named) > 1:  # no kernel serves them together: each may have another
             for product in named:
                 self.matmul(weights, product)
         else:

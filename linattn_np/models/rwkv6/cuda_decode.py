@@ -1,4 +1,18 @@
-"""RWKV-6's steps on the GPU: a layer in nine launches, or on Hopper all layers of a single sequence in one."""
+"""RWKV-6's steps on the GPU: a layer in nine launches, or on Hopper all layers of a single sequence in one.
+
+Sizes: B sequences, D channels, H heads of N channels; A and W are the ranks of the low-rank products for the five mixes
+and for the decay. An input of a product is the sum of `terms` arrays of dtype X (`mixed_x`, `mixed`, `ffn_mixed`). A
+product may leave *parts*, arrays whose sum it is (`low`, `kvrg`, `decay_low`). These are the first axes. Buffers:
+
+    xx, d       a token's normed channels; the previous token's less xx
+    mixed_x     the static mix xx + d maa_x, from which the weights of the five mixes are computed
+    low         mixed_x times maa_down: A numbers for each of the five mixes
+    mixed       the five mixes w k v r g: the input of decay_down, and the four of kvrg
+    kvrg        key, value, receptance and gate of the time mix
+    decay_low   the decay's W numbers of low rank
+    ffn_mixed   the channel mix's inputs: of ffn_key, of ffn_receptance
+    gate        the channel mix's receptance, of which the next norm takes the sigmoid
+"""
 
 from typing import ClassVar
 
@@ -15,14 +29,16 @@ class DecodingStep(cuda_decoder.DecodingStep):
 
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
-        T, X, (H, N, W) = decoder.dtype, buffers.mixed.dtype, (decoder.sizes[axis] for axis in "HNW")
-        terms = buffers.mixed.shape[0]
+        terms, X, (H, N) = buffers.mixed.shape[0], buffers.mixed.dtype, (decoder.sizes[axis] for axis in "HN")
         self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, squares=True, xx=buffers.xx)
         self.data_mix(layer)
-        state_dtype, batch = decoder.state_dtype, None
-        if not decoder.by_rows:
-            batch = kernels.TimeMixBatch.fitting(T, state_dtype, terms, B, H, N, W, decoder.device)
-        kernel, more_shared = batch or (kernels.TimeMixStep(T, X, state_dtype, terms), 0)
+        batch_kernel = None
+        if not decoder.by_rows:  # the products by rows take float32, and `TimeMixBatch` writes its y in `dtype`
+            batch_kernel = kernels.TimeMixBatch.fitting(
+                decoder.dtype, decoder.state_dtype, terms, B, H, N, decoder.sizes["W"], decoder.device
+            )
+        one_part_kernel = kernels.TimeMixStep(decoder.dtype, X, decoder.state_dtype, terms)
+        kernel, more_shared = batch_kernel or (one_part_kernel, 0)
         parts = self.products_in_parts(
             layer,
             kernel.parts,
@@ -30,7 +46,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
             early=True,
         )
-        args = dict(zip(("k", "v", "r", "gate"), buffers.kvrg[0])) | ({"P": parts} if batch else {})
+        # the kernel finds the further parts of each behind the first
+        args = dict(zip(("k", "v", "r", "gate"), buffers.kvrg[0])) | ({"P": parts} if batch_kernel else {})
         args |= {"low": buffers.decay_low, "up": layer.decay_up, "decay": layer.decay, "u": layer.bonus}
         return self.launch_time_mix(kernel, kernel.blocks(B, H), layer, wkv, more_shared, **args)
 
@@ -47,25 +64,28 @@ class DecodingStep(cuda_decoder.DecodingStep):
     def data_mix(self, layer):
         """Adds the five mixes of the time mix, whose weights depend on the data: a product of low rank, and a
         kernel."""
-        decoder, buffers, D, B = self.decoder, self.buffers, self.decoder.sizes["D"], self.decoder.batch
-        X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
-        arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
-        arrays["mixed"] = buffers.mixed
-        if mixes := kernels.FiveMixes.fitting(decoder.matrices, X, B, decoder.sizes["A"], decoder.device):
+        decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
+        D, A = (decoder.sizes[axis] for axis in "DA")
+        arrays = {name: getattr(buffers, name) for name in ("low", "xx", "d", "mixed")}
+        arrays |= {"up": layer.maa_up, "maa": layer.maa}
+        kernel = decoder.mix_kernel(buffers.mixed.shape[0], buffers.mixed.dtype)
+        if isinstance(kernel, kernels.FiveMixes):  # reads the PARTS parts that `NarrowProduct` leaves
             w, scales = matrix_of(layer, "maa_down")
-            product, M = NarrowProduct.fitting(decoder.matrices, B), 5 * decoder.sizes["A"]
+            product, M = NarrowProduct.fitting(decoder.matrices, B), 5 * A
             operands = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
             self.draft.launch(product, product.blocks(B, M), **operands, K=D, M=M)
-            self.draft.launch(mixes, mixes.blocks(B, D), **arrays)
-            return
-        mix = kernels.DataMix.of_step(decoder.dtype, X, B, terms)
-        parts = self.products_in_parts(layer, buffers.low.shape[0], ("maa_down", buffers.mixed_x, buffers.low))
-        self.draft.launch(mix, mix.blocks(B, D), **arrays, P=parts)
+        else:
+            most_parts = buffers.low.shape[0]
+            arrays["P"] = self.products_in_parts(layer, most_parts, ("maa_down", buffers.mixed_x, buffers.low))
+        self.draft.launch(kernel, kernel.blocks(B, D), **arrays)
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):
-    """Decodes RWKV-6 token after token. The single launch of all layers drops the last bit of the numbers that its
-    blocks exchange, unless the matrices are float32."""
+    """Decodes RWKV-6 token after token.
+
+    In the single launch of all layers, blocks exchange words. Unless the matrices are float32, a word is a number whose
+    last bit is dropped, so that it can say which layer the number is of (see `words`).
+    """
 
     version, step_class, operations = VERSION, DecodingStep, MixOperations
     size_limits: ClassVar = {"D": 8192, "N": 256, "W": 512}
@@ -73,13 +93,17 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     def kernel_of_one(self):
         return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
 
+    def mix_kernel(self, terms, X):
+        """The kernel of the five mixes: `FiveMixes` where it is faster, else `DataMix`."""
+        five_mixes = kernels.FiveMixes.fitting(self.matrices, X, self.batch, self.sizes["A"], self.device)
+        return five_mixes or kernels.DataMix.of_step(self.dtype, X, self.batch, terms)
+
     def version_buffers(self, terms, X):
         B, (D, A, W), buffer = self.batch, (self.sizes[axis] for axis in "DAW"), self.buffer
-        parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
-        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, B, terms).most_parts
-        if kernels.FiveMixes.fitting(self.matrices, X, B, A, self.device):
-            low_parts = NarrowProduct.PARTS
-        room = {
+        mix_kernel = self.mix_kernel(terms, X)
+        low_parts = NarrowProduct.PARTS if isinstance(mix_kernel, kernels.FiveMixes) else mix_kernel.most_parts
+        parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS  # the most that a time mix takes
+        buffers = {
             "xx": buffer(B, D),
             "d": buffer(B, D),
             "mixed_x": buffer(terms, 1, B, D, dtype=X),
@@ -91,5 +115,6 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "gate": buffer(1, B, D),
         }
         if not self.kernel:
-            return room
-        return room | self.words(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))
+            return buffers
+        # the kernel of all layers takes these as words, in place of the buffers of the same names
+        return buffers | self.words(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))

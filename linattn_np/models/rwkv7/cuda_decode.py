@@ -1,4 +1,16 @@
-"""RWKV-7's steps on the GPU: a layer in eight launches, or on Hopper all layers of a single sequence in one."""
+"""RWKV-7's steps on the GPU: a layer in eight launches, or on Hopper all layers of a single sequence in one.
+
+Sizes: B sequences, D channels, H heads of N channels. An input of a product is the sum of `terms` arrays of dtype X
+(`mixed`, `ffn_mixed`: their first axis). Buffers:
+
+    mixed       the six mixes w a g v k r: w a g v are the inputs of `down`, v k r those of `vkr`
+    vkr         value, key and receptance
+    low         the products with `down`: `rank` numbers for each of w a g v
+    w           the log of the decay
+    openings    the learning rate, the gate, and the share of the first layer's value
+    first_v     the first layer's value, which that layer writes and the others read
+    ffn_mixed   the channel mix's input
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -15,9 +27,9 @@ from .cuda_prefill import MixOperations
 from .names import VERSION
 from .weights import LAYER
 
-# Weights in the order in which the kernels read them, one array for several parameters. The six mixes are w a g v k r;
-# the first four are multiplied by matrices of low rank, and v k r by full matrices. The first layer has no v1, v2 and
-# v0: its v1 and v2 are zeros, and its v0 is -inf, so that its value stays as it is.
+# Weights that the decoder stacks as its kernels read them, and (SHARED) those that are arrays as in `LAYER`. `down` and
+# `up` are of low rank. The first layer has no v1, v2 and v0: its v1 and v2 are zeros, and its v0 is -inf, by which the
+# kernels know that layer.
 OWN = {
     "vkr": linear("att", "value", "key", "receptance"),
     "down": Weight(("att.w1", "att.a1", "att.g1", "att.v1"), matrix=True, inputs_first=True),
@@ -34,6 +46,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
         D, H, N = (decoder.sizes[axis] for axis in "DHN")
+        terms, X = buffers.mixed.shape[0], buffers.mixed.dtype
         self.norm_shift(layer.ln1, buffers.mixed, layer.mix, shift, added, squares=True)
         self.matmul(
             layer,
@@ -41,13 +54,13 @@ class DecodingStep(cuda_decoder.DecodingStep):
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
             early=True,
         )
-        w, openings, (terms, _, _, _), X = buffers.w, buffers.openings, buffers.mixed.shape, buffers.mixed.dtype
-        opening = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
-        arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
-        self.draft.launch(opening, opening.blocks(B, D), **arrays, R=decoder.rank)
-        time_mix = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
-        kernel = time_mix(buffers.y.dtype, decoder.state_dtype, buffers.y.shape[0])
-        args = dict(zip("vkr", buffers.vkr)) | {"w": w, "openings": openings, "first": buffers.first_v}
+        openings_kernel = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
+        results = {"w": buffers.w, "openings": buffers.openings}
+        arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases} | results
+        self.draft.launch(openings_kernel, openings_kernel.blocks(B, D), **arrays, R=decoder.rank)
+        kernel_class = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
+        kernel = kernel_class(X, decoder.state_dtype, terms)
+        args = dict(zip("vkr", buffers.vkr)) | results | {"first": buffers.first_v}
         args |= {"removal": layer.removal, "replacement": layer.replacement, "bonus": layer.bonus}
         return self.launch_time_mix(kernel, B * H, layer, wkv, **args)
 
@@ -59,8 +72,11 @@ class DecodingStep(cuda_decoder.DecodingStep):
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):
-    """Decodes RWKV-7 token after token. The single launch of all layers drops the last bit of the numbers that its
-    blocks exchange, unless the matrices are float32."""
+    """Decodes RWKV-7 token after token.
+
+    In the single launch of all layers, blocks exchange words. Unless the matrices are float32, a word is a number whose
+    last bit is dropped, so that it can say which layer the number is of (see `words`).
+    """
 
     version, step_class, operations = (
         replace(VERSION, layer={name: LAYER[name] for name in SHARED} | OWN),
@@ -71,7 +87,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        base_of_value = self.layers[0].bases[-1]
+        base_of_value = self.layers[0].bases[-1]  # v0 of the first layer
         self.device.copy(self.device.upload(np.full(base_of_value.shape, -np.inf, FLOAT32)), base_of_value)
 
     @property
@@ -84,7 +100,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     def version_buffers(self, terms, X):
         B, D, buffer = self.batch, self.sizes["D"], self.buffer
-        room = {
+        buffers = {
             "mixed": buffer(terms, 6, B, D, dtype=X),
             "ffn_mixed": buffer(terms, 1, B, D, dtype=X),
             "vkr": buffer(3, B, D),
@@ -94,5 +110,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "first_v": buffer(B, D),
         }
         if not self.kernel:
-            return room
-        return room | self.words(low=(kernels.DOWNS, kernels.padded(self.rank, kernels.DecodeOne.ROWS)), vkr=(3, D))
+            return buffers
+        # the kernel of all layers takes these as words, in place of the buffers of the same names
+        rows = kernels.padded(self.rank, kernels.DecodeOne.ROWS)  # whole tiles of a product
+        return buffers | self.words(low=(kernels.DOWNS, rows), vkr=(3, D))
