@@ -1,4 +1,4 @@
-"""One rank's part of a call: its arguments, compared with those of all ranks, and their parts for each segment."""
+"""One rank's part of a call: its arguments, compared with those of all ranks, and what each of its segments gets."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from .sequence_cut import Cut
 BOUND_COMPUTE_OPTIONS = ("mode", "chunk_size", "materialize", "precision")
 COMPUTE_OPTIONS = (*BOUND_COMPUTE_OPTIONS, "backend")
 OPERATOR_OPTIONS = ("gamma", "feature_map", "normalize")  # options that only some operators have
+# Options that are checked with the whole call. `RankCall` applies them, or passes on their checked values.
 CHECKED_OPTIONS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 ENGINES: WeakSet[type] = WeakSet()  # classes known to be engines: the check takes a fifth of the host's time of a call
 
@@ -38,6 +39,9 @@ class RankCall:
     *pieces* has its tokens of one sequence. Its *incoming piece*, if any, continues a sequence from another segment,
     and starts from the state that arrives from there.
 
+    comm : the engine that sends messages
+    segment_size : the most tokens of a segment, or None: one segment on each rank
+    gradient : whether gradients will be asked for
     declared : the operator, with its optional array only if the call has it
     problem : the checked call on this rank's tokens
     arrays : views [B, H, T, ...], in the order of the declaration
@@ -46,7 +50,8 @@ class RankCall:
     state : the parts of the whole initial state [N, H, K, V], or None
     bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
     packed : whether there are bounds
-    rows_per_sequence : rows of states [N, ...] that a sequence has: one, or all of a dense batch, one sequence here
+    sequences : their number; a dense batch counts as one, with the states of all its rows
+    rows_per_sequence : rows of states [N, ...] that a sequence has: B for a dense batch, else one
     recurrence : computes what segments do to the state
     comparison : the exchange that compares this call with the other ranks'; it has begun
     """
@@ -67,7 +72,7 @@ class RankCall:
         self.arrays, self.out = list(self.problem.arrays.values()), self.problem.out
         self.packed = self.bounds is not None
         self.recurrence = Recurrence(self.declared, self.problem)
-        self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]  # of states [N, ...]
+        self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]
         self.sequences = len(self.bounds) - 1 if self.packed else 1
         options = (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS)  # of every segment's call
         self.options = {name: arguments[name] for name in options if name in arguments}
@@ -140,7 +145,8 @@ class RankCall:
         return common
 
     def cut(self, lengths, backwards) -> Cut:
-        """The segments of ranks with `lengths` tokens: for a pass of the recurrence, `backwards` for its gradient."""
+        """The segments of ranks with `lengths` tokens, for a pass of the recurrence; `backwards`: for the pass of its
+        gradient, which runs the other way."""
         op, total = self.problem.op, sum(lengths)
         if self.packed:
             try:
@@ -159,7 +165,7 @@ class RankCall:
 
     # -- a segment's call ---------------------------------------------------------------------------------------------
     def call_of_tokens(self, start, stop):
-        """(arrays, arguments) of the operator for tokens of one sequence, without states.
+        """(arrays, arguments) of the operator for this rank's tokens start ... stop - 1, without states and cu_seqlens.
 
         Arrays without tokens become float32 if they have half precision, so that their gradients do, which are summed.
         """
@@ -172,7 +178,7 @@ class RankCall:
     def call_of_segment(self, segment):
         """(arrays, arguments) of the operator for a segment, without states."""
         arrays, arguments = self.call_of_tokens(segment.start, segment.stop)
-        if self.packed:
+        if self.packed:  # a piece's `stop` is counted from the segment's first token
             arguments["cu_seqlens"] = [0, *(piece.stop for piece in segment.pieces)] if segment.pieces else [0, 0]
         return arrays, arguments
 
@@ -184,7 +190,7 @@ class RankCall:
         return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
 
     def state_rows(self, index):
-        """The rows of sequence `index` in states [N, ...]: one, or all of a dense batch, which is one sequence here."""
+        """The rows of sequence `index` in states [N, ...]: one, or all of a dense batch."""
         return slice(index, index + 1) if self.packed else slice(None)
 
     def empty(self, shape):

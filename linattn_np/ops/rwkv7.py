@@ -4,9 +4,9 @@ from ..declarations import RWKV7
 from ..public_function import public_function
 
 
-@public_function(RWKV7)
+@public_function(RWKV7)  # gives the function its parameters, its body, and the text on what operators share
 def rwkv7():
-    """RWKV-7's recurrence: the transition of a token is a diagonal matrix and a matrix of rank one.
+    """RWKV-7's recurrence: the transition of a token is a diagonal matrix plus one of rank one.
 
         S_t = diag(exp w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T,        o_t = scale * r_t^T S_t
 
@@ -34,7 +34,7 @@ def rwkv7():
     >>> r, k, v, w = rng.standard_normal((4, 1, 2, 50, 8))
     >>> w, icl = -np.exp(w), rng.random((1, 2, 50, 1))
     >>> k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    >>> o = linattn_np.rwkv7(r, w, icl * k, v, -np.exp(w) * k, icl * k)    # what reads the state behind its decay
+    >>> o = linattn_np.rwkv7(r, w, icl * k, v, -np.exp(w) * k, icl * k)    # kda's k reads the decayed state
     >>> bool(np.allclose(o, linattn_np.kda(r, k, v, w, icl[..., 0])))
     True
     """
