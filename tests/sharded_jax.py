@@ -190,10 +190,13 @@ def cut_as_they_are(rng):
             assert o.sharding.is_equivalent_to(NamedSharding(mesh, tokens), 4)
             assert final.sharding.is_equivalent_to(NamedSharding(mesh, states), 4)
             compare("cut as they are", (o, final), wanted)
+    half_of_heads = jax.numpy.ones((2, B, T, H // 2, 4))  # q and k, on one device
     for call, spec in (
         (lambda *x: interop.gla(*x, layout="bthd"), P(None, "devices")),
         (lambda *x: interop.gla(*x, layout="bthd"), P(None, None, None, "devices")),
         (lambda q, k, v, g: interop.retention(q, k, v, layout="bthd"), P(None, None, "devices")),
+        (lambda q, k, v, g: interop.retention(*half_of_heads, v, layout="bthd"), P(None, None, "devices")),
+        (lambda q, k, v, g: interop.softmax_attention(q, k, v, layout="bthd"), P(None, "devices")),
     ):
         try:
             call(*put(rng.standard_normal((4, B, T, H, 4)), (spec,) * 4, EXPLICIT))

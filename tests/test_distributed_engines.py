@@ -568,7 +568,9 @@ def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention", "l
     wanted = [f"{name} under jit over {axis}" for name in names for axis in ("batch", "heads")]
     assert lines[: len(wanted) + 4] == wanted + ["cut as they are"] * 4
     assert lines[len(wanted) + 4 :] == [
-        "gla: q is cut over 'devices' along T, which jax.shard_map with axis_name= takes",
-        "gla: q is cut over 'devices' along K, which meets in every state",
-        "retention: q is cut over 'devices' along H, whose decays differ by head: name one gamma for all",
+        "gla: q is sharded over 'devices' along T, expected a call inside of jax.shard_map with axis_name=",
+        "gla: q is sharded over 'devices' along K, expected batch or heads",
+        "retention: q is sharded over 'devices' along H, whose decays differ by head: name one gamma for all",
+        "retention: v is sharded over 'devices' along H, whose decays differ by head: name one gamma for all",
+        "softmax_attention: q is sharded over 'devices' along T, expected batch or heads",
     ]

@@ -15,6 +15,8 @@ def over_devices(run, problem, arrays, state):
     """run(arrays, state) on every device's sequences and heads; None if no array is sharded, or inside of `shard_map`.
 
     problem : the problem of the whole call. ContractError if arrays are sharded along other axes than batch and heads
+
+    Meshes are not compared: of arrays on several meshes JAX moves some to the last one's, or raises a ValueError.
     """
     of_arrays, of_state, of_o = axes_of(problem)
     names = [*problem.op.arrays, *["initial_state"] * len(state or ())]
@@ -29,12 +31,12 @@ def over_devices(run, problem, arrays, state):
             if mesh_axis is None:
                 continue
             check(problem, name, axis, mesh_axis, sharded)
-            sharded[axis[0]] = mesh_axis
+            sharded[axis] = mesh_axis
     if not sharded:
         return None
 
     def specs(parts):
-        return [PartitionSpec(*(sharded.get(axis[0]) for axis in axes)) for axes in parts]
+        return [PartitionSpec(*map(sharded.get, axes)) for axes in parts]
 
     results = [of_o, *(of_state if problem.output_final_state else ())]
     in_specs = specs(of_arrays), specs(of_state) if state else None
@@ -43,10 +45,11 @@ def over_devices(run, problem, arrays, state):
 
 
 def sharding_of(x):
-    """The NamedSharding of a sharded array; None for any other array."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
+    """The NamedSharding of a sharded array; None for any other array, and inside of `jax.shard_map`."""
+    sharding = getattr(jax.typeof(x), "sharding", None)  # all that a tracer has: its mesh axes of type Explicit
     if not isinstance(x, jax.core.Tracer) and not any(getattr(sharding, "spec", ())):
-        sharding = x.sharding
+        sharding = x.sharding  # an array's own, which has mesh axes of type Auto, too
+    # `shard_map` makes its mesh axes manual.
     if not isinstance(sharding, NamedSharding) or not any(sharding.spec) or getattr(sharding.mesh, "manual_axes", ()):
         return None
     return sharding
@@ -57,30 +60,29 @@ def check(problem, name, axis, mesh_axis, sharded):
 
     sharded : {letter of an axis: the mesh axis over which other arrays are sharded along it}
     """
-    op = problem.op
-    if axis[0] not in free_axes(problem):
-        why = {
+    op, found = problem.op, f"is sharded over {mesh_axis!r} along {axis.upper()}"
+    if axis not in free_axes(problem):
+        ways_out = {
             "h": "whose decays differ by head: name one gamma for all",
-            "b": "where sequences are packed: cut heads",
-            "t": "which jax.shard_map with axis_name= takes",
-        }.get(axis, "which meets in every state")
-        op.refuse(name, f"is cut over {mesh_axis!r} along {axis.upper()}, {why}")
-    if sharded.get(axis[0], mesh_axis) != mesh_axis:
-        op.refuse(
-            name, f"is cut over {mesh_axis!r} along {axis[0].upper()}, but another array over {sharded[axis[0]]!r}"
-        )
+            "b": "where sequences are packed: shard heads",
+        }
+        if "initial_state" in op.signature.parameters:  # softmax attention has none, and no axis_name
+            ways_out["t"] = "expected a call inside of jax.shard_map with axis_name="
+        op.refuse(name, f"{found}, {ways_out.get(axis, 'expected batch or heads')}")
+    if sharded.get(axis, mesh_axis) != mesh_axis:
+        op.refuse(name, f"{found}, but another array over {sharded[axis]!r}")
 
 
 def axes_of(problem):
-    """The axes of (the arrays, the state's parts, o) in the caller's order, as letters b, h, t, k, v, and hg for the
-    heads of grouped values."""
+    """The axes of (the arrays, the state's parts, o) in the caller's order, as letters b, h, t, k, v. Heads of grouped
+    values are h, too: a device with a part of the heads has the values of these heads."""
     op = problem.op
 
     def letters(axes, swapped=None):
         names = axes.lower().replace("n", "b").split()
-        if swapped and max(swapped) < len(names):
+        if swapped and max(swapped) < len(names):  # a normaliser's state, [N, H, K], has no fourth axis
             names[swapped[0]], names[swapped[1]] = names[swapped[1]], names[swapped[0]]
-        return tuple("hg" if name == "h" and problem.groups > 1 and "v" in names else name for name in names)
+        return tuple(names)
 
     def of_tokens(axes):
         return letters(axes, (1, 2) if problem.layout == "bthd" and "T" in axes.split() else None)
