@@ -9,6 +9,8 @@ bonus sum_k q_ik u_k k_ik.
 
 Most of the work is products of small matrices, batched over chunks. Chunks are grouped into segments that fit in cache,
 and rows (pairs of batch entry and head) into blocks, the cores' tasks. The results do not depend on the grouping.
+
+`member` is a `family.Member`: a call's arrays and initial state as q, k, v, g, u and h_0 of the equations above.
 """
 
 from itertools import product
@@ -30,16 +32,16 @@ TASKS = 4  # per core, in Numba's loops
 LEAST_ROWS, LEAST_TOKENS = 4, 64  # with fewer, NumPy computes: Numba's loops give each core whole rows
 
 
-def run(member, o, states=None):
-    """Fills o [B, H, T, V], returns the final state [N, H, K, V]; `states` [B, H, NC, K, V] receives every h_c."""
-    return forward(Schedule(member), o, states)
+def run(member, o):
+    """Fills o [B, H, T, V], returns the final state [N, H, K, V]."""
+    return forward(Schedule(member), o, None)
 
 
 def forward(schedule, o, states):
-    """`run` for a schedule; `states` may be None."""
+    """`run` for a schedule; `states` [B, H, NC, K, V] receives every h_c unless it is None."""
     final = schedule.member.initial_state()
     blocks = compiled(schedule, o, final, states) if schedule.loops else schedule.blocks
-    if schedule.materialize and blocks is schedule.blocks:
+    if schedule.materialize and blocks is schedule.blocks:  # Numba's loops have computed no row
         done = materialized(schedule, o, final, states)
     else:
         done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), blocks, caller=True)
@@ -71,6 +73,7 @@ def compiled(schedule, o, final, states):
         o_block = o[rows]
         o_rows = rowwise(o_block if o_block.dtype == schedule.dtype else np.empty(o_block.shape, schedule.dtype))
         initial = rowwise(block_final)
+        # `states` is contiguous and of the computing dtype; so are blocks of rows, and `rowwise` returns a view.
         block_states = np.empty((len(o_rows), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
         last_states, undone = initial.copy(), np.empty(undone_rows[rows].shape, bool)
         schedule.loops.gated_rows(
@@ -120,7 +123,7 @@ class Schedule:
         if self.materialize is None:  # True if there are fewer blocks of rows than cores, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
-        self.least = None if member.constant_gate else LEAST  # `Gates.least` for gradients
+        self.least = None if member.constant_gate else LEAST  # for gradients, smaller gates halve a chunk (scores.py)
         suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
         self.loops = loops(member.k.size) if suited and compiled else None
         self.scores = None  # or a dict from `segment_key` to the `Scores` that the forward pass keeps for the pullback
@@ -131,6 +134,7 @@ class Schedule:
             return
         B, H = self.member.k.shape[:2]
         tokens = B * H * self.chunking.count * self.chunking.size
+        # with K channels: q, k, qg, kg, g, their decays, and the decayed queries and keys of factored chunks
         if tokens * (8 * self.K + self.V + self.chunking.size) * self.dtype.itemsize <= SCORES_BYTES:
             self.scores = {}
 
@@ -220,7 +224,7 @@ def token_by_token(schedule, rows, o, initial, final, states):
             states[rows][:, :, c] = carried
         u, by_products = schedule.bonus(rows), segment.pack(o[rows], schedule.dtype)[:, :, 0]
         o_chunk, carried = by_token.forward(q, k, v, g, u, member.scale, member.exclusive, carried)
-        # The state may be out of range where o is not: what products gave of it stays.
+        # A state may be out of range although o is not: then the o of products stays.
         np.copyto(o_chunk, by_products, where=~np.isfinite(o_chunk) & np.isfinite(by_products))
         segment.unpack_into(o[rows], o_chunk[:, :, None])
         if (s := schedule.chunking.ends.get(c)) is not None:
@@ -266,7 +270,7 @@ class Scores:
 
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
-    """o = scale (qg h + A v); returns whether it is accurate. It reuses the scratch memory of kg and b."""
+    """o = scale (qg h + A v); returns whether it is accurate. Its scratch memory is that of kg and gates' decays."""
     weighted_values = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
     o_part = scratch("b", weighted_values.shape) if in_place is None else in_place
@@ -393,7 +397,7 @@ class ChunkProducts:
         dlog_decay = self.flow(h, dh_after)
         gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, dlog_decay, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):
-            weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))
+            weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))  # dqg is not needed any more
             gradient += weighted if u is None else np.multiply(u, weighted, out=weighted)
         return (
             None
