@@ -1,4 +1,8 @@
-"""Reads what the config.json of a Hugging Face folder says about a model; refuses fields that are not supported."""
+"""Reads what the config.json of a Hugging Face folder says about a model; refuses fields that are not supported.
+
+The names of a block's weights begin with "model.layers." in fla's files (flash-linear-attention), with "blocks." in the
+official ones, which have no config, and with "rwkv.blocks." in Hugging Face's.
+"""
 
 from collections.abc import Mapping
 
@@ -38,18 +42,20 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
                 version.refuse(
                     f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed"
                 )
-        layer = eps(version, config, "norm_eps", version.fla_eps)
-        completed_weights[NORM_EPS_NAME] = np.array([layer, layer * version.fla_group_eps_factor(weights)])
+        layer_eps = eps(version, config, "norm_eps", version.fla_eps)
+        completed_weights[NORM_EPS_NAME] = np.array([layer_eps, layer_eps * version.fla_group_eps_factor(weights)])
         if not config.get("norm_bias", True):
             for name, array in weights.items():
                 norm, _, part = name.rpartition(".")
                 if part == "weight" and norm.endswith(FLA_NORMS):
-                    completed_weights[f"{norm}.bias"] = np.zeros(array.shape, array.dtype)  # fla reads none
+                    # also in place of a bias in the file, which fla does not read
+                    completed_weights[f"{norm}.bias"] = np.zeros(array.shape, array.dtype)
         table, head = "model.embeddings.weight", "lm_head.weight"
     else:
-        layer = eps(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
+        layer_eps = eps(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
         divisor = eps(version, config, "head_size_divisor", 8)
-        completed_weights[NORM_EPS_NAME] = np.array([layer, LAYER_NORM_EPS * divisor**2])
+        # Hugging Face's group norm has 1e-5 divisor^2, whatever layer_norm_epsilon is
+        completed_weights[NORM_EPS_NAME] = np.array([layer_eps, LAYER_NORM_EPS * divisor**2])
         table, head = "rwkv.embeddings.weight", "head.weight"
     if config.get("tie_word_embeddings") and table in completed_weights:
         completed_weights[head] = completed_weights[table]
@@ -63,10 +69,11 @@ def check_sizes(version: Version, weights: Mapping, config: Mapping | None, size
         return
     axes = version.fla_sizes if prefix == "model.layers." else HUGGING_FACE_SIZES
     for field, axis in axes.items():
-        value, size = config.get(field), sizes.get(axis)  # a single block of RWKV-7 has no rank of values
+        # RWKV-7's first block has no LoRA for the value residual: `sizes` of a model of one block lacks its rank.
+        value, size = config.get(field), sizes.get(axis)
         if field == "num_heads" and config.get("head_dim") is not None:
             continue  # fla does not read it then
-        if None not in (value, size) and value not in (size, [size] * sizes["L"]):
+        if None not in (value, size) and value not in (size, [size] * sizes["L"]):  # a list: a number for each layer
             version.refuse(f"config.json has {field} {shown(value)}, but the weights have {size}")
 
 

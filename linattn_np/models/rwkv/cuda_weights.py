@@ -13,7 +13,7 @@ from ..quantised import Stored
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"  # ending of the field that has the scales of an int8 matrix
-# Matrices that keep the layout of files, (in, out), as kernels read their rows; others are stored as (out, in).
+# Matrices that are (in, out) on the device, as in files: kernels read rows of them. All others are (out, in) there.
 AS_STORED = ("embedding", "maa_up", "decay_up", "up")
 
 
@@ -32,24 +32,25 @@ def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Arra
 def array_of(load, dtype, field, weight, names):
     """The array of one weight on the device: of a matrix in `dtype`, of others in float32.
 
-    load : the function `stacked` with all arguments before `dtype` bound
-    field, weight, names : the weight's name in the layers, its `version.Weight`, and its parameters' official names
+    load : the function `stacked` with all arguments before `dtype` bound; for arrays of all layers, `blocks`, too
+    field, weight, names : the weight's name in the layers, its `version.Weight`, and its parameters' official names,
+        without the prefix of the block if `blocks` is bound
     """
     if not weight.matrix:
         return load(FLOAT32, names)
     if field in AS_STORED:
-        row_multiple = kernels.DecodeFew.ROWS if names[1:] else 1
+        row_multiple = kernels.DecodeFew.ROWS if names[1:] else 1  # several, of different ranks, get equal row counts
         return load(BFLOAT16 if dtype == INT8 else dtype, names, False, row_multiple)
     return load(dtype, names, weight.inputs_first, kernels.DecodeFew.ROWS)
 
 
 def stacked(device, version, weights, loaded, dtype, names, transposed=False, row_multiple=1, blocks=None):
-    """The named parameters on the device, in one array [L, len(names), rows of a matrix, ...].
+    """The named parameters on the device, in one array [L, len(names), rows of a matrix, ...], a view of padded memory.
 
     blocks : L, the number of blocks to whose prefixes the names are appended; None for full names and L = 1
     row_multiple : the number of each matrix's rows in memory is rounded up to a multiple of this, with zeros, so that
         kernels may read tiles of this many rows. If numbers of rows differ, all matrices have the largest, rounded up
-    loaded : called with each array once it has been copied
+    loaded : called with each array of `weights` once it has been copied, to count what is loaded
 
     A parameter that a block does not have is zeros; the last block has all. With int8 the result is a pair, numbers and
     scales of the rows. ContractError if numbers are beyond `dtype`'s range.
@@ -90,7 +91,7 @@ def converted(array, dtype, transposed) -> tuple:
     Raises FloatingPointError if numbers are beyond the range, inside `np.errstate(over="raise")`.
     """
     if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
-        return array.q, array.scales
+        return array.q, array.scales  # (out, in) in files already
     array = np.asarray(array)
     if dtype == np.float16 and array.dtype == BFLOAT16:
         array = array.astype(FLOAT32)  # NumPy detects overflow in casts from float32
