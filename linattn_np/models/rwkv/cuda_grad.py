@@ -186,7 +186,8 @@ class TrainingStep:
         if self.D % 8 or self.D > kernels.MOST_CHANNELS:
             wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
             version.refuse(f"width is {self.D}, {wanted}")
-        self.first_v: Any = None  # of RWKV-7: (the first layer's v, the sum of its gradients so far)
+        self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
+        self.first_v_gradient: Any = None  # the sum of those layers' gradients of it, in float32
         self.threads = kernels.width(self.D)
         most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
         self.tokens_per_block = ceil_div(self.tokens, most_blocks)  # in kernels that sum over tokens

@@ -12,13 +12,21 @@ from ..rwkv.grad import vjp_from_start
 from ..rwkv.version import GROUP_NORM_EPS, unit_of_squares
 from .names import VERSION
 
+# A lane has up to WIDTHS[-1] pairs of its head's channels, of a warp's 32 lanes.
 MOST_IN_A_HEAD = 64 * kernels.OfHeads.WIDTHS[-1]
-LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}  # products of low rank, and which of the six mixes each takes
+# Products of low rank, and which of the six mixes w a g k v r each takes. icl: the in-context learning rate
+LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}
 ACTIVATIONS = {"decay": "Tanh", "gate": "Sigmoid"}  # between the two matrices of a product of low rank
 
 
 class TimeMix(Mix):
-    """`math.time_mix` and its pullback."""
+    """`math.time_mix` and its pullback.
+
+    mixed : the six mixes [6, tokens, D]; k, v, r are the products of the last three
+    low, high : by the names of LOW_RANKS, results of the first and of the second matrix. Those of "decay", "icl" and
+        "value" are the kernels' `*_logits`, of which a sigmoid is taken; the first layer has no "value"
+    key, mixed_v : the recurrence's key and value, made of k and v
+    """
 
     NORM = "ln1"
 
@@ -31,17 +39,18 @@ class TimeMix(Mix):
 
     def forward(self, xx, previous_xx, site):
         ops, layer = self.ops, self.layer
-        self.xx, self.previous_xx, self.mixed = xx, previous_xx, ops.mix(xx, previous_xx, layer.mix)
+        self.previous_xx, self.mixed = previous_xx, ops.mix(xx, previous_xx, layer.mix)
         self.k, self.v, self.r = ops.product(self.mixed[3:], layer.kvr)
         if ops.first_v is None:
-            ops.first_v = self.v, ops.empty(*xx.shape, dtype=FLOAT32)
-            ops.first_v[1][...] = 0
+            ops.first_v, ops.first_v_gradient = self.v, ops.empty(*xx.shape, dtype=FLOAT32)
+            ops.first_v_gradient[...] = 0
         self.low, self.high = {}, {}
         for name, n in LOW_RANKS.items():
             if hasattr(layer, f"{name}_down"):
                 low = ops.product(self.mixed[n], getattr(layer, f"{name}_down"))
-                self.low[name] = ops.activated(ACTIVATIONS[name], low) if name in ACTIVATIONS else low
-                self.high[name] = ops.product(low, getattr(layer, f"{name}_up"))
+                if name in ACTIVATIONS:
+                    ops.activated(ACTIVATIONS[name], low)  # in place
+                self.low[name], self.high[name] = low, ops.product(low, getattr(layer, f"{name}_up"))
         w, self.key, self.mixed_v, a, b = self.recurrence_arguments()
         heads = -1, ops.context, self.H, self.N
         arrays = (x.reshape(heads) for x in (self.r, w, self.key, self.mixed_v, a, b))
@@ -83,9 +92,11 @@ class TimeMix(Mix):
         return w, key, self.v if mixed_v is None else mixed_v, a, b
 
     def recurrence_arguments_backward(self, dgated, scores, pulled, grads):
-        """The gradients of k, v and r [3, tokens, D], and those of the second products of low rank by name.
+        """The gradients of k, v and r [3, tokens, D], and those of `high` by name, but for the gate's.
 
-        pulled : the gradients through the recurrence, in whose memory some of the results are
+        dgated, scores : what `gated_norm_backward` takes and returns, for the gradients through the bonus
+        pulled : the gradients of r, w, key, mixed_v, a and b through the recurrence. Those of "decay" and "icl"
+            overwrite the gradients of a and b: a thread reads its channels of all arrays before it writes them
         """
         ops, kernel = self.ops, kernels.KeysBackward.fitting(self.ops.dtype, self.N)
         parts, (dr, dw, dkey, dv, da, db) = ops.partial_sums(len(kernel.PARAMETERS)), pulled
@@ -106,7 +117,7 @@ class TimeMix(Mix):
             v_gradient=dv,
             a_gradient=da,
             b_gradient=db,
-            first_v_gradient=ops.first_v[1],
+            first_v_gradient=ops.first_v_gradient,
             dk=dkvr[0],
             dv=dkvr[1],
             dr=dkvr[2],
@@ -116,7 +127,7 @@ class TimeMix(Mix):
         sums = ops.empty(len(kernel.PARAMETERS), ops.D, dtype=FLOAT32)
         ops.sum(parts, sums)
         for name, gradient in zip(kernel.PARAMETERS, sums):
-            if hasattr(grads, name):
+            if hasattr(grads, name):  # the first layer has no "value"
                 getattr(grads, name)[...] = gradient
         return dkvr, dhigh
 
@@ -129,7 +140,8 @@ class TimeMix(Mix):
         return y
 
     def gated_norm_backward(self, dy, grads):
-        """The gradients of o and of the gate, and for every token and head the sum r key bonus and its gradient."""
+        """(The gradient of o, that of the gate, scores): scores [tokens, H, 2] are the sum r key bonus over a head, and
+        its gradient, in float32."""
         ops, kernel = self.ops, kernels.BonusNormBackward.fitting(self.ops.dtype, self.N)
         do, dgate, parts = ops.empty(*dy.shape), ops.empty(*dy.shape), ops.partial_sums(3)  # weight, bias, bonus
         scores = ops.empty(ops.tokens, self.H, 2, dtype=FLOAT32)
@@ -145,8 +157,8 @@ class TimeMix(Mix):
         return {"o": self.o, "gate": self.high["gate"], **affine(self.layer.ln_x), "eps": GROUP_NORM_EPS}
 
     def keys(self):
-        """The argument `kernels.KEYS`."""
-        ops, layer, first_v = self.ops, self.layer, self.ops.first_v[0] if "value" in self.high else None
+        """The argument `kernels.KEYS`: one struct of addresses, null where the layer has no such array."""
+        ops, layer, first_v = self.ops, self.layer, self.ops.first_v if "value" in self.high else None
         arrays = {"k": self.k, "v": self.v, "first_v": first_v}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         for name in ("decay", "icl", "value"):
