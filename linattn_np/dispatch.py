@@ -30,11 +30,13 @@ from .conversions import in_kind, state_to_caller, states_to_caller, to_caller, 
 from .derived import inner_call, inner_call_layout
 from .errors import NotSupported
 from .problem import Problem
+from .signals import signals_held
 
 ORDER = ("numpy", "cupy", "numba")
 
 
 @cache
+@signals_held()
 def backend_module(name: str):
     return import_module(f"linattn_np.backends.{name}")
 

@@ -9,12 +9,9 @@ import atexit
 import hashlib
 import os
 import pickle
-import signal
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -29,6 +26,8 @@ from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.sigutils import normalize_signature
+
+from .signals import signals_held
 
 config: Any = numba.config  # to a type checker it has no settings: they are made from the environment
 if config.DISABLE_JIT:
@@ -69,22 +68,6 @@ def cfunc(signature, **options):
         return loop
 
     return decorate
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """A context at whose end the signals that came inside are raised. While a loop is compiled or loaded, a handler's
-    exception might leave LLVM's lock taken, so that other threads wait for ever, or a callback might drop it."""
-    held: list[int] = []
-    with ExitStack() as at_end:
-        if threading.current_thread() is threading.main_thread():  # Python calls handlers in this thread alone
-            at_end.callback(lambda: deque(map(signal.raise_signal, held)))
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    at_end.callback(signal.signal, number, handler)
-                    signal.signal(number, lambda number, frame: held.append(number))
-        yield
 
 
 def cache_of(function):

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
+from linattn_np import dispatch
 from linattn_np.backends.numpy import cores
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no signals for threads")
@@ -119,6 +121,47 @@ def test_no_thread_is_started_where_an_interrupt_can_find_it():
     started = set(cores.pool()._threads)
     cores.in_parallel(abs, range(100))
     assert len(started) == cores.workers() and set(cores.pool()._threads) == started
+
+
+@pytest.mark.parametrize("name", ["numpy", "cupy", "numba"])
+def test_a_signal_waits_for_an_import(monkeypatch, name):
+    """One that came while SciPy or Numba was imported was dropped by their extension modules."""
+
+    def import_module(name):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+            return name
+
+    monkeypatch.setattr(dispatch, "import_module", import_module)
+    dispatch.backend_module.cache_clear()
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.backend_module(name)
+    dispatch.backend_module.cache_clear()
+
+
+def test_a_signal_waits_for_the_loops_of_numpy():
+    program = """
+import builtins, signal
+from linattn_np.backends.numpy import loop_choice
+signal.signal(signal.SIGINT, signal.default_int_handler)
+real, met = builtins.__import__, []
+def dropped(*arguments, **named):
+    if not met:
+        met.append(1)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise SystemExit("the signal did not wait")
+    return real(*arguments, **named)
+builtins.__import__ = dropped
+try:
+    loop_choice.module()
+except KeyboardInterrupt:
+    raise SystemExit(0)
+raise SystemExit("the signal was dropped")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_signal_waits_for_a_loop(monkeypatch):

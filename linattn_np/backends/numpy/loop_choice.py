@@ -2,6 +2,8 @@
 
 from functools import cache
 
+from ...signals import signals_held
+
 LEAST_ELEMENTS = 1 << 17  # for fewer numbers importing Numba takes longer than it saves
 
 
@@ -16,6 +18,7 @@ def loaded_loops(elements):
 
 
 @cache
+@signals_held()
 def module():
     """The module of loops; None if Numba cannot be imported."""
     try:

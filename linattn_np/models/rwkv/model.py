@@ -17,6 +17,7 @@ from ... import varlen
 from ...argument_checks import array_on_host
 from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError, NotSupported
+from ...signals import signals_held
 from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
@@ -68,6 +69,7 @@ class Model:
         self.layers = self.layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
 
     @classmethod
+    @signals_held()
     def module(cls, name: str) -> ModuleType:
         """A module of the version's package, imported when it is first needed, as Numba and CuPy import slowly."""
         return import_module(f"{cls.folder}.{name}")
