@@ -57,20 +57,35 @@ LIBRARIES = (
 
 
 def hashes(root) -> dict[str, str]:
-    """sha256 of every device source, by its path in the repository; of Python without what decides nothing."""
+    """sha256 of what every device source says to a compiler, by its path in the repository."""
     files = sorted({path for pattern in SOURCES for path in root.glob(pattern)})
-    read = {path: code(path.read_bytes()) if path.suffix == ".py" else path.read_bytes() for path in files}
-    return {path.relative_to(root).as_posix(): hashlib.sha256(text).hexdigest() for path, text in read.items()}
+    said = {path: (python_code if path.suffix == ".py" else cuda_code)(path.read_text()) for path in files}
+    return {path.relative_to(root).as_posix(): hashlib.sha256(code.encode()).hexdigest() for path, code in said.items()}
 
 
-def code(source: bytes) -> bytes:
+def python_code(source: str) -> str:
     """Python without comments and empty lines."""
-    lines = source.decode().splitlines()
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(filter(None, map(str.rstrip, lines))).encode()
+    return without_empty_lines(lines)
+
+
+# A literal, which is kept whole, or a comment.
+LITERAL_OR_COMMENT = re.compile(
+    r"""(?P<literal>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+')|//(?:\\\n|[^\n])*|/\*.*?\*/""", re.DOTALL
+)
+
+
+def cuda_code(source: str) -> str:
+    """CUDA C++ without comments and empty lines."""
+    return without_empty_lines(LITERAL_OR_COMMENT.sub(lambda found: found["literal"] or " ", source).splitlines())
+
+
+def without_empty_lines(lines) -> str:
+    return "\n".join(filter(None, map(str.rstrip, lines)))
 
 
 def complaints(record, found) -> list[str]:

@@ -71,10 +71,27 @@ def test_what_runs_on_no_card_may_change(root, path):
     assert gpu_record.check(root, path) == 0
 
 
-def test_comments_in_python_may_change_and_strings_may_not():
-    code = b"x = '# one'  # two\n\n# three\ny = 1\n"
-    assert gpu_record.code(code) == gpu_record.code(b"# four\nx = '# one'\ny = 1\n") == b"x = '# one'\ny = 1"
-    assert gpu_record.code(code) != gpu_record.code(code.replace(b"# one", b"# 1"))
+@pytest.mark.parametrize(
+    "code_of, text, other_comments, kept",
+    [
+        (
+            gpu_record.python_code,
+            "x = '# one'  # two\n\n# three\ny = 1\n",
+            "# four\nx = '# one'\ny = 1\n",
+            "x = '# one'\ny = 1",
+        ),
+        (
+            gpu_record.cuda_code,
+            'x = \'"\'; // two\n\n/* three\n*/\ny = "// one \\" /*"; // four \\\nfive\nz = 1 / 2;\n',
+            '// six\'s\nx = \'"\';\ny = "// one \\" /*";\n  // "seven\nz = 1 / 2; /**/\n',
+            'x = \'"\';\ny = "// one \\" /*";\nz = 1 / 2;',
+        ),
+    ],
+    ids=["python", "cuda"],
+)
+def test_comments_may_change_and_strings_may_not(code_of, text, other_comments, kept):
+    assert code_of(text) == code_of(other_comments) == kept
+    assert code_of(text) != code_of(text.replace("// one", "// 1").replace("# one", "# 1"))
 
 
 def test_sources_that_came_and_went(root, path, capsys):
