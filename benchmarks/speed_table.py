@@ -9,6 +9,7 @@ matplotlib; without matplotlib the old plots stay.
 """
 
 import json
+import statistics
 from textwrap import fill
 
 import attention_table
@@ -147,7 +148,11 @@ def summary() -> str:
     path = results()[0]
     result = json.loads(path.read_text())
     rows, meta = result["rows"], result["meta"]
-    lines = []
+    lines = [
+        [what, f"{statistics.median(multiples):.1f} in the median, {max(multiples):,.0f} at worst", ""]
+        for what, multiples in zip(("random calls", "their gradients"), random_multiples(path))
+        if multiples
+    ]
     for ops, kind, its in families(rows):
         name = ", ".join(f"`{op}`" for op in ops) if kind == "forward" else "their gradients"
         lines.append([name, span([row["ours_ms"] / row["floor_ms"] for row in its]), span(gains(its))])
@@ -156,7 +161,7 @@ def summary() -> str:
         f"On an {meta['card']}, in bfloat16 ({meta['date']}):"
     )
     lost = losses(found) if (found := faster(rows)) else "fla is faster nowhere that was measured."
-    below = f"{lost} {worst_of_sweep(path)} {beside_torch(path)}"
+    below = f"{of_random(path)} {lost} {worst_of_sweep(path)} {beside_torch(path)}"
     return "\n".join(
         [
             fill(said, WIDTH),
@@ -233,6 +238,11 @@ def of_card(path) -> str:
                 "arrays. A row that cancels to below a tenth of the whole's size counts as a tenth.",
                 ["B, T, H, D", "", "", "o", "dq", "dk", "dv", "dg"],
                 errors_by_name(rows),
+            ),
+            *titled(
+                "The slowest of random calls, with what benchmarks/sweep.py --replay takes; no floor is below 10 us.",
+                ["", "times the floor"],
+                [[f"`{row['call']}`", f"{row['multiple']:.0f}"] for row in random_calls(path)[1][:12]],
             ),
             *titled(
                 f"{worst_of_sweep(path)} The sweep changes one thing at a time; the slowest call of each change:",
@@ -325,6 +335,33 @@ def swept(path):
     file = path.parent / "sweep" / path.name
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     return sorted((row for row in rows if row["multiple"]), key=lambda row: -row["multiple"])
+
+
+def random_calls(path):
+    """(meta, rows) of `benchmarks/sweep.py --random` on the same card: what was measured, the slowest first."""
+    file = path.parent / "random" / path.name
+    result = json.loads(file.read_text()) if file.exists() else {"meta": {}, "rows": []}
+    rows = [row for row in result["rows"] if "refused" not in row]
+    return result["meta"], sorted(rows, key=lambda row: -row["multiple"])
+
+
+def random_multiples(path):
+    """The multiples of random forward calls and steps, and those of random gradients."""
+    _, rows = random_calls(path)
+    return [
+        [row["multiple"] for row in rows if ("backward=True" in row["call"]) == backward] for backward in (False, True)
+    ]
+
+
+def of_random(path) -> str:
+    meta, rows = random_calls(path)
+    if not rows:
+        return ""
+    return (
+        f"The {len(rows)} random calls (benchmarks/sweep.py --random, {meta['date']}) have any sizes, dtypes and "
+        "options that are accepted; no floor is below 10 us there. Most of the slowest are in single precision or have few "
+        "channels or heads."
+    )
 
 
 def worst_of_sweep(path) -> str:

@@ -3,7 +3,8 @@
     python benchmarks/sweep.py [--keep-peers benchmarks/results/<card>.json] [--limit-s 60]
                                [--out benchmarks/results/sweep/<card>.json]
     python benchmarks/speed_table.py            writes the worst of them into the documentation
-    python benchmarks/sweep.py --random 400 --seed 1 [--limit-s 300] [--out FILE]     calls from the whole space
+    python benchmarks/sweep.py --random 400 --seed 1 [--limit-s 300] [--out benchmarks/results/random/<card>.json]
+                                                             calls from the whole space, of which the table speaks, too
     python benchmarks/sweep.py --replay 'op=gla B=4 T=4096 H=32 K=128 V=128 reverse=True'     one of these again
 
 Changed are the gates, dtypes, memory (strides, alignment), heads, lengths, and K and V on both sides of every tile.
@@ -147,7 +148,7 @@ def main():
             if args.replay
             else [random_calls.draw_call(rng) for _ in range(args.random)]
         )
-        sys.exit(random_sweep(calls, args.limit_s, device, bandwidth, meta, args.out))
+        sys.exit(random_sweep(calls, args.limit_s, device, bandwidth, meta | {"seed": args.seed}, args.out))
     peer = run.Peers(device, dict.fromkeys(("fla", "torch"), "kept"), run.kept_figures(args.keep_peers, meta), 0, 0)
     groups = wanted(args.ops, args.passes)
     run.compile_all([case for group in groups.values() for _, case in group], device, "auto")
