@@ -28,14 +28,15 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int WARP_ROWS = 16;  // tokens of a warp, whose queries are its rows of A
-constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;
+constexpr int WARP_ROWS = 16;                       // tokens of a warp, whose queries are its rows of A
+constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;  // tokens of a sub-chunk, and on each side of its middle
 static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pairs of these tokens");
 
 // Operands of tensor cores (fragments.cuh): Pairs<true, float, N> has N pairs a lane, each number split in two tf32.
 // LeftOf<T> and RightOf<T> (stages/copies.cuh) are split if T is float, else rounded to tf32; `load_rounded` sets
-// either kind from a tile of shared memory: <false> a left operand from rows of queries, <true> right ones from rows of
-// keys.
+// either kind from a tile of shared memory: <false> a left operand from 16 rows of queries, <true> two right ones from
+// 16 rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
+// A lane has g = lane / 4 and t = lane % 4 throughout.
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -43,7 +44,7 @@ template <typename T, typename G> struct Args {
   const float* u;  // [H, K], null for GLA
   Rows<float> A;
   Shape shape;
-  i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
+  i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start at multiples of so many bytes, and are multiples long
 };
 
 // The warps of a block, and its rows. BK: K rounded up.
@@ -60,15 +61,17 @@ template <int BK> struct alignas(16) Shared {
   // Queries: in score_within decayed from the middles of their sub-chunks, then from the sub-chunks' starts; afterwards
   // from the start of their warp's 16 tokens.
   float q[ROWS<BK> * ROW<BK>];
-  float k[ROWS<BK> * ROW<BK>];  // keys, decayed to those middles, to their sub-chunks' ends, to the ends of 16 tokens
+  // Keys: likewise decayed to those middles, then to their sub-chunks' ends; afterwards to the end of their 16 tokens.
+  float k[ROWS<BK> * ROW<BK>];
   float keys_decay[WARPS<BK>][BK];  // the decay over each 16 tokens whose keys are in k
-  // For each warp the decay over the tokens after the last 16 keys that it still has to use, and before its own 16; 1
-  // if there are none.
+  // For each warp the decay from the end of the 16 keys that it uses next to the start of its own 16 tokens: 1 at
+  // first, when these keys are the 16 tokens right before its own; later over all tokens whose keys it has used.
   float gap_decay[WARPS<BK>][BK];
 };
 
-// Loads a lane's W channels of the warp's 16 tokens; zeros from token `rows` and channel `channels` on. stride: of
-// tokens in memory; bytes: as in Args.
+// Loads a lane's W channels of the warp's 16 tokens, from `from` on; zeros from token `rows` and channel `channels` on.
+// stride: of tokens in memory; bytes: as in Args. If rows are multiples of W numbers, the lane's channels all exist or
+// none does.
 template <int W, typename X>
 __device__ __forceinline__ void load(Piece<W, X> (&x)[WARP_ROWS], const X* from, i64 stride, int rows, int channels,
                                      int bytes) {
@@ -98,8 +101,9 @@ template <int W> __device__ __forceinline__ void put(float* to, const float (&x)
 // warp's 16 tokens. a: the tokens' decays exp g, here and below. With the middle before token M:
 //   i >= M   query i times prod_{M <= m <= i} a_m (RWKV-6: m < i),   key i divided by prod_{M <= m <= i} a_m
 //   i < M    query i divided by prod_{i < m < M} a_m (RWKV-6: i <= m),   key i times prod_{i < m < M} a_m
-// Inverses over 4 tokens, up to e^80, are in products of a token with itself or with later keys only: score_within uses
-// neither.
+// The last key of a sub-chunk, and RWKV-6's first query, are divided by four decays, so by as little as e^-80. The only
+// tokens of the sub-chunk that such a key or query meets are itself and later keys. score_within replaces these
+// products, which may be infinite.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Piece<W, T> (&queries)[WARP_ROWS],
                                                     const Piece<W, T> (&keys)[WARP_ROWS],
@@ -169,7 +173,7 @@ __device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys
   }
 }
 
-// Multiplies a lane's channels of the 8 rows of a sub-chunk by `factor`.
+// Multiplies a lane's channels of a sub-chunk's 8 rows in shared memory by `factor`.
 template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(float* rows, const float (&factor)[W]) {
 #pragma unroll
   for (int i = 0; i < SUB_CHUNK; ++i) {
@@ -181,7 +185,8 @@ template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(floa
 }
 
 // Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
-// l % (2 DISTANCE). exchange_halves (lanes.cuh) adds what it exchanges.
+// l % (2 DISTANCE). exchange_halves (lanes.cuh): two lanes that are DISTANCE apart add their values and part the sums;
+// the lane with bit DISTANCE gets those of the second DISTANCE values, the other one those of the first, in x[0] on.
 template <int DISTANCE> __device__ __forceinline__ float sum_each(float (&x)[WARP_ROWS]) {
   exchange_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
   if constexpr (DISTANCE > 1) return sum_each<DISTANCE / 2>(x);
@@ -196,10 +201,10 @@ template <typename T, typename G> struct WarpTokens {
   int rows, channels;
 };
 
-// Sets `within` to a lane's scores of the warp's 16 queries with its 16 keys: with g = lane / 4 and t = lane % 4,
-// within[n][0] and [1] are those of query g with keys 8 n + 2 t and the next, [2] and [3] those of query g + 8. Stores
-// in q the queries, decayed from the start of these tokens, in k the keys, decayed to their end, and in `keys_decay`
-// the decay over these tokens. u: the head's bonus, read only if queries read before the write.
+// Sets `within`, which is zero, to a lane's scores of the warp's 16 queries with its 16 keys: within[n][0] and [1] are
+// those of query g with keys 8n + 2t and the next, [2] and [3] those of query g + 8. Stores in q the queries, decayed
+// from the start of these tokens, in k the keys, decayed to their end, and in `keys_decay` the decay over these tokens.
+// u: the head's bonus, read only if queries read before the write.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, float* k, float* keys_decay,
                                              const WarpTokens<T, G>& from, const Args<T, G>& args, const float* u) {
@@ -209,7 +214,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
   // queries, are scores; [0] and [1] are not used.
   float border_scores[4] = {};
   float self_scores[WARP_ROWS] = {};  // this lane's channels' terms of each token's score with itself
-  bool grows = false;
+  bool grows = false;                 // whether a gate is above GROWTH, which is 1 nat (growth.cuh), or NaN
 #pragma unroll 1
   for (int slice = 0; slice < BK; slice += 32 * W) {
     const int channel = slice + lane * W;
@@ -234,6 +239,8 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
 
     decay_about_middles<ReadOrder, BK>(q + channel, k + channel, queries, keys, a);
     __syncwarp();  // queries and keys are stored
+    // All 16 queries with all 16 keys about the middles. Only pairs in one sub-chunk are right: within[0][0, 1] and
+    // within[1][2, 3]. The end of this function replaces the other numbers.
 #pragma unroll 2
     for (int c = slice; c < slice + 32 * W; c += 16) {
       Pairs<true, float, 4> left;
@@ -256,6 +263,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       multiply(border_scores, left, right[0]);
     }
     __syncwarp();  // they have been read
+    // From borders of sub-chunks to borders of the 16 tokens: the second sub-chunk's queries, the first one's keys.
     multiply_sub_chunk<BK>(q + SUB_CHUNK * ROW<BK> + channel, sub_chunk_decays[0]);
     multiply_sub_chunk<BK>(k + channel, sub_chunk_decays[1]);
     float both[W];
@@ -264,6 +272,8 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     put(keys_decay + channel, both);
   }
   if (__any_sync(0xffffffffu, grows)) {
+    // Scores of pairs in a sub-chunk without its middle. score_of_pair (growth.cuh) reads q, k and g in memory, and
+    // returns one pair's score to each of lanes 0 to 27, float32 sums.
 #pragma unroll 1
     for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
       const int first = SUB_CHUNK * sub_chunk;
@@ -279,8 +289,11 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       }
     }
   }
+  // Lane l gets the score of token l % 16 with itself: the sum over the 16 lanes of its half of the warp, then over
+  // both.
   float sum = sum_each<WARP_ROWS / 2>(self_scores);
   sum += __shfl_xor_sync(0xffffffffu, sum, WARP_ROWS);
+  // Pairs of one sub-chunk: keys after the query become 0, a token's own key gets self_scores.
 #pragma unroll
   for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
     const float score = __shfl_sync(0xffffffffu, sum, SUB_CHUNK * sub_chunk + g);
@@ -290,10 +303,11 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       x = 2 * t + p > g ? 0.f : 2 * t + p == g ? score : x;
     }
   }
+  // Queries of the first sub-chunk with keys of the second: 0. Queries of the second with keys of the first.
   within[1][0] = within[1][1] = 0.f, within[0][2] = border_scores[2], within[0][3] = border_scores[3];
 }
 
-// Stores keys decayed to the end of a warp's 16 tokens, and the decay over these tokens.
+// Stores in k the keys of 16 tokens, decayed to their end, and in keys_decay the decay over these tokens.
 template <typename T, typename G, int BK>
 __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, const WarpTokens<T, G>& from,
                                                    const Args<T, G>& args) {
@@ -317,8 +331,8 @@ __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, 
 
 __device__ __forceinline__ float2 load_float2(const float* x) { return *reinterpret_cast<const float2*>(x); }
 
-// Sets d[n] to the scores of the warp's 16 queries with the n-th 16 keys in s.k, n < `count`. Multiplies s.gap_decay by
-// the decays over these keys, for the keys before them, which come next.
+// Adds to d[n] the scores of the warp's 16 queries with the n-th 16 keys in s.k, n < `count`, laid out as `within` is.
+// Multiplies s.gap_decay by the decays over these keys, for the keys before them, which come next.
 template <typename T, int BK>
 __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Shared<BK>& s, int warp, int count) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -327,6 +341,7 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
     // queries[m], and a's pair m: of four matrices of 8 rows and 8 channels, m has rows 8 (m % 2) and channels
     // 8 (m / 2) on.
     float2 queries[4], decays[2];  // decays: from the end of the n-th keys to the start of the queries
+    // <true, false>: matrix 1 is below matrix 0, and none is transposed. x: row g, channels 2t and 2t + 1 of matrix m.
     each_matrix<true, false>(s.q + warp * WARP_ROWS * ROW<BK> + c, ROW<BK>, [&](int m, float2 x) { queries[m] = x; });
 #pragma unroll
     for (int half = 0; half < 2; ++half) decays[half] = load_float2(s.gap_decay[warp] + c + 8 * half + 2 * t);
@@ -368,12 +383,14 @@ __device__ __forceinline__ void store_scores(const Rows<float>& A, u32 batch, u3
   }
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k; G: of g.
 template <class ReadOrder, typename T, typename G, int BK>
 __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Args<T, G> args) {
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 groups = u32(shape.chunk + ROWS<BK> - 1) / ROWS<BK>, NC = u32(shape.NC), H = u32(shape.H);
-  // The block's rows are those of group `query_group` of its chunk, which is chunk c of (batch, h).
+  // A chunk's tokens are in `groups` groups of ROWS. The block's rows are those of group `query_group` of its chunk.
+  // `chunk` numbers the chunks of all batches and heads: it is chunk c of (batch, h).
   const u32 query_group = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
   const u32 batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
@@ -383,6 +400,7 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   const i64 first_row = span.start + query_group * ROWS<BK> + warp * WARP_ROWS;  // the warp's first row
   float* const k = s.k + warp * WARP_ROWS * ROW<BK>;
 
+  // The 16 tokens from `token` on, of which those before span.stop exist.
   const auto tokens_from = [&](i64 token) {
     const i64 rows = span.stop - token;
     const i64 first_token = rows > 0 ? token : span.start;
@@ -405,10 +423,12 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
            column += 4 * LANES)
         *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
+  // group: whose keys are in s.k. s.k + 16 n rows: those of the tokens of warp n in that group.
 #pragma unroll 1
   for (int group = query_group;; --group) {
     __syncthreads();  // decayed queries and keys, and the decays over 16 keys, are in shared memory
     if (first_row < span.stop) {
+      // Of the block's own group a warp uses the keys of the warps before it: of its own, score_within has the scores.
       const int count = group == int(query_group) ? warp : WARPS<BK>;
       float d[WARPS<BK>][2][4] = {};
       score_earlier<T, BK>(d, s, warp, count);

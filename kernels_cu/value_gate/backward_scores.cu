@@ -1,6 +1,7 @@
 // what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, and its tokens decayed to the
-//           chunk's ends. Launched twice: with queries, keys and the channels' gates; with outputs' gradients, values
-//           and the columns' gates. Below, q, k, g and K are those of the launch.
+//           chunk's ends. Launched twice: with q, k and the channels' gates g; with do, v and the columns' gates gv in
+//           their places, and V in that of K. Below, q, k, g and K are those of the launch. backward_states.cu and
+//           gated/backward_channels.cu read the results.
 // math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to
 //           i; A_ii = scale q_i . k_i, in `diagonal`;
 //           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: over the chunk
@@ -12,10 +13,12 @@
 // smem      32 channels at a time: q, k, g, the operands made of them, starts and ends
 // barriers  two for every 32 channels: they have been copied | operands, starts and ends are stored. Then: the diagonal
 //           is stored
-// numerics  products as in fragments.cuh; decays of pairs as in gated/backward_channels.cu; q_i . k_i is float32; if
-//           gates grow, pairs in a sub-chunk of 8 tokens are computed one by one (growth.cuh). Scores in a sub-chunk
-//           are multiplied by NEAR_SCALE (2^22, backward.cuh), for float32's range. growth: of the chunk (by_token.cuh)
-//           if a gate is above GROWTH, else 0
+// numerics  products as in fragments.cuh. A pair's decay is the product of two factors, the key's decay to a border
+//           between both tokens and the query's from it (gated/backward_scores.cuh); within a sub-chunk of 8 tokens
+//           both are factors about its middle, some of them inverse decays (MiddleFactors in decays.cuh). q_i . k_i is
+//           float32. If a gate is above GROWTH (1 nat), pairs in a sub-chunk are computed one by one (growth.cuh).
+//           Scores in a sub-chunk are multiplied by NEAR_SCALE (2^22, backward.cuh), for float32's range. growth: the
+//           largest sum of one channel's positive gates over the chunk if a gate is above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "gated/backward_scores.cuh"
@@ -48,6 +51,7 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
 };
 
+// T: the type of q and k; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
     value_gate_backward_scores(const Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {
@@ -56,19 +60,24 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   constexpr int LDT = LD<Stored, CHUNK>, LDC = LD<Stored, CHANNELS>;
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
+  // Of 32 channels in shared memory a warp has 8, from warp_channel on, and a lane has channel g of these. It has
+  // tokens 2t and 2t + 1 of each of the SUBS sub-chunks.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
+  // c: the chunk in its batch row; head: among those of the launch, h: of all; chunk: index of the chunk in the results
   const int c = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
   const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
   const Span span = chunk_tokens(shape, c);
   const bool vectors = args.vectors;
 
+  // Starts to copy the n-th 32 channels.
   const auto fetch = [&](int n) {
     const i64 channel = n * CHANNELS, start = span.start, stop = span.stop;
     fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.q, args.q, b, h, start, stop, channel, shape.K, vectors);
     fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.k, args.k, b, h, start, stop, channel, shape.K, vectors);
     fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.g, args.g, b, h, start, stop, channel, shape.K, vectors);
   };
+  // Stores x, the lane's two tokens of sub-chunk m, in a tile [token, channel].
   const auto put_tokens = [&](Stored* tile, int m, float2 x) {
     Stored* to = tile + (8 * m + 2 * t) * LDC + warp_channel + g;
     to[0] = from_float<Stored>(x.x), to[LDC] = from_float<Stored>(x.y);
@@ -85,11 +94,12 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     cp_async_wait<0>();
     __syncthreads();  // these channels have been copied; operands, starts and ends of the previous ones have been read
     {
+      // Sets x to the lane's two tokens of each of sub-chunks m to m + 3.
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
-      float sub_chunk_decays[SUBS];
-      float2 q[4], k[4], gates[4];  // of four sub-chunks
+      float sub_chunk_decays[SUBS];  // over each sub-chunk: whole_decay adds the gates of the four lanes of a channel
+      float2 q[4], k[4], gates[4];   // of four sub-chunks
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
@@ -109,7 +119,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         self_products[m] = self_products[m] + query * key;
         const PairDecays<AfterWrite> decays(token_decays);
         const MiddleFactors<AfterWrite> middle(token_decays);
+        // The queries decayed from their sub-chunk's start, and the keys decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
+        // quarter_end: the first sub-chunk after the border in the middle of the half that has m; half_end: of the
+        // chunk
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.queries + index, middle.queries * query);
         put_pair(s.keys + index, middle.keys * key);
@@ -127,6 +140,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     cp_async_commit();
     store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width, true);
     store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width, true);
+    // Adds the products of channels c to c + 15 of s.queries, s.keys and the borders' tiles to the warp's scores.
 #pragma unroll 1
     for (int c = 0; c < CHANNELS; c += 16) { scores.add<M>(s, c); }
   }
@@ -139,6 +153,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                    __shfl_xor_sync(0xffffffffu, self_products[m].y, lanes)};
     if (g == m) *reinterpret_cast<float2*>(s.self_products[warp] + 8 * m + 2 * t) = self_products[m];
   }
+  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. Of the two corrections, one is for the
+  // operands of these products, the other for those of the products in which gated/backward_channels.cu has the scores.
   const auto put = [&](const float (&d)[2][4], int row, int column) {
     Stored* to = args.scores + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
 #pragma unroll
@@ -149,6 +165,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                  TF32_CORRECTION_OF_BOTH<M> * TF32_CORRECTION_OF_BOTH<M> * scale *
                      float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
+  // The block (warp, warp): scores of its two sub-chunks from products about their middles, those of the second one's
+  // queries with the first one's keys from border8, and 0 for the token itself and later ones.
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -161,8 +179,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(scores.diagonal, warp, warp);
   put(scores.border32, scores.half_row, scores.half_column);
   if (warp < 2) put(scores.border16, scores.quarter + 1, scores.quarter);
-  const bool grows = __syncthreads_or(!(largest <= GROWTH));  // the diagonal is stored, a part for each warp
-  if (grows) {                                                // replaces the scores of this warp's two sub-chunks
+  // This barrier is also a vote. s.self_products of all warps are stored, and so are the scores that are replaced.
+  const bool grows = __syncthreads_or(!(largest <= GROWTH));
+  if (grows) {  // replaces the scores of this warp's two sub-chunks; lane n computes the n-th of 28 pairs
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
       const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);

@@ -3,16 +3,18 @@
 // math      per chunk of 64 tokens, D the chunk's decays of channels (left) and of columns (right):
 //           S <- D S D + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
 //           dS <- D dS D + scale (q decayed from the chunk's start)^T (do decayed from its start)
+//           A block walks in one direction, and calls S what it walks with: S, or dS
 // shapes    decayed q k [B, heads, T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays
 //           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC]: from backward_scores.cu. g [B, H,
-//           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. chunk_states: see backward.cuh;
+//           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. chunk_states: every chunk's S before
+//           it, then every chunk's dS after it, in tiles of 64 x 64 (tile_at, backward.cuh);
 //           initial, dht, dh0 [N, H, K, V] float32
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
 // smem      Stage, STAGES times: 32 tokens
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read
-// numerics  S and dS in float32 accumulators; products as in fragments.cuh. A chunk that grows by more than BY_CHUNK is
-//           computed token by token (by_token.cuh)
+// numerics  S and dS in float32 accumulators; products as in fragments.cuh. If channel_growth + column_growth of a
+//           chunk is above BY_CHUNK (16 nats), it is computed token by token (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "backward.cuh"
@@ -37,7 +39,9 @@ constexpr int STAGES = 3;
 template <typename Stored> struct alignas(16) Stage {
   Stored x[STEP * LD<Stored, TILE>];  // [32, 64], k or q
   Stored y[STEP * LD<Stored, TILE>];  // [32, 64], v or do
-  float decays[2][TILE];              // over the chunk: of channels, of columns; set in the chunk's last stage
+  // The chunk's decays of the tile's channels and columns; set only in the last of a chunk's stages in the walk's
+  // order.
+  float decays[2][TILE];
 };
 
 template <typename T, int PRODUCTS> struct Shared {
@@ -48,8 +52,9 @@ template <typename T, int PRODUCTS> struct Shared {
 // g + 8h of the warp's 16, column 8n + 2t + p, with g = lane / 4 and t = lane % 4.
 using StatePart = float[TILE / 16][2][4];
 
-// Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. S is in memory, so that
-// the caller needs no registers for it here. `channel` and `column`: of the part's first number.
+// Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. grown(x, nats): x
+// e^nats. S is in memory, so that the caller needs no registers for it here. `channel` and `column`: of the part's
+// first number.
 template <class Args>
 __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& args, i64 b, i64 h, i64 chunk,
                                                     int channel, int column, bool backwards) {
@@ -76,6 +81,7 @@ __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& ar
   }
 }
 
+// T: the type of the call's arrays; G: of the gates. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
     value_gate_backward_states(const __grid_constant__ Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {
@@ -87,7 +93,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
   const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, head = block / tiles % heads;
-  const int n = block / tiles / heads, b = n / int(shape.count);
+  const int n = block / tiles / heads, b = n / int(shape.count);  // sequence, its batch row
   const Span span = tokens_of(shape, n % shape.count);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V);
@@ -110,6 +116,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
   const i64 first_chunk = chunks_of(shape, n % shape.count).start;
+  // A step is 32 tokens, in the order of the walk. chunk_of: its chunk in the batch row. `fetch` starts to copy its
+  // tokens to stage step % STAGES, and commits a group of copies also if there is no such step.
   const auto chunk_of = [&](int step) { return first_chunk + (backwards ? chunks - 1 - step / STEPS : step / STEPS); };
   const auto fetch = [&](int step) {
     if (step < steps) {
@@ -141,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
-    if (step % STEPS == 0) {
+    if (step % STEPS == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       Stored* to = static_cast<Stored*>(args.chunk_states) +
                    tile_at(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
 #pragma unroll
@@ -163,6 +171,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     }
     if (by_token) continue;
     const Stage<Stored>& in = s.stages[step % STAGES];
+    // added[channel, column] += x^T y over the step's tokens. <true>: of the tile x [token, channel] the transpose.
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       LeftData<M, Stored> a;
@@ -174,7 +183,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         multiply(added[n / 2], a, b);
       }
     }
-    if (step % STEPS == STEPS - 1) {
+    if (step % STEPS == STEPS - 1) {  // the chunk ends. The correction is for both operands, cut off to tf32
       const float factor = TF32_CORRECTION_OF_BOTH<M> * (backwards ? float(args.scale) : 1.f);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)

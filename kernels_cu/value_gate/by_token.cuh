@@ -5,11 +5,12 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// The largest growth of a chunk, in nats, of a channel and a column together, for which products are used. Products
-// lose decays below e^-87, and growth may multiply what was lost.
+// The largest growth of a chunk, in nats, of a channel and a column together, for which products are used. Decays below
+// e^-87 are 0 in products (float32's normal numbers end there); a growth of e^16 makes of what was lost e^-71 at most.
 constexpr float BY_CHUNK = 16.f;
 
-// Rows of a chunk in memory, from its first token and from a channel or a column on.
+// Rows of a chunk in memory, from its first token and from a channel or a column on. at: a token's number, 0 from
+// `width` on.
 template <typename X> struct Tokens {
   const X* first;
   i64 stride;
@@ -24,7 +25,8 @@ __device__ __forceinline__ Tokens<X> tokens_at(const Rows<const X>& x, i64 b, i6
   return {x.row(b, h, token) + channel, x.t};
 }
 
-// The largest sum over the chunk of one channel's gates above 0, of `width` channels; for a warp.
+// The largest sum over the chunk's `rows` tokens of one channel's gates above 0, of `width` channels. All lanes of a
+// warp call this together, and get the same number.
 template <typename G> __device__ __forceinline__ float growth_of(Tokens<G> gates, int rows, int width) {
   float largest = 0.f;
 #pragma unroll 1

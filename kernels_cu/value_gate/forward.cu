@@ -1,21 +1,29 @@
 // what      GLA with a gate for each channel of K and one for each column of V, forward: every input is read once, o is
 //           written once.
 // math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T, * number by number;  o_t = scale q_t^T S_t.  Per chunk,
-//           in sub-chunks of 8 tokens: o = scale ((q decayed from the chunk's start) S + A v),  S <- diag(decay of
-//           channels) S diag(decay of columns) + (k decayed to the chunk's end)^T (v decayed to it). A [query, key] are
-//           q . k with the channels' decay between both tokens; in A v, a value takes the columns' decay between them,
-//           too, and in q S an output that from the chunk's start
+//           with E_i the decay of channels, F_i of columns, from the chunk's start to token i, D_ij and F_ij from token
+//           j to i:  A_ij = sum over channels of q_i D_ij k_j, j <= i;  o_i = scale (F_i * (E_i q_i)^T S +
+//           sum_j A_ij F_ij * v_j);  S <- diag(decay of channels) S diag(decay of columns) +
+//           (k decayed to the chunk's end)^T (v decayed to it), with the decays over the chunk
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
-//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms
+//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms (nats)
+// schedules (gated/forward_storage.cuh) SinglePass: o and the final state, one launch for all channels. SplitChannels:
+//           the same, by a launch for every BK channels, whose outputs add up in `sums`. SegmentState: a segment's
+//           final state from zero and the logarithms of its decays, without q and o; scan_segments.cu joins segments
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: Shared of gated/forward_storage.cuh, and a chunk of the columns' gates
 // barriers  three a chunk: the chunk has been copied, and the decays of its spans of 4 tokens are stored | its operands
-//           are stored, and the columns' gates have been copied | its scores are stored
-// numerics  Scores as in gated/forward.cu. Between two sub-chunks, a value is decayed to a border between both tokens,
-//           and the output from it, so that both decays are at most 1; within one, by way of its middle (decays.cuh).
-//           Products compute o transposed, as a lane then has the gates of its columns. If the positive gates of a
-//           chunk, of some channel and column together, sum to more than BY_CHUNK (16 nats), it is computed token by
-//           token (by_token.cuh)
+//           are stored, and the columns' gates have been copied | its scores are stored (not for SegmentState)
+// numerics  Sums are float32. Scores as in gated/forward.cu: bfloat16 data in bfloat16, a score as the sum of two
+//           numbers; others in tf32. Columns: between two sub-chunks a value is decayed to a border between both
+//           tokens, and the output from it, so that both decays are at most 1. Within a sub-chunk both are decayed from
+//           and to its middle; some of these factors are inverse decays, in which a gate below -16 counts as -16
+//           (MiddleFactors in decays.cuh). Products compute o transposed, as a lane then has the gates of its columns
+// growth    Three steps for gates above 0. If a gate of a channel is above GROWTH (1 nat), scores within sub-chunks are
+//           computed pair by pair (score_chunk). If one of the warp's columns is, the values of an output's own
+//           sub-chunk are added one by one (sum_one_by_one). If either is, and the positive gates over the chunk of
+//           some channel and some column of the warp sum to more than BY_CHUNK (16 nats), the warp computes the chunk
+//           token by token (by_token.cuh)
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "cards.cuh"
@@ -39,22 +47,24 @@ template <typename T, typename G> struct Args {
   float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
-  float* sums;            // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
-  float* channel_decays;  // SegmentState: over all tokens; the second row is 0
-  float* column_decays;
+  float* sums;             // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
+  float* channel_decays;   // SegmentState: the sums of gates over all tokens; a second row of zeros, which is added
+  float* column_decays;    // SegmentState: the same of the columns, one row
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows' starts and lengths are multiples
 };
 
-// Starts to copy a chunk's rows in pieces of `bytes`.
+// Starts to copy a chunk's rows to a tile [chunk, COLS] in pieces of `bytes`; zeros from row `rows` and column `width`
+// on. stride: of rows in memory.
 template <int COLS, int THREADS, typename T, typename E>
 __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 16) copy_rows<16, 8, CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_unaligned_rows<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
 }
 
-// Stores a warp's 16 columns of a chunk, if rows are not multiples of 16 bytes. Not inlined, since it is rare.
+// Stores a warp's 16 columns of a chunk, from `column` on of a tile [ROWS, COLS], if rows are not multiples of 16
+// bytes. `to`: of the first row and column; rows, columns: how many exist. Not inlined, since it is rare.
 template <int ROWS, int COLS, typename T>
 __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
 #pragma unroll 1
@@ -65,7 +75,8 @@ __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, i
   }
 }
 
-// The logarithm of a channel's decay over a chunk: the sum of its gates if the decay is 0 or infinite.
+// The logarithm of a channel's decay over a chunk of `rows` tokens: that of `decay`, or, if `decay` is 0 or infinite,
+// the sum of the gates.
 template <typename G> __device__ __noinline__ float log_decay(float decay, Tokens<G> gates, int channel, int rows) {
   if (decay > 0.f && decay < __uint_as_float(0x7f800000u)) return logf(decay);
   float sum = 0.f;
@@ -87,7 +98,8 @@ __device__ __forceinline__ void add_earlier_channels(float& o, float& sum, bool 
   if (!last) sum = o;
 }
 
-// Whether gates grow too much in a chunk for products: then compute_token_by_token computes it.
+// Whether gates grow too much in a chunk for products: then compute_token_by_token computes it. growth_of: the largest
+// sum of one channel's, or column's, positive gates.
 template <typename T, typename G>
 __device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, const ChunkColumns& chunk) {
   return growth_of(tokens_at(args.g, chunk.b, chunk.h, chunk.token, args.channel), chunk.rows, chunk.channels) +
@@ -95,8 +107,8 @@ __device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, co
          BY_CHUNK;
 }
 
-// Computes a chunk token by token: S, which is the state before and then after the chunk, and the outputs. S is passed
-// in memory, so that the caller needs no registers for it here.
+// Computes a chunk token by token: S, which is the state before and then after the chunk, and the outputs, which it
+// stores. grown(x, nats): x e^nats. S is passed in memory, so that the caller needs no registers for it here.
 template <class Schedule, int BK, typename T, typename G>
 __device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& chunk) {
   const auto tokens_of = [&](const auto& x, i64 first) { return tokens_at(x, chunk.b, chunk.h, chunk.token, first); };
@@ -106,7 +118,8 @@ __device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, 
   const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll 1
   for (int n = 0; n < 2 * chunk.rows; ++n) {
-    const int i = n / 2, side = n % 2, column = (lane >> 2) + 8 * side;  // side: the lane's first or second column
+    // i: the token; side: the lane's first or second column of the warp's 16; c: its channels, BK / 4 of them
+    const int i = n / 2, side = n % 2, column = (lane >> 2) + 8 * side;
     const float value = v.at(i, column, chunk.columns), gate = gv.at(i, column, chunk.columns);
     float o = 0.f;
 #pragma unroll 1
@@ -129,12 +142,15 @@ __device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, 
   }
 }
 
+// T: the type of q, k, v and o; G: of both gates. PRODUCTS: tf32 products for each product of float32 data, 1 or 3.
+// AfterWrite below: a query reads the state after its token's write.
 template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
+  // BT: tokens of a chunk, 32, or 16 if operands are floats; SUBS: its sub-chunks of BC = 8
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, SUBS = BT / BC, BLOCKS = BT / 16;
-  using Share = WarpShare<T, BK, WARPS>;
+  using Share = WarpShare<T, BK, WARPS>;  // the spans of 4 tokens whose operands a warp makes
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -153,12 +169,14 @@ __global__ void __launch_bounds__(2 * BV,
   };
   each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
   if constexpr (HAS_OUTPUTS) {
+    // Scores, of which each is the sum of NUMBERS numbers: those above the diagonal stay 0.
     for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
       s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (Share::CHANNEL_PARTS == 1)
+    if (Share::CHANNEL_PARTS == 1)  // then a warp has all channels of a token: part 1 of its direct scores stays 0
       for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   }
 
+  // Starts to copy k, q and v of the chunk that begins with token `token` of the sequence to stage `stage`.
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
     const i64 first_token = span.start + token;
@@ -169,12 +187,13 @@ __global__ void __launch_bounds__(2 * BV,
                                  bytes);
     fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, first_token) + v_tile, args.v.t, rows, columns, bytes);
   };
+  // Starts to copy the channels' gates of that chunk. A thread copies those that it alone reads: no barrier is needed.
   const auto fetch_next_gates = [&](int token) {
     fetch_chunk_gates<Share, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
                                  bytes);
   };
 
-  // SegmentState: logarithms of the decays of channel threadIdx.x, and of this lane's columns.
+  // SegmentState: sums of the gates of channel threadIdx.x, and of this lane's columns g and g + 8.
   float channel_total = 0.f, column_totals[2] = {};
   if (tokens) {
     fetch(0, 0);
@@ -185,6 +204,7 @@ __global__ void __launch_bounds__(2 * BV,
   for (int token = 0; token < tokens; token += BT, stage ^= 1) {
     TokenDecays<Share> decays;
     cp_async_wait<0>();
+    // Whether a gate that this thread has copied is above GROWTH or NaN; then, for the whole chunk and block.
     bool grows = store_span_decays<Share, BK>(s, decays);
     // The chunk has been copied, and its spans' decays are stored; the previous chunk has been read.
     grows = __syncthreads_or(grows);
@@ -193,6 +213,8 @@ __global__ void __launch_bounds__(2 * BV,
                                columns, bytes);
     cp_async_commit();
     if (more) fetch(token + BT, stage ^ 1);
+    // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh). The
+    // order for large gates is from the nearest span on.
 #pragma unroll
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
       const Share share(x);
@@ -206,9 +228,9 @@ __global__ void __launch_bounds__(2 * BV,
     cp_async_wait<1>();
     __syncthreads();  // the operands are stored; the columns' gates have been copied
 
-    if constexpr (HAS_OUTPUTS)
+    if constexpr (HAS_OUTPUTS)  // stores the chunk's scores in s.A, a share of them for each warp
       score_chunk<AfterWrite, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
-    const int column = threadIdx.x >> 5 << 4;
+    const int column = threadIdx.x >> 5 << 4;  // the warp's first, of the block's
     const ColumnsReader<BV, G> gates(column);
     const ColumnsReader<BV, T> values(column);
     const int rows = tokens - token;
@@ -220,6 +242,7 @@ __global__ void __launch_bounds__(2 * BV,
     float largest = 0.f;  // of the columns' gates
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
+      // x[p]: column g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk 2m + p / 2
       float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
@@ -231,14 +254,14 @@ __global__ void __launch_bounds__(2 * BV,
     const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));
     const ChunkColumns chunk = {
         b, h, span.start + token, min(rows, BT), channels, v_tile + column, min(columns - column, 16)};
-    State<BK> S_before;
+    State<BK> S_before;     // set if by_token may be
     bool by_token = false;  // whether results of products are replaced by those of compute_token_by_token
     if (grows || columns_grow) {
       by_token = grows_beyond_products(args, chunk);
 #pragma unroll
       for (int n = 0; n < BK / 2; ++n) S_before[n / 4][n % 4] = S[n / 4][n % 4];
     }
-    float sub_chunk_decays[2][SUBS];  // decays of columns over whole sub-chunks
+    float sub_chunk_decays[2][SUBS];  // decays of columns g and g + 8 over whole sub-chunks
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
       float2 x[4];
@@ -253,7 +276,7 @@ __global__ void __launch_bounds__(2 * BV,
       __syncthreads();  // the scores are stored
       add_score_outputs_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, sub_chunk_decays, columns_grow);
     }
-    if (by_token) {
+    if (by_token) {  // the same for all lanes; no barrier of the block follows in this chunk
       compute_token_by_token<Schedule, BK>(S_before, args, chunk);
 #pragma unroll
       for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = S_before[n / 4][n % 4];

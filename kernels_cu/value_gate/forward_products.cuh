@@ -2,23 +2,28 @@
 //           the update of the state.
 // shapes    a sub-chunk has BC = 8 tokens, a chunk SUBS of them. With g = lane / 4 and t = lane % 4 a lane has, of a
 //           warp's 16 columns, columns g and g + 8: of outputs, which are transposed, o[n / 2][n % 2][2h + p] is token
-//           8n + 2t + p, column g + 8h; of the state, S[n][2h + p] is channel 8n + 2t + p, column g + 8h; of pairs of
-//           tokens, x[p]: see columns.cuh
+//           8n + 2t + p, column g + 8h; of the state, S[n][2h + p] is channel 8n + 2t + p, column g + 8h; of values, or
+//           of gates, of 16 tokens, x[p] is tokens 2t and 2t + 1 of sub-chunk p / 2, column g + 8 (p % 2): pair p of a
+//           left operand [column, token]. Scores are right operands [key, query]. SUBS is 4, or 2 if operands are
+//           floats
 // numerics  sums in float32; the state is rounded to an operand, and so are decayed values. If gates grow, the values
-//           of a sub-chunk of 8 tokens are added one by one
+//           of a sub-chunk of 8 tokens are added one by one. PRODUCTS: tf32 products for each product of float32 data,
+//           1 or 3; Math, Left, Right, multiply, multiply_half: fragments.cuh
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
 #include "value_gate/columns.cuh"
 #include "growth.cuh"
 
+// Schedule, Shared (inputs q, k, v of two stages, operands, scores A, decay of channels): gated/forward_storage.cuh.
 template <class Schedule, typename T, typename G, int BK, int BV>
 struct alignas(16) ValueShared : Shared<Schedule, T, G, BK, BV> {
   G value_gates[CHUNK<T> * BV];  // [chunk, BV]
 };
 
 // Loads the scores of queries row ... row + 7 with 16 keys from `key` on as right operands that are contracted over
-// keys. bf16: each score is the sum of two numbers, b[0] and b[1], `distance` numbers apart.
+// keys. LDA: the distance of A's rows. bf16: each score is the sum of two numbers, which go to b[0] and b[1] and are
+// `distance` numbers apart in A.
 template <int LDA>
 __device__ __forceinline__ void load_scores(RightBf16 (&b)[2], const bf16* A, int row, int key, int distance) {
   const int lane = own_lane();
@@ -39,7 +44,8 @@ __device__ __forceinline__ void load_scores(RightTf32<SPLIT> (&b)[1], const floa
   }
 }
 
-// o += S^T (q decayed)^T.
+// o += S^T (q decayed)^T, over all channels of the tile. q: the chunk's queries, decayed from its start by the
+// channels' gates. N: pieces of 16 channels for which one load brings a query's right operands.
 template <int PRODUCTS, typename T, int BK>
 __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const State<BK>& S,
                                                              const typename OperandOf<T>::Type* q) {
@@ -51,7 +57,7 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int p = 0; p < 4; ++p) {
+      for (int p = 0; p < 4; ++p) {  // S as a left operand [column, channel]: each pair is one already
         const float (&x)[4] = S[2 * (c + n) + (p >> 1)];
         a[n].set(p, float2{x[2 * (p & 1)], x[2 * (p & 1) + 1]});
       }
@@ -65,7 +71,9 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
   }
 }
 
-// S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed). sub_chunk_decays: of the lane's two columns.
+// S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed), with the decays of channels and columns over the chunk.
+// sub_chunk_decays: of the lane's two columns over each sub-chunk. Keys have been decayed to the chunk's end; values
+// are here: PairDecays(...).end is the decay from after each token to its sub-chunk's end; it contains shuffles.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
                                                        const ColumnsReader<BV, G>& gates,
@@ -106,7 +114,8 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
 }
 
 // If gates grow: the terms of the outputs of 16 tokens that come from values of their own sub-chunks, added one by one.
-// Returned as a struct, so that callers have no array in memory.
+// first: the first of these tokens; column: the first of the warp's 16. x[sub] is laid out as an output's numbers of
+// sub-chunk `sub` are. Returned as a struct, so that callers have no array in memory.
 struct WithinSubChunks {
   float x[2][4];
 };
@@ -133,10 +142,13 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
   return within;
 }
 
-// Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays. At every border between
-// sub-chunks o is multiplied by the columns' decays since the previous border, and the scores times the values decayed
-// to the border are added. Values of an output's own sub-chunk are decayed to its middle; if gates grow, they are added
-// one by one.
+// Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays. The order of steps is that of
+// borders in time: at every border between sub-chunks o is multiplied by the columns' decays since the previous border,
+// and the scores times the values decayed to the border are added. At last o is decayed from its sub-chunk's start to
+// the token (PairDecays(...).start), and its own sub-chunk's terms are added: values times MiddleFactors(...).keys, the
+// decay to the sub-chunk's middle, and outputs times `queries`, that from the middle; some of both are inverse. OWN
+// (true): a token's score with itself takes these factors, too, and a gate below -16 counts as -16. If gates grow,
+// these terms are added one by one. multiply_half(d, a, b, half): only the keys of sub-chunk `half` of the 16 count.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s,
                                                              int stage, const ColumnsReader<BV, G>& gates,
@@ -162,7 +174,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
 #pragma unroll
       for (int n = 0; n < NUMBERS; ++n) multiply_half(o[m][1], border, scores[n], 0);
     }
-    if (SUBS == 4 && m == 0) {  // the second half reads values of the first
+    if (SUBS == 4 && m == 0) {  // outputs of the second 16 tokens, o[1], read values of the first 16
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
       for (int p = 0; p < 4; ++p)
@@ -176,9 +188,9 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
         for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, scores[n]);
       }
     }
-    float within[2][4] = {};
+    float within[2][4] = {};  // the terms of both sub-chunks' own values, decayed to the middle, or, if `grows`, whole
     if (grows) {
-      const WithinSubChunks sums = sum_one_by_one(s, stage, 16 * m, threadIdx.x >> 5 << 4);
+      const WithinSubChunks sums = sum_one_by_one(s, stage, 16 * m, threadIdx.x >> 5 << 4);  // the warp's first column
 #pragma unroll
       for (int n = 0; n < 8; ++n) within[n / 4][n % 4] = sums.x[n / 4][n % 4];
     } else {

@@ -11,6 +11,12 @@
 //                                 between them, if there is one)
 //           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads the state before token i writes: its queries' sums end with gate i - 1.
+// shapes    A warp has 16 of its warpgroup's 64 channels and all tokens. With g = lane / 4 and t = lane % 4 a lane has
+//           channels g + 8h of the warp's, h = 0 and 1, and tokens 2t and 2t + 1 of each sub-chunk.
+//           Operand (warpgroup.cuh), 16-bit numbers, two tokens a register: x[s][m] has channel g + 8(m % 2), tokens
+//           16s + 8(m / 2) + 2t and the next: a left operand [channel, token] of a product over tokens.
+//           A panel in shared memory has 128 bytes of each of a chunk's tokens: 64 channels of 16 bits, or 32 of
+//           float32, of which a warpgroup has two panels. 16-byte piece p of row r is at place p XOR r % 8
 // numerics  Exponents across sub-chunks are sums of the gates between two tokens and never differences of sums, so that
 //           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST_GATE counts as LEAST_GATE, so
 //           that the inverse of a decay is finite: what should be forgotten keeps e^-16 (1e-7) of itself within its
@@ -26,8 +32,7 @@ constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;  // BC: tokens of a su
 
 #include "warpgroup.cuh"  // after CHUNK, which it uses
 
-// A lane's values of a sub-chunk: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk
-// has four sub-chunks.
+// A lane's values of a sub-chunk: x[2h + p] is channel g + 8h of token 2t + p; and of a chunk's four sub-chunks.
 using SubChunk = float[4];
 using Chunk = SubChunk[SUBCHUNKS];
 
@@ -37,11 +42,12 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// Products in tf32 ignore the last 13 bits of float32 operands, since rounding takes four instructions: on average
-// 0.7213 / 2048 of a number. The product of an operand that is cut off is multiplied by this factor, once for each.
+// A product in tf32 ignores the last 13 bits of a float32 operand (to round it would take four instructions): on
+// average 0.7213 * 2^-11 of the number (0.7213 = 1 / (2 ln 2), the mean of 1/m over mantissas m with uniform
+// logarithms). The including kernels multiply results by this factor, once for each operand that was cut off.
 constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
-// Calls f(n, h) for this lane's two neighbouring tokens in each sub-chunk n, of each channel g + 8h.
+// Calls f(n, h) for this lane's tokens 2t and 2t + 1 in each sub-chunk n, of each channel g + 8h.
 template <class F> __device__ __forceinline__ void each_neighbours(F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n)
@@ -49,24 +55,24 @@ template <class F> __device__ __forceinline__ void each_neighbours(F f) {
     for (int h = 0; h < 2; ++h) f(n, h);
 }
 
-// The register of operand x that holds these two tokens.
+// The register of Operand x that holds these two tokens of this channel.
 template <class X> __device__ __forceinline__ auto& neighbours_of(X& x, int n, int h) {
   return x[n / 2][n % 2 * 2 + h];
 }
 
-// Keeps x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which would compute
-// x again at each use.
+// Keeps x in a register of its own, by a shuffle from the lane itself. `opaque` hides x from the compiler, but not from
+// the assembler, which would compute x again at each use.
 __device__ __forceinline__ int in_register(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
 
-// The byte offset in a panel of the row that a lane addresses for ldmatrix and stmatrix, which move a warp's 16 of 64
-// columns, 16 rows at a time; the next 16 rows are 2048 bytes further on.
+// The byte offset in a panel of 16-bit values of the 16 bytes that a lane addresses for ldmatrix and stmatrix, which
+// move a warp's 16 of 64 channels, 16 tokens at a time; the next 16 tokens are 2048 bytes further on.
 __device__ __forceinline__ int lane_offset() {
   const int thread = threadIdx.x, row = (thread & 7) + (thread >> 4 & 1) * 8;
   return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
 }
 
 // Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels;
-// offset: lane_offset(), here and in all functions below, which for float32 do not need it.
+// offset: lane_offset(), here and in all functions below. Those for float32 do not read it.
 template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int offset) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + offset + 2048 * s);
@@ -77,7 +83,8 @@ __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Opera
   for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + offset + 2048 * s, x[s]);
 }
 
-// Load and store values of a warp's 16 channels as floats, in a tile of 16-bit values or of float32.
+// Load and store values of a warp's 16 channels as floats. panels: the warpgroup's one panel of 16-bit values, or its
+// two of float32, whose numbers of this lane each_float (warpgroup.cuh) finds.
 template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int offset) {
   Operand packed;
   load_operand(packed, *panels, offset);
@@ -101,15 +108,16 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-// In nats: the least gate of decays from a sub-chunk's middle; and the least gate of all others, in place of -inf,
-// which times a count of 0 would be NaN. e^-256 is 0 in float32.
+// In nats, what a smaller gate counts as: in decays from a sub-chunk's middle, LEAST_GATE; in all others,
+// FORGOTTEN_GATE, since -inf times a count of 0 would be NaN. e^-256 is 0 in float32.
 constexpr float LEAST_GATE = -16.f, FORGOTTEN_GATE = -256.f;
 
 // How gates of type G are summed by tensor cores, in numbers of `Type`, so that sums are logarithms of base 2.
-// LEAST_TWO, FORGOTTEN_GATE_TWO: these bounds twice, in the halves of a register. ONE: the bits of the factor that
-// counts a gate once, in each of the two halves of a product: log2 e as the sum of two numbers, or, for float32 gates,
-// which are multiplied by log2 e before, 1. HALVES: the last bit of ONE's exponent, which is set; without it the factor
-// is half as large.
+// LEAST_TWO, FORGOTTEN_GATE_TWO: -16 and -256 twice, in the halves of a register. ONE: the bits of the factor that
+// counts a gate once, in each of the two halves of a product's depth. For 16-bit gates the sum of both factors is
+// log2 e (bf16: 1.4375 + 0.005188; f16: 1.442383 + 0.0003123); float32 gates are multiplied by log2 e before, and the
+// factors of their two numbers are 1. HALVES: the last bit of ONE's exponent, which all of them have set; without it
+// the factor is half as large.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
@@ -127,10 +135,12 @@ template <> struct GateFormat<float> {
 };
 
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
-// are multiplied by log2 e. A product of gates and Counts sums a sub-chunk's 8 gates twice, once for each number of
-// ONE; for 16-bit gates both halves of the left operand are the same numbers, and the compiler copies their registers,
-// since no operand has a register twice. MINUS: the second half of both operands is negated instead, which leaves the
-// product as it is (no effect for float32, whose halves differ).
+// are multiplied by log2 e. A product of gates and Counts, of depth 16, sums a sub-chunk's 8 gates twice, once for each
+// number of ONE. For 16-bit gates both halves of the left operand are the same numbers. If they were the same
+// registers, the assembler would copy them for each product: an operand's registers are four different ones. MINUS: the
+// second half of both operands is negated instead, which leaves the product as it is. This saves the copies where
+// registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates ignore MINUS: their
+// halves are rounded values and remainders, which differ.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -140,7 +150,8 @@ template <typename G, bool MINUS = false> struct Gates {
     load_operand(x, *panels, offset);
     each_neighbours([&](int n, int h) { neighbours_of(x, n, h) = at_least<G>(neighbours_of(x, n, h), BOUND); });
   }
-  // Sub-chunk n as a left operand; CLAMPED: gates are at least LEAST_GATE.
+  // Sets `a` to sub-chunk n as a left operand, its 8 gates in both halves of the depth; CLAMPED: gates below LEAST_GATE
+  // count as LEAST_GATE.
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -170,20 +181,24 @@ template <bool MINUS> struct Gates<float, MINUS> {
   }
 };
 
-// Right operands of the sums of gates: how often each gate of a sub-chunk counts in the sum for token i = lane / 4: 0,
-// 1, -1, 1/2 or -1/2 times. Each use computes its operand from masks, since registers are scarce.
+// Right operands b [gate, token] of the sums of gates: how often each gate of a sub-chunk counts in the sum for token
+// i = lane / 4: 0, 1, -1, 1/2 or -1/2 times. A lane's register b[half] has gates 2t (its low 16 bits) and 2t + 1. Each
+// use computes its operand from masks, since registers are scarce.
 template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
-  // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads; early:
-  // gates before the middle, which count -1 times; mask ^ early are the gates between the middle and the token.
+  // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads (RWKV-6: up
+  // to i - 1); early: gates before the middle, which count -1 times. For mask = written or read, mask ^ early are the
+  // gates between the middle and the token.
   int written, read, early;
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
     const auto up_to = [&](int last) { return (token <= last ? 0xffff : 0) | (token < last ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
-    // GLA's gates 1 to 7 are between tokens, and the middle is within gate 4: mask ^ early lacks the bit HALVES of that
-    // gate for every i, so that it counts 1/2 or, for i < 4, -1/2 times.
+    // GLA: gate n lies between tokens n - 1 and n, and the middle is halfway through gate 4, the low half of the
+    // register of the lane with token == 4. Its bits in mask ^ early are to be all but HALVES. i >= 4: mask has all of
+    // its bits, early only HALVES: it counts 1/2. i < 4: mask has none, early all but HALVES, the sign too: it counts
+    // -1/2.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
   // Sets b[half] to masked(ONE[half] for both gates of a register, negated in the second half if MINUS).
@@ -192,7 +207,8 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
     for (int half = 0; half < 2; ++half)
       b[half] = masked(GateFormat<G>::ONE[half] * 0x10001u ^ (half && MINUS && sizeof(G) == 2 ? SIGNS : 0));
   }
-  // Sums from the middle to the token of `mask`, with negative signs of gates before the middle; or minus these sums.
+  // Sums from the middle to the token of `mask`, in which gates before the middle count negatively; `negative`: minus
+  // these sums.
   __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask, bool negative = false) const {
     mask = opaque(mask);
     const u32 minus = (negative ? ~early : early) & 0x80008000u;
@@ -218,7 +234,7 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
   mma_f16(d, a, b);
 }
 
-// Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums: log2 of this lane's decays.
+// Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums, a SubChunk: log2 of this lane's decays.
 template <typename G, bool MINUS, class F>
 __device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
 #pragma unroll
@@ -239,7 +255,7 @@ __device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, MINU
   });
 }
 
-// The decays of queries from the start of their sub-chunk, and those of keys to its end.
+// Set `to` to the decays of queries from the start of their sub-chunk, or to those of keys to its end.
 template <class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
   u32 b[2];
@@ -284,11 +300,12 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& from_s
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// x as an operand in tf32. EXACT: without the bits that products ignore, so that x has the same value where float32
-// computes with it.
+// x as an operand in tf32. EXACT: without the 13 bits that products ignore. So if the caller uses the operand in
+// float32 arithmetic, too, as the first pass does for dg, both computations have the same number.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// The decays of queries and of keys in sub-chunk n from its middle. LOADED_CLAMPED: `gates` were loaded with CLAMPED.
+// Sets `queries` and `keys` to their factors in sub-chunk n: e^(sum of gates from the middle), and e^-(that sum).
+// LOADED_CLAMPED: `gates` were loaded with CLAMPED.
 template <bool LOADED_CLAMPED = false, class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
                                                    const Counts& counts, int n) {
@@ -309,7 +326,8 @@ __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& 
   }
 }
 
-// Queries and keys of sub-chunk n times their decays from its middle. Calls f(i, query, key) with the values in memory.
+// Sets `queries` and `keys` to those of sub-chunk n, q and k, times their factors of decays_from_middle. Calls
+// f(i, query, key) with the numbers without factors, i = 2h + p.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& query_decays,
                                              const SubChunk& key_decays, const Operand& q, const Operand& k, int n,
@@ -329,14 +347,15 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
 
 // A lane's operands, in tf32, of pairs of tokens in different sub-chunks. by8, at the borders after 8 and 24 tokens:
 // queries of sub-chunks 1 and 3, or keys of 0 and 2; by16, at the border after 16 tokens: queries of 2 and 3, or keys
-// of 0 and 1. Also used for the sums over such pairs, of each query or key.
+// of 0 and 1. The products' results, sums over the pairs of each of these queries or keys, have the same type and
+// order.
 struct Across {
   SubChunk by8[2], by16[2];
 };
 
-// Stores queries times their decays in `to`, and calls put(n, h, x, y) with two queries times their decays from the
-// chunk's start and `scale`, for products with a state. outer_decays: from the start of the sub-chunk; d: over whole
-// sub-chunks.
+// Stores queries times their decays in `to`, and calls put(n, h, x, y) with the lane's two queries of sub-chunk n and
+// channel h, times their decays from the chunk's start and scale[h], for products with a state. outer_decays: of
+// queries from the start of their sub-chunk; d: over whole sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
@@ -354,8 +373,9 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
   });
 }
 
-// Stores keys times their decays in `to`, and calls put(n, h, x, y) with two keys times their decays to the chunk's
-// end. outer_decays: to the end of the sub-chunk; d: over whole sub-chunks.
+// Stores keys times their decays in `to`, and calls put(n, h, x, y) with the lane's two keys of sub-chunk n and channel
+// h, times their decays to the chunk's end. outer_decays: of keys to the end of their sub-chunk; d: over whole
+// sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
                                            const SubChunkDecays& d, F put) {
@@ -374,9 +394,10 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const C
 
 // ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index, the index of a pair's
-// value: add_keys reads 8 keys of 4 neighbouring queries at a time, add_queries 8 keys of queries 0, 2, 4 and 6 of a
-// sub-chunk: both from 32 banks.
+// Values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index is the index of a
+// pair's value. It moves a row's groups of 8 keys: group m of query i is at place m XOR i % 4 XOR i / 4 % 2. So both
+// reads touch 32 banks: that of add_keys, 8 keys of 4 neighbouring queries, and that of add_queries, 8 keys of queries
+// 0, 2, 4 and 6 of a sub-chunk.
 using Pairs = float[CHUNK][CHUNK];
 __device__ __forceinline__ int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
@@ -384,8 +405,8 @@ __device__ __forceinline__ int pair_index(int query, int key) {
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
 // The value to store for a pair: rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// RWKV-6: scale do_i . v_i of a token, stored in Pairs where pair_index puts keys after the query, which no pair has; a
-// sub-chunk's values are neighbours.
+// RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, n < 4, at place 3 XOR
+// n: there pair_index puts keys 24 to 31 of query n, which are after the query and in no pair.
 __device__ __forceinline__ float& self_weight_at(Pairs& x, int token) {
   return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
 }
@@ -394,16 +415,17 @@ __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&self_weight_at(x, n * BC) + 2 * (threadIdx.x & 3));
 }
 
-// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk. The right operand b has token 2t at depth t = lane %
-// 4, and token 2t + 1 at depth t + 4, and so has the left operand that is made of x.
+// d[channel, i] += sum_j x[channel, j] b[j, i], over the 8 tokens j of a sub-chunk. The right operand b has token 2t at
+// depth t, and token 2t + 1 at depth t + 4, and so has the left operand that is made of x.
 __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
   const u32 a[4] = {__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])};
   mma_tf32(d, a, b);
 }
 
 // Products of queries or keys and a chunk's Pairs. The index in Pairs (pair_index) of the first pair that a lane reads
-// in the first sub-chunk: in sums over keys keys_index, of query lane / 4 with key 2 (lane % 4); in sums over queries
-// queries_index, of query 2 (lane % 4) with key lane / 4. Indices for other sub-chunks differ by an XOR and a sum.
+// in the first sub-chunk: in sums over keys keys_index, of query lane / 4 with key 2t; in sums over queries
+// queries_index, of query 2t with key lane / 4. Keys of sub-chunk m are at this index XOR 8m, queries of sub-chunk n
+// 8 n CHUNK further on.
 struct PairReader {
   const float* pairs;
   int keys_index, queries_index;
@@ -420,6 +442,7 @@ struct PairReader {
   // Sums over these queries, for these keys: to_j += sum_i pairs_ij q_i.
   __device__ __forceinline__ void add_queries(SubChunk& to, const SubChunk& q, int queries, int keys) const {
     const float* from = pairs + 8 * CHUNK * queries;
+    // Query 2t + 1, a row of CHUNK pairs later, has its groups of 8 keys at places with the other bit 0: keys ^ 1.
     const float first = from[queries_index ^ 8 * keys], second = from[(queries_index ^ 8 * (keys ^ 1)) + CHUNK];
     const u32 b[2] = {__float_as_uint(first), __float_as_uint(second)};
     multiply_pairs(to, q, b);
