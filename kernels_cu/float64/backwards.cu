@@ -44,11 +44,16 @@ struct Args {
   double scale;
 };
 
-// The least number of blocks on a multiprocessor, which bounds a thread's registers; 0: none is asked for. It is given
-// where the assembler would otherwise choose so few registers that it spills.
+// The blocks that a multiprocessor must have room for, which limits a thread's registers; 0: no number is asked for.
+// Then the assembler chooses the registers itself, and in one case chooses so few that it spills: fewer than 5 blocks
+// allow.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE_SM100 ? 5 : 0;
 
+// ReadOrder: AfterWrite, or BeforeWrite for RWKV-6 (read_order.cuh). COLUMNS: 32 times a lane's columns (Row in
+// state_row.cuh): lane l has columns l, l + 32, ...; X.each(columns, f) calls f(number, column) for those that exist.
+// Chunks are taken from the last to the first: of each, X_{t-1} of all its tokens is computed forwards and kept in
+// `states`, then gradients are computed backwards.
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_backwards(const Args args) {
   const StateRow row(args.shape, args.R);
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
 #pragma unroll 1
     for (i64 t = span.stop - 1; t >= span.start; --t) {
       const double a = args.a.row(batch, h, t)[r * args.a_step], scaled_p = args.scale * args.p.row(batch, h, t)[r];
-      double dx = 0., da = 0., self_term = 0.;
+      double dx = 0., da = 0., self_term = 0.;  // self_term: (u_c * y) . z, then times scale p
       D.each(int(args.columns), [&](double& gradient, int c) {
         const double y = args.y.row(batch, h, t)[c], z = args.z.row(batch, h, t)[c],
                      ab = a * args.b.row(batch, h, t)[c * int(args.b_step)];

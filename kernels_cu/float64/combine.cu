@@ -23,7 +23,7 @@ struct Args {
 __global__ void __launch_bounds__(128) float64_combine(const Args args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, b = blockIdx.x / shape.NC / shape.H;
-  const Span span = chunk_tokens(shape, c);
+  const Span span = chunk_tokens(shape, c);  // the tokens of chunk c of batch row b
   for (i64 at = threadIdx.x; at < (span.stop - span.start) * shape.V; at += blockDim.x) {
     const i64 t = span.start + at / shape.V, column = at % shape.V;
     double sum = 0.;

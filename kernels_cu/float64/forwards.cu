@@ -35,11 +35,14 @@ struct Args {
   double scale;
 };
 
-// The least number of blocks on a multiprocessor, which bounds a thread's registers; 0: none is asked for. It is given
-// where the assembler would otherwise choose so few registers that it spills.
+// The blocks that a multiprocessor must have room for, which limits a thread's registers; 0: no number is asked for.
+// Then the assembler chooses the registers itself, and in one case chooses so few that it spills: fewer than 9 blocks
+// allow.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_SM100 ? 9 : 0;
 
+// ReadOrder: AfterWrite, or BeforeWrite for RWKV-6 (read_order.cuh). COLUMNS: 32 times a lane's columns (Row in
+// state_row.cuh): lane l has columns l, l + 32, ...; X.each(columns, f) calls f(number, column) for those that exist.
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
   const StateRow row(args.shape, args.R);
@@ -60,7 +63,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
       X.each(int(args.columns), [&](double& state, int c) { start[c] = state; });
     }
     const double x = args.x.row(batch, h, t)[r], a = args.a.row(batch, h, t)[r * args.a_step];
-    double read = 0., self_term = 0.;
+    double read = 0., self_term = 0.;  // this lane's terms, then sums over the warp: z . X; (u_c * y) . z
     X.each(int(args.columns), [&](double& state, int c) {
       const double y = args.y.row(batch, h, t)[c], z = args.z.row(batch, h, t)[c], before = state;
       state = fma(x, y, a * (args.b.row(batch, h, t)[c * int(args.b_step)] * state));

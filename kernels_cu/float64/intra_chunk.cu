@@ -19,6 +19,7 @@ struct Args {
   Shape shape;
 };
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh.
 template <class ReadOrder> __global__ void __launch_bounds__(128) float64_intra_chunk(const Args args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, b = blockIdx.x / shape.NC / shape.H;

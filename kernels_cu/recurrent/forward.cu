@@ -31,15 +31,18 @@ template <int BK> struct Shared {
   float av[TOKENS * BV];              // [16, BV], gates of columns, then decays
 };
 
-// GATED: whether columns have gates gv, too.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: of the gates.
+// GATED: whether columns have gates gv, too. load_tile (tensor.cuh) copies tokens to shared memory as floats; what is
+// outside of the array becomes 0, so that gates there are 0 and decays 1.
 template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int THREAD_CHANNELS = BK / WARPS;
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
-  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
+  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;  // sequence, its batch row
   const Span span = tokens_of(shape, n % shape.count);
+  // A thread has column v_tile + lane and THREAD_CHANNELS channels from first_channel on.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_channel = warp * THREAD_CHANNELS;
   const i64 first_index = (n * shape.H + h) * shape.K * shape.V + v_tile + lane;
   const bool column_exists = v_tile + lane < shape.V;
@@ -62,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
     load_gates();
     load_tile<TOKENS, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
     __syncthreads();           // the tiles are in shared memory; the sums of o have been read
-    float largest_gate = 0.f;  // if GATED
+    float largest_gate = 0.f;  // of those whose exp this thread takes; only if GATED
     const auto take_exp = [&](float& x) {
       if (GATED) largest_gate = fmaxf(largest_gate, x);
       x = decay_of(x);

@@ -45,10 +45,12 @@ template <typename T, typename G, typename S> struct Args {
   i64 aligned16;  // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
+// N neighbouring columns of a row of the state, loaded and stored at once.
 template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
   S x[N];
 };
 
+// What one channel has of the token; R: the type of the arithmetic. u: 0 for GLA.
 template <typename R> struct Channel {
   R q, k, decay, u;
 };
@@ -75,7 +77,8 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
                                             int warp) {
   using R = Wider<T, S>;
   constexpr int CHANNELS = PIECE > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
-  // A lane has LANE_PIECES pieces of a row, a row ROW_LANES lanes, a warp ROWS rows at once, a lane LANE_CHANNELS rows.
+  // A row of the state is a channel, of whose 64 columns ROW_LANES lanes have LANE_PIECES pieces each. A warp has ROWS
+  // rows at once, and so a lane LANE_CHANNELS rows, ROWS apart.
   constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, ROW_LANES = BV / (PIECE * LANE_PIECES),
                 ROWS = 32 / ROW_LANES, LANE_CHANNELS = CHANNELS / ROWS;
   const int lane = threadIdx.x % 32, row = lane / ROW_LANES, first_column = lane % ROW_LANES * PIECE, K = int(args.K);
@@ -131,6 +134,8 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
     }
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: of g; S: of the
+// stored state.
 template <class ReadOrder, typename T, typename G, typename S>
 __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurrent_step(const Args<T, G, S> args) {
   using R = Wider<T, S>;

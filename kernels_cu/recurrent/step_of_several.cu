@@ -78,6 +78,7 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
   R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // weights: q . k (BeforeWrite: q . diag(bonus) k) and q . b
 };
 
+// T: the type of q, k, v, a, b and o; G: of g and beta; S: of the stored state; R: of the arithmetic.
 template <class Rule, typename T, typename G, typename S, int BK>
 __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
   using R = Widest<T, S>;
@@ -102,6 +103,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 
   for (int first_column = 0; first_column < V; first_column += BV) {
     const int columns_left = V - first_column;
+    // A thread has LANE_COLUMNS columns from `column` on and every CHANNELS_AT_ONCE-th channel from first_channel on.
     S* const first_piece = args.state.row(slot, h, first_channel) + first_column + column;
     R state[LANE_CHANNELS][LANE_COLUMNS];
 #pragma unroll
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         if (lane == 0) s.weights[n][t] = weight;
       }
     }
-    for (int t = 0; t < accepted; ++t) {
+    for (int t = 0; t < accepted; ++t) {  // applies the accepted tokens to the state
 #pragma unroll
       for (int n = 0; n < LANE_CHANNELS; ++n) {
         const int c = first_channel + n * CHANNELS_AT_ONCE;
@@ -204,6 +206,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     __syncthreads();  // normalized rows and weights are in shared memory
 
     for (int t = 0; t < tokens; ++t) {
+      // This thread's channels' terms of S'^T k (Dplr: S_(t-1)^T a) and of S'^T q (BeforeWrite: S_(t-1)^T q).
       R erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
 #pragma unroll
       for (int n = 0; n < LANE_CHANNELS; ++n) {
@@ -263,6 +266,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     __syncthreads();  // all tokens have been read: the next columns' may overwrite them
   }
+  // This call's decays and keys become pending: no tile of columns needs those of the previous call any more.
   for (int index = threadIdx.x; index < tokens * BK; index += BLOCK) {
     const int t = index / BK, c = index % BK;
     if (c < gates) pending(t)[c] = s.decays[t][c];

@@ -10,7 +10,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// Tokens that are loaded before the first result is stored. A chunk of at most as many is loaded once, for both sums.
+// Tokens that a thread loads before it stores their first result, so that the loads overlap. A chunk of at most as many
+// is loaded once, for both sums.
 template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;
 
 template <typename G> struct Args {
@@ -19,7 +20,7 @@ template <typename G> struct Args {
   Shape shape;
 };
 
-// The gates of FLIGHT tokens, `stride` apart; zeros from token `rows` on.
+// Sets x to one channel's gates of FLIGHT tokens, `stride` apart; zeros from token `rows` on.
 template <typename G> __device__ __forceinline__ void read(G (&x)[FLIGHT<G>], const G* from, i64 stride, int rows) {
 #pragma unroll
   for (int n = 0; n < FLIGHT<G>; ++n, from += stride) x[n] = n < rows ? *from : from_real<G>(0);
@@ -49,7 +50,7 @@ template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum
       }
       if (first + FLIGHT<G> >= tokens) break;
     }
-    sum = 0;  // and back, from the tokens that were read last
+    sum = 0;  // e, from the chunk's last token back: x still holds the tokens that were read last, from `first` on
 #pragma unroll 1
     for (;; first -= FLIGHT<G>) {
 #pragma unroll

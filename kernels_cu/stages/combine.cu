@@ -12,7 +12,9 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int STEP = 32, TILE = 64, STAGES = 3;  // of the inner axis; rows and columns of a block; steps in memory
+// STEP: of the inner axis, channels or tokens, which products sum over; TILE: rows and columns of a block; STAGES:
+// steps in shared memory at a time.
+constexpr int STEP = 32, TILE = 64, STAGES = 3;
 
 template <typename T> struct Args {
   Rows<const float> qg;
@@ -27,16 +29,18 @@ template <typename T> struct Args {
 
 template <typename T> struct alignas(16) Stage {
   float left[TILE * LD<float, STEP>];  // [64, 32] of qg or A
-  union {
-    float h[STEP * LD<float, TILE>];  // [32, 64]
-    T v[STEP * LD<T, TILE>];          // [32, 64]
+  union {                              // h beside qg, v beside A
+    float h[STEP * LD<float, TILE>];   // [32, 64]
+    T v[STEP * LD<T, TILE>];           // [32, 64]
   };
 };
 template <typename T> struct Shared {
   Stage<T> stages[STAGES];
 };
 
-// sums[16 rows of the warp, 64] += left[64, 32] right[32, 64]
+// sums[16 rows of the warp, 64] += left[64, 32] right[32, 64], of left the warp's 16 rows. sums[n] is columns 8n to 8n
+// + 7: with g = lane / 4 and t = lane % 4, [0] and [1] are row g and columns 2t and 2t + 1, [2] and [3] row g + 8.
+// load_rounded (copies.cuh) sets operands from 16 x 16 numbers; <false>: none is transposed.
 template <typename T, typename E>
 __device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Stage<T>& in, const E* right) {
   const int warp = threadIdx.x >> 5;
@@ -57,6 +61,7 @@ __device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Sta
 template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combine(const Args<T> args) {
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(dynamic_smem());
   const Shape& shape = args.shape;
+  // groups: of 64 rows in a chunk; chunk: among those of all batches and heads; c: among those of its batch row
   const u32 v_tiles = u32(shape.V + TILE - 1) / TILE, groups = u32(shape.chunk + TILE - 1) / TILE;
   const u32 NC = u32(shape.NC), H = u32(shape.H), chunk = blockIdx.x / v_tiles / groups, c = chunk % NC;
   const u32 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;
@@ -65,10 +70,11 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   const i64 first_row = span.start + group * TILE;
   if (first_row >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
 
-  // Steps over the channels, then over the tokens up to the last row's.
+  // Steps over the channels, then over the tokens up to the last row's. A is zero for tokens after its row.
   const i64 stop = first_row + TILE < span.stop ? first_row + TILE : span.stop;
   const int channel_steps = int((shape.K + STEP - 1) / STEP),
             steps = channel_steps + int((stop - span.start + STEP - 1) / STEP);
+  // Starts to copy a step, and commits a group of copies also if there is none.
   const auto fetch = [&](int step) {
     if (step < steps) {
       Stage<T>& to = s.stages[step % STAGES];

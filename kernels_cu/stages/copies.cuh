@@ -1,19 +1,21 @@
 // what      Copies of rows of an array to a tile in shared memory, by cp.async where the alignment allows it, and
 //           products of tiles in tf32.
-// numerics  EXACT (float32 data): an operand is two tf32 numbers, and three products keep 22 bits. Half data are tf32
-//           numbers; float32 operands beside them are rounded to tf32
+// numerics  EXACT (float32 data): an operand is two tf32 numbers, and three products keep 22 bits. float16 and bfloat16
+//           data are tf32 numbers already; float32 operands beside them are rounded to tf32
 #include "fragments.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 128;  // of a block: all of them call copy_tile together
 
 // The distance of a tile's rows of COLS numbers: 16 bytes more than they take, so that the lanes of a warp read pairs,
 // or rows by ldmatrix, from different banks.
 template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 4);
 
-// Starts to copy [ROWS, COLS] from rows of `width` numbers, which are `stride` apart; zeros from row `rows` and column
-// `width` on. All rows are multiples of BYTES bytes.
+// Starts to copy a tile [ROWS, COLS], in pieces of BYTES bytes, from rows of `width` numbers, which are `stride` apart;
+// zeros from row `rows` and column `width` on. All rows are multiples of BYTES bytes. Pieces of 4 bytes or more are
+// copied in the background: the caller commits the group, waits for it, and has a barrier. A thread has one column of
+// pieces and every DOWN-th row.
 template <int BYTES, int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
@@ -32,6 +34,7 @@ __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, 
     }
   }
 }
+// The same for rows that are multiples of `bytes` only: 8, 4, or one number. Rare, and so not inlined.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __noinline__ void copy_small_pieces(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 8) copy_pieces<8, ROWS, COLS, LD>(tile, from, stride, rows, width);
@@ -50,12 +53,13 @@ __device__ __forceinline__ void copy_tile(T* tile, const Rows<const T>& x, i64 b
   else copy_small_pieces<ROWS, COLS, LD>(tile, from, x.t, rows, columns, int(bytes));
 }
 
-// Operands of data of type T, and of float32 numbers beside them.
+// Operands of products with data of type T: of the data, and of float32 numbers that they are multiplied with.
 template <typename T> constexpr bool EXACT = sizeof(T) == 4;
 template <typename T> using LeftOf = Pairs<EXACT<T>, float, 4>;
 template <typename T> using RightOf = Pairs<EXACT<T>, float, 2>;
 
-// Loads a left operand from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16].
+// Loads a left operand from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16]; the depth is summed over. Numbers
+// are rounded to tf32, or split in two (`set` in fragments.cuh).
 template <bool TRANSPOSED, class L, typename E>
 __device__ __forceinline__ void load_rounded(L& a, const E* tile, int ld) {
   each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });

@@ -21,6 +21,8 @@ template <typename T> struct Args {
   Shape shape;
 };
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k. Real<T>: float, or
+// double if T is double.
 template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), H = u32(shape.H), head = blockIdx.x / NC, h = head % H, batch = head / H;
@@ -29,6 +31,7 @@ template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3)
   for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
     const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };
     auto q = first_row(args.q), k = first_row(args.k);
+    // RWKV-6: b is a token behind the others. Before the chunk's first token it is not read.
     auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.t : 0), e = first_row(args.e);
     auto qg = first_row(args.qg), kg = first_row(args.kg);
 #pragma unroll 1

@@ -38,14 +38,16 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, k_tiles = (shape.K + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, k_tile = blockIdx.x / v_tiles % k_tiles * TILE;
+  // n: the sequence, of batch row `batch`; size: of a state
   const i64 head = blockIdx.x / v_tiles / k_tiles % shape.H, n = blockIdx.x / v_tiles / k_tiles / shape.H;
   const i64 batch = n / shape.count, size = shape.K * shape.V;
   const Span chunks = chunks_of(shape, n % shape.count), tokens = tokens_of(shape, n % shape.count);
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   const int row = int(k_tile) + 16 * warp + g, across = int(v_tile) + 2 * t;  // of the lane's first number
-  const bool pairs = shape.V % 2 == 0;
+  const bool pairs = shape.V % 2 == 0;  // whether two neighbouring numbers of a state are aligned for one store
 
-  // Calls f(number, its offset in a state [K, V]) for this lane's numbers of the state that are inside.
+  // The warp's 16 channels of the state: S[tile][2h + p] is channel g + 8h, column 8 tile + 2t + p. each_number calls
+  // f(number, its offset in a state [K, V]) for this lane's numbers that are inside.
   float S[TILE / 8][4] = {};
   const auto each_number = [&](auto f) {
 #pragma unroll
@@ -57,6 +59,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       }
   };
   if (args.initial) each_number([&](float& x, i64 index) { x = args.initial[(n * shape.H + head) * size + index]; });
+  // Stores the lane's numbers in `state` [K, V].
   const auto store = [&](float* state) {
     if (!pairs) return each_number([&](float& x, i64 index) { state[index] = x; });
 #pragma unroll
@@ -69,6 +72,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       }
   };
 
+  // Every chunk takes chunk_steps steps, those of the longest: copies of tokens after a chunk's end are zeros.
   const i64 longest = tokens.stop - tokens.start < shape.chunk ? tokens.stop - tokens.start : shape.chunk;
   const u32 chunk_steps = u32((longest + STEP - 1) / STEP), steps = u32(chunks.stop - chunks.start) * chunk_steps;
   const auto fetch = [&](u32 step) {
@@ -95,7 +99,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
     __syncthreads();  // this step's tokens have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
-    if (step % chunk_steps == 0) {
+    if (step % chunk_steps == 0) {  // a chunk begins: S is the state before it, and is then decayed over it
       store(before);
       before += size;
       const float decays[2] = {decay_of(in.gates[16 * warp + g]), decay_of(in.gates[16 * warp + g + 8])};
@@ -104,6 +108,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
 #pragma unroll
         for (int x = 0; x < 4; ++x) S[tile][x] *= decays[x >> 1];
     }
+    // S += k^T v over the step's tokens; load_rounded (copies.cuh) <true>: of the tile k [token, channel] the
+    // transpose.
 #pragma unroll 1
     for (int j = 0; j < STEP; j += 16) {
       LeftOf<T> a;
