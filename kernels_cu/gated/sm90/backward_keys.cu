@@ -35,6 +35,7 @@
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+// Named barriers: of all consumers; WARPGROUP_BARRIER + warpgroup: of one warpgroup of consumers.
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether dS is tf32 in its product with v, which then needs a float32 copy of v. Otherwise dS is the sum of two
@@ -114,12 +115,14 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   float within[2], across[4], self_score = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      // Sums over the channels of warp `other`, [8 channels g, 8 tokens]. This lane adds two, channel_sum the others.
+      // The terms of the channels of warp `other`, [8 lanes g, 8 tokens]; a lane g summed channels g and g + 8. This
+      // lane adds the terms of its token `query` from lanes key_pair and key_pair + 4; channel_sum adds the others.
       const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * key_pair + query;
       self_score += parts[0] + parts[32];
     }
     self_score = channel_sum(self_score);
   }
+  // backward_scores.cuh: products over all channels of the operands that consumers have stored.
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   barrier_arrive(s.within);  // the operands of pairs within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
@@ -285,6 +288,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     // been read.
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(products, in.do_, in.v);
+    // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
     const float factor = TF32_CORRECTION * scale;
     const int first_key = 2 * (lane & 3), distance = query - first_key, pair = pair_index(query, first_key);
 #pragma unroll
@@ -427,6 +431,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     SubChunkDecays decays;
     Across queries_across, keys_across;  // decayed from, and to, the borders of sub-chunks
     const uint4 offsets = entry_of(OFFSETS);
+    // keys_index is 0 and not used: only sums over queries are computed here.
     const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
     const PairReader dA(values.dA, 0, int(offsets.z));
 #pragma unroll
@@ -565,6 +570,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
+  // Computes a chunk token by token, after compute_chunk has returned false for it.
   const auto compute_by_token = [&](u32 iteration) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];

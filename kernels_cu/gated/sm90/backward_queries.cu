@@ -160,12 +160,15 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     // Also means that consumers have read dA and float_do of this stage's previous chunk, which are overwritten below:
     // v and do were copied only after the consumers had arrived at `done`.
     barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are in shared memory
+    // products[n]: do . v of the block's 16 queries and of its keys 8n to 8n + 7, as accumulators [query, key]: [2 half
+    // + j] is query lane / 4 + 8 half, key 2 (lane % 4) + j.
     float products[2][4];
     pair_products(products, in.do_, in.v, block, lane);
     // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
     const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      // queries_of, keys_of: the block's first query and key. Keys 8 later are at pair_index XOR 8.
       const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
       const int distance = query - key, pair = pair_index(query, key);
       // Returns dA of `query` and key + j; product: of their do and v.
@@ -179,7 +182,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
         *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
       }
     }
-    put_float_tile<3, T, BV>(in.float_do, in.do_, block, lane);
+    put_float_tile<3, T, BV>(in.float_do, in.do_, block, lane);  // 3: warps that share the rows
     fence_async();
     barrier_arrive(s.dA_stored[iteration % STAGES]);
   }
@@ -226,8 +229,9 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
                                                  const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    // queries, keys: times their decays from the sub-chunk's middle (decays.cuh). Without the other token's factor,
-    // over_keys: sum_j dA_ij k_j for each query i; over_queries: sum_i dA_ij q_i for each key j.
+    // queries, keys: times their factors about the sub-chunk's middle (decays.cuh). over_keys: for each query i the sum
+    // of dA_ij times these keys, without i's factor; over_queries: for each key j that of dA_ij times these queries,
+    // without j's factor.
     SubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
     float self_terms[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 self_weight = ReadOrder::reads_before_write ? self_weights(pairs, n) : float2{};
@@ -253,9 +257,10 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
-// Adds to `results` the terms of pairs across sub-chunks and of the state. from_state: S do, without its factors;
-// offset: lane_offset(). Sets `by_token`, whether the chunk must be computed token by token, and `decays`; then calls
-// write_state(keys decayed to the chunk's end). LOADS_AGAIN: loads `tokens` again, each operand where it is needed.
+// Adds to `results` the terms of pairs across sub-chunks and of the state. from_state: S do, without the factors scale
+// and E_i; offset: lane_offset(). Sets `by_token`, whether the chunk must be computed token by token, and `decays`,
+// over each sub-chunk; then calls write_state(keys decayed to the chunk's end). LOADS_AGAIN: loads `tokens` again, each
+// operand where it is needed. exceeds_growth (growth.cuh) is a vote of the warp.
 template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperands<T, G>& tokens,
                                                  const Values& from_state, SubChunkDecays& decays,
@@ -337,7 +342,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
       subtract_term(x, i, keys_across.by16[x][i], by16[i]);
     }
   }
-  __syncwarp();
+  __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
 // RWKV-6: query_terms_t <- sum_{i>t} query_terms_i - sum_{j>=t} key_terms_j over tokens of the chunk. all[h]: the sum
@@ -388,6 +393,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int keys_index = held_in_register(pair_index(lane >> 2, 2 * t)),
             queries_index = held_in_register(pair_index(2 * t, lane >> 2));
 
+  // query_sums: the row of the chunk that is being computed, at this lane's first channel
   float S[BV / 2], u[2] = {}, du[2] = {}, *query_sums = args.query_sums + segment.chunk_row * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
   if (ReadOrder::reads_before_write)
@@ -511,6 +517,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
 }
 
+// T: the type of q, k, v and do; G: the gates' type, T or float; Schedule: OneEach or InTurn (states.cuh).
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
