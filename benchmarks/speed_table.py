@@ -359,8 +359,8 @@ def of_random(path) -> str:
         return ""
     return (
         f"The {len(rows)} random calls (benchmarks/sweep.py --random, {meta['date']}) have any sizes, dtypes and "
-        "options that are accepted; no floor is below 10 us there. Most of the slowest are in single precision or have few "
-        "channels or heads."
+        "options that are accepted; no floor is below 10 us there. Most of the slowest are in single precision or have "
+        "few channels or heads."
     )
 
 
