@@ -14,14 +14,15 @@
 //           No dg is a difference of two sums over tokens, which would round more than the result
 // shapes    q k dq dk [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g beta
 //           dbeta dg [B, HV, T], the last two float32; S and dS: backward_storage.cuh. If heads of values share a head
-//           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of q and k
-//           divided by their lengths, for sum_parts.cu
+//           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of a head of
+//           values with respect to the q and k that products take (q / |q| and k / |k| if normalized), which
+//           sum_parts.cu adds up
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
 // smem      Shared: the chunk's q and k; 64 columns of S, dS, do, e and w at a time
 // barriers  q, k and decays are in shared memory. Two for every 64 columns: the columns have arrived (the first time
 //           also: inverse lengths are in shared memory) | they have been read. Then: gate_terms, the matrices of tokens
-//           and `pairs` are in shared memory | pair_terms are. With normalized rows three more: gate_terms have been
-//           read | dot products of a warp's channels are in shared memory | `parallel` is
+//           and `pairs` are in shared memory | pair_terms are. Three more if rows are normalized and parts are not
+//           stored: gate_terms have been read | dot products of a warp's channels are in shared memory | `parallel` is
 // numerics  products of T (operands.cuh) are summed in float32. Of 16-bit data e in dA and dM, and the matrices of
 //           tokens that multiply q and k, are the sum of two T; dS e takes e rounded to T, as dS is. No division by a
 //           decay or by beta
@@ -46,7 +47,7 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, do, dq and dk start on multiples of it, and are multiples long
 };
 
-constexpr int COLUMNS = TILE;  // columns of V that are in shared memory at a time
+constexpr int COLUMNS = TILE;  // columns of V that are in shared memory at a time: 64
 
 template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16;
@@ -76,8 +77,9 @@ template <typename T, int BK> struct alignas(16) Shared {
   float parallel[2 * BT];       // k . dk / |k|^2, then q . dq / |q|^2
 };
 
-// Starts loading into L2 the 64 columns from `column` on that fetch_columns will copy. A thread loads 64 numbers of a
-// state, and 64 of a row of do (kind 0), e (1), the rounding errors of e (2) or w (3).
+// Starts loading into L2 the 64 columns from `column` on that fetch_columns will copy. A thread loads 64 numbers of S
+// or dS, and 64 of a row: 32 threads each have do (kind 0), e (1), the rounding errors of e (2) and w (3); other kinds
+// have no row.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, i64 h, const Span& span, i64 chunk,
                                                  int column) {
@@ -122,10 +124,11 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
   cp_async_commit();
 }
 
-// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. One load of a state
-// gives 16 columns by 16 channels, as four matrices of 8 x 8. States::first(m): a lane's offset in a tile of 64
-// channels for a load from matrix m on; 8 columns of it are 8 matrices. multiply_halves: d[16, 8] += a[16, 16]
-// b[16, 8].
+// Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. A tile of a state is
+// [COLUMNS / 8][8] matrices of 8 columns by 8 channels: matrix 8 (column / 8) + channel / 8, 64 numbers each. One load
+// gives 16 columns by 16 channels, four matrices. States::first(m): the offset in the tile at which this lane loads, if
+// the upper left one of the four is matrix m. So `2 * c * TILE * 8` is 16 columns further. multiply_halves: d[16, 8] +=
+// a[16, 16] b[16, 8].
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
@@ -134,7 +137,7 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
   const LeftReader<COLUMNS, T> reader(lane);
   const int first = warp / 4 * COLUMNS * TILE + States::first(2 * (warp % 4), lane);
 #pragma unroll
-  for (int c = 0; c < COLUMNS / 16; ++c) {
+  for (int c = 0; c < COLUMNS / 16; ++c) {  // 16 columns of V
     Word<T> state[4];
     const auto add = [&](Accumulators& sums, const T* rows) {
 #pragma unroll
@@ -152,11 +155,14 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
   }
 }
 
-// Adds <S, dS> over 32 of the 64 columns, from `column` on, to the diagonals of two products [8 columns, 8 columns], of
-// which a lane holds two numbers of row g = lane / 4 each: in dot[0] and dot[1], and in dot[2] and dot[3]. A load has
-// 16 columns of 16 channels: columns 0 to 7 are rows 0 to 7 of a left operand, columns 8 to 15 rows 8 to 15. The other
-// half of the operand's rows is 0, so that a diagonal gets S . dS of equal columns only. Step n has channels 16 (n % 4)
-// on of the 64 channels n / 8, and the first or second 16 columns, by n / 4 % 2.
+// Adds <S, dS> over 32 of the 64 columns, from `column` on. It is the sum of the diagonals of two matrices [8 columns
+// of S, 8 columns of dS], of which a lane has row g = lane / 4, columns 2 (lane % 4) + p: in dot[p] of the first, in
+// dot[2 + p] of the second matrix. Other numbers are not used.
+// A load has 16 columns of 16 channels. a[0] and a[2] are columns 0 to 7 with the first and the last 8 channels, a[1]
+// and a[3] columns 8 to 15; b likewise. The first product has columns 0 to 7 as the left operand's rows 0 to 7, the
+// second columns 8 to 15 as its rows 8 to 15; the operand's other rows are 0, so that neither adds to the other's
+// matrix. Step n: the n / 8-th tile of 64 channels, in it channels 16 (n % 4) on, and the first or second 16 of the 32
+// columns by n / 4 % 2.
 template <int BK, typename T>
 __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {
   using States = StateReader<false, T>;  // as stored: rows are columns of V
@@ -172,15 +178,17 @@ __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, cons
   }
 }
 
-// Stores x at M[i, j] as the sum of two numbers of T.
+// Stores x at M[i, j]: for 16-bit data as the sum of two numbers, the rounded one and its rounding error M.REST numbers
+// later.
 template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, int i, int j, float x) {
   const T rounded = from_float<T>(x);
   *M.at(i, j) = rounded;
   if constexpr (Matrix<T>::NUMBERS == 2) M.at(i, j)[M.REST] = from_float<T>(x - to_float(rounded));
 }
 
-// A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of 16 rows i and 8 keys j; there is
-// none for blocks without a pair j <= i. Tasks 6 and 7: <S, dS>, each of half of the columns.
+// A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of the 16 tokens i from `row` on
+// and the 8 keys j from `key` on; there is none for blocks without a pair j <= i. Tasks 6 and 7: <S, dS> over the 32 of
+// 64 columns from `column` on.
 struct Task {
   static constexpr int COUNT = 8;
   bool has_pairs;
@@ -204,6 +212,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, channel = 16 * warp;
   const float scale = float(args.scale);
 
+  // copy_chunk starts to copy a tile; rows and channels past the end become 0.
   copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
   copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
   cp_async_commit();
@@ -212,12 +221,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, 0);
   for (int column = COLUMNS; column < shape.V; column += COLUMNS)
     prefetch_columns<BK>(args, opaque(b), opaque(h), span, chunk, column);
+  // Lane i has the decay and beta of token i; past the end they are 1 and 0.
   const TokenNumbers numbers(args.g, args.beta, b, h, span.start, rows);
-  set_decays<WARPS>(factors, numbers.decay);
+  set_decays<WARPS>(factors, numbers.decay);  // D_ij, D_i and E_i: decay_between, decay_from_start, decay_to_end
   if (warp == 0) factors.beta[lane] = numbers.beta;
   cp_async_wait<1>();
   __syncthreads();  // q and k have arrived; decays are in shared memory
-  set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);
+  set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);  // 1 / |k_i|, 1 / |q_i|; or ones
 
   // Of 8 x 8 numbers of a product a lane has row g, columns 2t and 2t + 1. Accumulators x [32 tokens, the warp's 16
   // channels]: x[m][across][2 down + n] is token 16 m + 8 down + g, channel 8 across + 2t + n.
@@ -238,6 +248,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
+        // multiply_rows adds the products [16 rows, 8 rows] to two sums in turn, so that fewer wait for each other.
         float sums[2][4] = {};
         multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e, task.row, task.key);
         if constexpr (sizeof(T) == 2) multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e_error, task.row, task.key);
@@ -288,13 +299,16 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       if (lane == 0) s.state_dots[task.column != 0] = sum;
       continue;
     }
-    float q_k[2][4] = {}, k_k[2][4] = {};  // q . k and k . k, each as the sum of two parts
+    // q . k and k . k, each in two sums, as multiply_rows leaves them. Number x of a product is of tokens i and j
+    // below.
+    float q_k[2][4] = {}, k_k[2][4] = {};
     multiply_rows<BK>(q_k, s.q, s.k, task.row, task.key);
     multiply_rows<BK>(k_k, s.k, s.k, task.row, task.key);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int i = task.row + g + x / 2 * 8, j = task.key + 2 * t + x % 2;
       const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
+      // D is 0 for j > i: set_decays has stored it there, too. So matrices get zeros above, or below, their diagonals.
       const float D = factors.decay_between[i][j], D_k = D * factors.inverse_length[j];
       const float do_e = products[n][0][x], w_e = products[n][1][x];
       const float dA = j <= i ? scale * factors.beta[j] * do_e : 0.f;
@@ -321,6 +335,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     }
     s.pair_terms[warp][lane] = dg;
   }
+  // d[16 tokens from 16 m on, the warp's 16 channels] += a matrix of tokens times k or q. LOWER, UPPER: blocks of 16 x
+  // 16 tokens on the other side of the diagonal are left out, as they are 0.
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) {
     multiply_tokens<LOWER, BK>(dq[m], s.dq_from_k, s.k, 16 * m, channel);
@@ -340,6 +356,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       *args.dg.row(b, h, span.start + lane) =
           fmaf(factors.decay_from_start[BT - 1], s.state_dots[0] + s.state_dots[1], dg);
   }
+  // Whether dq and dk are to be made the gradients of q and k from those of q / |q| and k / |k|.
   const bool divided = args.normalized && !args.parts;
   if (divided) {
     __syncthreads();  // gate_terms have been read: dots overwrite them
@@ -370,8 +387,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     }
     __syncthreads();  // `parallel` is in shared memory
   }
-  // Stores dx, the warp's channels of dq or dk, by way of x: the tile of q or k, which it overwrites. If rows were
-  // divided by their lengths, removes the part of dx along x and divides the rest by the length.
+  // Stores dx, the warp's channels of dq or dk: unchanged in `parts`, or by way of x, the tile of q or k, which it
+  // overwrites. If `divided`, removes the part of dx along x and divides the rest by the length of x. each_pair calls
+  // its function for a lane's pairs of channels c, c + 1 (of the block) of token i.
   enum Kind { OF_Q, OF_K };
   const auto store = [&](const Accumulators& dx, T* x, const Rows<T>& to, Kind kind) {
     if (args.parts) {

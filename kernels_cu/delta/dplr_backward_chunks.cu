@@ -17,10 +17,11 @@
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, dS, do, du, v and u at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and the tokens have arrived. Then:
-//           terms of S and dS, and pairs, are stored; four more in add_pairs_of_blocks
-// numerics  products with S and dS, and of values, are of T, summed in float32. Pairs within 8 tokens are added up in
-//           float32; all others: channel_backward.cuh. A decay is a product of the decays of the tokens in between, so
-//           that any gate is exact
+//           terms of S and dS, and pairs, are stored; add_pairs_of_blocks has four more
+// numerics  products with S and dS, and of values, are of T, summed in float32. Pairs within a block of 8 tokens are
+//           added up in float32. Pairs of two blocks are products of tensor cores; for 16-bit data their operands are
+//           sums of two bfloat16 numbers (channel_backward.cuh). A decay is a product of the decays of the tokens in
+//           between, so that any gate is exact
 // source    Peng et al., 2025 (2503.14456), eq. 17
 // limits    T of bfloat16, float16, single
 #include "cards.cuh"
@@ -37,15 +38,19 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of inputs and do start on multiples of it, and are multiples long
 };
 
-// The order of arguments q to b, and do to u. Rows (q, a) read the state, columns (k, b) write to it.
+// The order of arguments q to b, and do to u, and of s.tokens, s.values and s.terms: Token n belongs to Value n. Rows
+// (q, a) read the state: do and du are the gradients of what they read. Columns (k, b) write v and u to it.
 enum Token { Q_ROW, A_ROW, K_COLUMN, B_COLUMN };
-enum Value { DO, DU, V_, U };  // multiply rows q, rows a, columns k, columns b
+enum Value { DO, DU, V_, U };
 
+// BlockSums (channel_backward.cuh) has what products of two blocks need: pairs_across, block_decays, row_sums,
+// column_sums, end_sums, state_product. 2: the kinds of columns; Operand<T, bf16>: the type of decayed tokens, `single`
+// for float32 data, else bf16, of which NUMBERS = 2 make a number.
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Operand<T, bf16>> {
   union {
     T tokens[4][BT * TILE];  // q, a, k, b, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i
-    // Rows q and a after a border, decayed from it; columns k and b before it, decayed to it. A number is the sum of
-    // two.
+    // After add_pairs_of_blocks has begun, tokens decayed to a border between blocks. [0]: rows q after the border, and
+    // columns k before it; [1]: rows a, and columns b. A number is the sum of NUMBERS numbers.
     Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
@@ -54,31 +59,35 @@ template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Opera
       T states[2][TILE * TILE];  // S, dS
       T values[4][BT * TILE];
     };
-    float terms[4][BT * TILE];  // of dq, da, dk and db: of S, dS and other blocks; at term_place
+    // By Token, after the loop over V: summands of dq, da, dk and db that come from S or dS, then also those from other
+    // blocks. term_place(i, c) is the index of token i, channels c and c + 1.
+    float terms[4][BT * TILE];
   };
-  float4 pairs[BLOCKS][BLOCK][BLOCK];  // qk, qb, ak, ab within blocks of 8 tokens
+  float4 pairs[BLOCKS][BLOCK][BLOCK];  // (qk, qb, ak, ab)_ij of pairs within a block: [block][i][j], read for j <= i
 };
 
-// Starts copying 64 columns, from `column` on, of S, dS and values; a warp copies values of one kind.
+// Starts copying 64 columns of V, from `column` on: of channels `channel` ... `channel` + 63 of S and dS (fetch_states,
+// all warps), and of s.values. Warp n copies values[n] (Value).
 template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
   fetch_states(s, args.chunk_states, args.shape, b, h, chunk, channel, column);
   const Rows<const T>& rows = (&args.do_)[warp];
-  const bool is_padded = warp % 2;  // u and du have zeros after their V columns
+  const bool is_padded = warp % 2;  // rows of du and u have V columns padded with zeros to a multiple of 64
   fetch_rows(s.values[warp], rows.row(b, h, span.start) + column, rows.t, int(span.stop - span.start),
              (is_padded ? padded(V) : V) - column, is_padded ? 16 : int(args.bytes));
   cp_async_commit();
 }
 
-// Adds the products of 64 columns of rows x and y to pairs, in blocks [16 rows, 8 columns]: d[0] and d[1] are the first
-// 16 rows' blocks of columns 0 and 1, d[2] to d[5] the last 16 rows' four blocks.
+// d += x y^T over 64 columns of V, for tokens i (of x) and j (of y) of the chunk, in blocks of 16 i by 8 j that have
+// pairs with j <= i: d[0] and d[1] are i < 16 with j of block 0 and 1, d[2] to d[5] i >= 16 with j of blocks 0 to 3.
+// With g = lane / 4 and t = lane % 4 a lane has, in a block's [2 down + p], row 8 down + g and column 2t + p.
 template <typename T> __device__ __forceinline__ void multiply_values(float (&d)[6][4], const T* x, const T* y) {
   const RowsReader<TILE, T> right;
   const LeftReader<TILE, T> left;
 #pragma unroll
-  for (int c = 0; c < TILE; c += 32) {
+  for (int c = 0; c < TILE; c += 32) {  // columns of V
     Word<T> a[2][2][4];
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -96,7 +105,9 @@ template <typename T> __device__ __forceinline__ void multiply_values(float (&d)
   }
 }
 
-// Stores the products d times `factor`: warp 0 has qk, 1 qb, 2 ak, 3 ab. d: see multiply_values.
+// Stores the products d (multiply_values) times `factor`; warp 0 has qk, 1 qb, 2 ak, 3 ab. store_pairs_of_blocks puts
+// those of two blocks of 8 tokens in s.pairs_across, and calls the lambda for those within a block: (i, j) and (i, j +
+// 1) of its tokens.
 template <typename T, typename G>
 __device__ __forceinline__ void store_pairs(Shared<T, G>& s, const float (&d)[6][4], float factor) {
   // `opaque` hides where the number comes from: addresses are computed here, and take no registers before.
@@ -114,13 +125,15 @@ __device__ __forceinline__ void store_pairs(Shared<T, G>& s, const float (&d)[6]
     }
 }
 
-// A thread's block of tokens.
+// The 8 tokens of a thread's block in its channels c and c + 1: BlockTokens (channel_backward.cuh) has copied q, a, k,
+// b and their decays to registers.
 template <typename T> struct RowsAndColumns : BlockTokens<T, 4> {
   using Tokens = BlockTokens<T, 4>;
   using Tokens::token, Tokens::Tokens;
 
-  // Call f(kind, n, x) for the rows q and a decayed from the block's start, or the columns k and b decayed to its end,
-  // times `decay`.
+  // add_pairs_of_blocks calls these. They call f(Token, n, x) for token n of the block, x being a row decayed from the
+  // block's start (q through token n, a through the token before it), or a column decayed from after token n to the
+  // block's end, times `decay`.
   template <class F> __device__ __forceinline__ void each_row(float2 decay, F f) const {
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n) {
@@ -146,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   const Shape& shape = args.shape;
   const u32 tiles = u32(padded(shape.K)) / TILE, batch_head = blockIdx.x / tiles / u32(shape.NC);
   const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = batch_head % u32(shape.H), b = batch_head / u32(shape.H);
-  // first: the block's first channel; channels: those from it on.
+  // first: the block's first channel; channels: how many there are from it on, perhaps more than 64.
   const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start);
@@ -159,9 +172,11 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
   cp_async_commit();
 
-  Accumulators terms[4] = {};  // S do, S du, dS v, dS u
+  Accumulators terms[4] = {};  // by Token: S do, S du, dS v, dS u, in the warp's 16 channels
+  // pairs: the warp's products of values (multiply_values); diagonals: the sum over V of S dS, as multiply_diagonals
+  // has it.
   float pairs[6][4] = {}, diagonals[4] = {};
-  cp_async_wait<1>();
+  cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
 #pragma unroll 1
   for (int column = 0;; column += TILE) {
     __syncthreads();  // the columns have arrived
@@ -173,6 +188,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     fetch_columns(s, args, b, h, span, chunk, first, column + TILE);
     cp_async_wait<0>();
   }
+  // Stores the products with S and dS, without decays so far. n: a Token, or its Value. each_pair calls the lambda for
+  // a lane's pairs of channels c, c + 1 of token i.
 #pragma unroll
   for (int n = 0; n < 4; ++n)
     each_pair([&](int i, int c, int m, int across, int down) {
@@ -182,14 +199,19 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     });
   store_pairs(s, pairs, warp < 2 ? scale : 1.f);
   store_diagonals(s.state_product, diagonals);
+  // From here on a warp has a block of 8 tokens, a thread its channels c and c + 1.
   const int block = warp, c = 2 * own_lane(), start = block * BLOCK;
   const RowsAndColumns<T> tokens(s, block, c);
   put_pair(&s.block_decays[block][c], tokens.decay());
-  __syncthreads();  // terms, pairs and decays of blocks are in shared memory
+  __syncthreads();  // terms, pairs and decays of blocks are in shared memory; tokens have been read
+  // Adds to s.terms the pairs of two blocks. Afterwards a row's terms lack only the decay from its block's start, a
+  // column's that to its block's end. s.decayed has overwritten s.tokens; the registers of `tokens` have them still.
   add_pairs_of_blocks(s, tokens, block, c);
   const float2 one = {1.f, 1.f};
   const auto term = [&](int kind, int n) -> float2& { return term_at(s, kind, start + n, c); };
   float2 dg[BLOCK] = {};  // the terms of pairs within the block; then also of S with the block's rows
+  // Row i: adds pairs within the block, and completes dq and da. dg[j + 1] gets row i times the sums over columns up to
+  // j: all pairs of row i that gate j + 1 lies between. pair.x, y, z, w: qk, qb, ak, ab.
   {
     float2 k[BLOCK], b_vectors[BLOCK], row_terms[BLOCK] = {}, since_start = one;  // k, b_vectors: decayed to token i
 #pragma unroll
@@ -219,6 +241,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 #pragma unroll
     for (int i = BLOCK - 1; i >= 0; --i) sum = plus(sum, row_terms[i]), dg[i] = plus(dg[i], sum);
   }
+  // Column j: adds pairs within the block with rows i >= j, and completes dk and db.
   float2 column_terms[BLOCK];  // products of columns with their terms of later blocks and of dS
   {
     float2 q[BLOCK], a[BLOCK], to_end = one;  // q, a: decayed from token j
@@ -243,6 +266,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
       term(K_COLUMN, j) = plus(dk, state_k), term(B_COLUMN, j) = plus(db, state_b);
     }
   }
+  // Adds to dg what other blocks, the block's own columns and S dS give; dg is complete then.
   add_terms_of_blocks(dg, column_terms, s, block, c);
   const auto store = [&](const auto& to, auto value) {
     store_block(to.row(b, h, span.start + start) + first + c, to.t, rows - start, channels - c, bytes, value);

@@ -17,11 +17,14 @@
 //           for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, k and gates; 64 columns of S, dS, do, w and e at a time
-// barriers  two for every 64 columns of V: they have arrived | they have been read, and q, k and g have arrived. Then:
-//           terms of S and dS, and pairs, are stored; four more in add_pairs_of_blocks
-// numerics  products with S and dS, and of values, are of T, summed in float32; of 16-bit data e is there the sum of
-//           two T. Pairs within 8 tokens are added up in float32; all others: channel_backward.cuh. A decay is a
-//           product of the decays of the tokens in between, so that any gate is exact
+// barriers  two for every 64 columns of V: they have arrived (the first time also: inverse lengths and beta are stored)
+//           | they have been read, and q, k and g have arrived. Then: terms of S and dS, and pairs, are stored;
+//           add_pairs_of_blocks has four more
+// numerics  products with S and dS, and of values, are of T, summed in float32. For 16-bit data e is the sum of two T
+//           in its products with do and w; dS e takes e rounded to T. Pairs within a block of 8 tokens are added up in
+//           float32. Pairs of two blocks are products of tensor cores; for 16-bit data their operands are sums of two
+//           bfloat16 numbers (channel_backward.cuh). A decay is a product of the decays of the tokens in between, so
+//           that any gate is exact
 // source    Kimi Team, 2025 (2510.26692), eq. 1
 // limits    T of bfloat16, float16, single
 #include "cards.cuh"
@@ -42,14 +45,22 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of q, k, g, do and gradients start on multiples of it, and are multiples long
 };
 
-enum Term { Q_ROW, K_ROW, K_COLUMN };  // of dq; of dk, as k reads the state; of dk, as k writes to it
-enum Value { DO, W, E, E_ERROR };      // of rows q; of rows k; of columns k, rounded; the rounding errors of E
-enum Token { TOKEN_Q, TOKEN_K };
+// A *row* reads the state (q, and k as it reads), a *column* writes to it (k as it writes).
+// The three sums that dq and dk consist of: dq; dk of k as a row; dk of k as a column.
+enum Term { Q_ROW, K_ROW, K_COLUMN };
+// Each token's vectors of V numbers in s.values. DO is the gradient of what row q reads, -beta W that of what row k
+// reads, beta E is what column k writes. E is rounded to T; E_ERROR, for 16-bit data only, is its rounding error.
+enum Value { DO, W, E, E_ERROR };
+enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.inverse_length and args.parts
 
+// BlockSums (channel_backward.cuh) has what products of two blocks need: pairs_across, block_decays, row_sums,
+// column_sums, end_sums, state_product. 1: the kinds of columns; Operand<T, bf16>: the type of decayed tokens, `single`
+// for float32 data, else bf16, of which NUMBERS = 2 make a number.
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Operand<T, bf16>> {
   union {
     T tokens[2][BT * TILE];  // q, k, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i
-    // Rows q and k after a border, decayed from it; columns k before it, decayed to it. A number is the sum of two.
+    // After add_pairs_of_blocks has begun, tokens decayed to a border between blocks. [0]: rows q after the border, and
+    // columns k before it; [1]: rows k after the border. A number is the sum of NUMBERS numbers.
     Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
@@ -58,14 +69,18 @@ template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Opera
       T states[2][TILE * TILE];  // S, dS
       T values[E + Matrix<T>::NUMBERS][BT * TILE];
     };
-    float terms[3][BT * TILE];  // of dq, dk and dk (Term), of S, dS and other blocks; at term_place
+    // By Term, after the loop over V: summands of dq and dk that come from S or dS, then also those from other blocks.
+    // term_place(i, c) is the index of token i, channels c and c + 1.
+    float terms[3][BT * TILE];
   };
-  float2 pairs[BLOCKS][BLOCK][BLOCK];  // (a, m) of pairs within blocks of 8 tokens
-  float inverse_length[2][BT];         // of queries and keys; 1 if not normalized
+  float2 pairs[BLOCKS][BLOCK][BLOCK];  // (a_ij, m_ij) of pairs within a block: [block][i][j], read for j <= i
+  float inverse_length[2][BT];         // by Token: 1 / |q_i|, 1 / |k_i|; 1 if not normalized
   float beta[BT];
 };
 
-// Starts copying 64 columns, from `column` on, of S, dS and values; a warp copies values of one kind.
+// Starts copying 64 columns of V, from `column` on: of channels `channel` ... `channel` + 63 of S and dS (fetch_states,
+// all warps), and of s.values. Warp n copies values[n] (Value). Rows of w and e have V columns padded with zeros to a
+// multiple of 64; those of do have V.
 template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
@@ -78,14 +93,15 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
   cp_async_commit();
 }
 
-// Adds the products of 64 columns of rows `kind` (DO or W) with e to pairs [16 rows, 32 columns], the first or the
-// second half of the rows; only blocks of 8 columns that have pairs with j <= i.
+// d += x e^T over 64 columns of V, x being do or w (kind DO or W), e the sum of E and E_ERROR: of the 16 tokens i of
+// `half` with all 32 tokens j. d[n] has tokens j = 8n ... 8n + 7; blocks in which all j > i are left out. With g = lane
+// / 4 and t = lane % 4 a lane has, in d[n][2 down + p], i = 16 half + 8 down + g and j = 8n + 2t + p.
 template <typename T, typename G>
 __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Shared<T, G>& s, int kind, int half) {
   const RowsReader<TILE, T> right;
   const LeftReader<TILE, T> left;
 #pragma unroll
-  for (int c = 0; c < TILE; c += 32) {
+  for (int c = 0; c < TILE; c += 32) {  // columns of V
     Word<T> a[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) left.load(a[n], s.values[kind] + 16 * half * TILE, 0, c + 16 * n);
@@ -102,7 +118,9 @@ __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Sha
   }
 }
 
-// Sets inverse_length[i] of the chunk's rows i of x; 1 if not normalized.
+// Sets inverse_length[i] = 1 / |x_i| of the chunk's tokens, or 1 if not normalized. It reads all `channels` of x from
+// global memory, since the block's tile has 64 of them. Tokens past the end count as zeros. A warp has one token at a
+// time.
 template <typename T>
 __device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, const Rows<const T>& x, i64 b, i64 head,
                                                         i64 first, int rows, int channels, bool normalized) {
@@ -120,7 +138,8 @@ __device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, c
   }
 }
 
-// A thread's block of tokens, with queries and keys divided by their lengths.
+// The 8 tokens of a thread's block in its channels c and c + 1: BlockTokens (channel_backward.cuh) has copied q, k and
+// their decays to registers. token() divides q and k by their lengths.
 template <typename T> struct UnitTokens : BlockTokens<T, 2> {
   using Tokens = BlockTokens<T, 2>;
   const float* inverse_length[2];  // pointers to shared memory, since registers are few
@@ -132,8 +151,8 @@ template <typename T> struct UnitTokens : BlockTokens<T, 2> {
     return times({inverse_length[kind][n], inverse_length[kind][n]}, Tokens::token(kind, n));
   }
 
-  // Call f(term, n, x) for the rows q and k decayed from the block's start, or the columns k decayed to its end, times
-  // `decay`.
+  // add_pairs_of_blocks calls these. They call f(Term, n, x) for token n of the block, x being row q or k decayed from
+  // the block's start through the token, or column k decayed from after the token to the block's end, times `decay`.
   template <class F> __device__ __forceinline__ void each_row(float2 decay, F f) const {
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n) {
@@ -159,7 +178,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   const u32 tiles = u32(padded(shape.K)) / TILE, batch_head = blockIdx.x / tiles / u32(shape.NC);
   const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = batch_head % u32(shape.H), b = batch_head / u32(shape.H);
   const u32 head = h / u32(args.group);
-  // first: the block's first channel; channels: those from it on.
+  // first: the block's first channel; channels: how many there are from it on, perhaps more than 64.
   const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start);
@@ -178,10 +197,12 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   compute_inverse_lengths(s.inverse_length[TOKEN_Q], args.q, b, head, span.start, rows, int(shape.K), args.normalized);
   compute_inverse_lengths(s.inverse_length[TOKEN_K], args.k, b, head, span.start, rows, int(shape.K), args.normalized);
 
-  const int kind = warp % 2, half = warp / 2;  // the warp computes a or m, of the first or of the last 16 rows
-  Accumulators terms[3] = {};                  // S do, S w, dS e
+  // The warp computes products of pairs: with do (kind 0, for a) or with w (kind 1, for m), of 16 tokens i.
+  const int kind = warp % 2, half = warp / 2;
+  Accumulators terms[3] = {};  // by Term: S do, S w, dS e, in the warp's 16 channels
+  // pairs: multiply_values; diagonals: the sum over V of S dS, in the layout of multiply_diagonals.
   float pairs[BLOCKS][4] = {}, diagonals[4] = {};
-  cp_async_wait<1>();
+  cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
 #pragma unroll 1
   for (int column = 0;; column += TILE) {
     __syncthreads();  // the columns have arrived; lengths and beta are in shared memory
@@ -193,6 +214,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     fetch_columns(s, args, b, h, span, chunk, first, column + TILE);
     cp_async_wait<0>();
   }
+  // Scales the products with S and dS, without decays so far, and stores them. n: a Term. each_pair calls the lambda
+  // for a lane's pairs of channels c, c + 1 of token i.
 #pragma unroll
   for (int n = 0; n < 3; ++n)
     each_pair([&](int i, int c, int m, int across, int down) {
@@ -200,6 +223,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
       const float factor = n == Q_ROW ? scale : n == K_ROW ? -s.beta[i] : s.beta[i];
       put_pair(s.terms[n] + term_place(i, c), {factor * x[0], factor * x[1]});
     });
+  // Stores the scaled pairs a_ij or m_ij of block `row` with block j of 8 tokens. store_pairs_of_blocks puts those of
+  // two blocks in s.pairs_across and calls the lambda for those within a block; there w_i . e_i is dbeta_i.
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
     if (j / 2 > half) break;
@@ -220,14 +245,19 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     }
   }
   store_diagonals(s.state_product, diagonals);
+  // From here on a warp has a block of 8 tokens, a thread its channels c and c + 1.
   const int block = warp, c = 2 * own_lane(), start = block * BLOCK;
   const UnitTokens<T> tokens(s, block, c);
   put_pair(&s.block_decays[block][c], tokens.decay());
   __syncthreads();  // terms, pairs and decays of blocks are in shared memory; tokens have been read
+  // Adds to s.terms the pairs of two blocks. Afterwards a row's terms lack only the decay from its block's start, a
+  // column's that to its block's end. s.decayed has overwritten s.tokens; the registers of `tokens` have them still.
   add_pairs_of_blocks(s, tokens, block, c);
   const float2 one = {1.f, 1.f};
   const auto term = [&](int kind, int n) -> float2& { return term_at(s, kind, start + n, c); };
   float2 dg[BLOCK] = {};  // the terms of pairs within the block; then also of S with the block's rows
+  // Row i: adds pairs within the block, and completes dq (in Q_ROW) and dk of k as a row (in K_ROW). dg[j + 1] gets row
+  // i times the sums over columns up to j: all pairs of row i that gate j + 1 lies between.
   {
     float2 keys[BLOCK], row_terms[BLOCK], since_start = one;  // keys: decayed to token i
 #pragma unroll
@@ -253,6 +283,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 #pragma unroll
     for (int i = BLOCK - 1; i >= 0; --i) sum = plus(sum, row_terms[i]), dg[i] = plus(dg[i], sum);
   }
+  // Column j: the same for pairs with rows i >= j. Both parts of dk are then in K_COLUMN.
   float2 column_terms[BLOCK];  // products of columns with their terms of later blocks and of dS
   {
     float2 q[BLOCK], k[BLOCK], to_end = one;  // q, k: decayed from token j
@@ -274,12 +305,13 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
       term(K_COLUMN, j) = plus(plus(dk, state), term(K_ROW, j));  // all of dk
     }
   }
+  // Adds to dg what other blocks, the block's own columns and S dS give; dg is complete then.
   add_terms_of_blocks(dg, column_terms, s, block, c);
   const i64 token = span.start + start;
   store_block(args.dg.row(b, h, token) + first + c, args.dg.t, rows - start, channels - c, bytes,
               [&](int n) { return dg[n]; });
 #pragma unroll
-  for (int kind = 0; kind < 2; ++kind) {
+  for (int kind = 0; kind < 2; ++kind) {  // a Token: dq, then dk
     const auto value = [&](int n) { return term(kind == TOKEN_Q ? Q_ROW : K_COLUMN, n); };
     if (args.parts) {
       float* to = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + token) * shape.K + first + c;
