@@ -1,8 +1,9 @@
 // what      The array `chunk_states`, which backward_states.cu writes and the kernels *backward_chunks.cu read: of
 //           every chunk of 32 tokens the state before it (direction 0) and the gradient of the state after it
 //           (direction 1).
-// shapes    [direction, B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V by 8 channels of K, as
-//           ldmatrix loads them. V is padded with zeros to a multiple of 64, K to 64, 128 or 256
+// shapes    [direction, B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V (rows) by 8 channels of
+//           K, as ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V is padded with zeros to
+//           a multiple of 64, K to 64, 128 or 256
 #include "delta/operands.cuh"
 #include "tensor.cuh"
 
@@ -12,16 +13,20 @@ __device__ __forceinline__ int padded(i64 size) { return int((size + TILE - 1) /
 
 __device__ __forceinline__ int stored_channels(i64 K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
 
-// The index in `chunk_states` of channels `channel` ... `channel` + 63 of a chunk. `chunk`: its number in the batch
-// row.
+// The index in `chunk_states` of channels `channel` ... `channel` + 63 of a chunk, `channel` a multiple of 64.
+// backwards: the direction. `chunk`: its number in the batch row.
 __device__ __forceinline__ i64 state_index(const Shape& shape, bool backwards, i64 batch, i64 head, i64 chunk,
                                            int channel) {
   const i64 state = ((backwards * shape.B + batch) * shape.H + head) * shape.NC + chunk;
   return (state * stored_channels(shape.K) + channel) * padded(shape.V);
 }
 
-// Loads words of four matrices of a chunk's tile of 64 channels: of two neighbours along K, in 8 columns of V and in
-// the next 8; matrix 1 has the channels of matrix 0. first(): a lane's offset, from matrix `matrix` of the tile on.
+// Loads 16 columns of V by 16 channels of a tile of 64 channels, as four matrices of 8 x 8: r[0] has the first 8
+// columns and channels, r[1] the next 8 columns, r[2] the next 8 channels, r[3] both. With g = lane / 4 and t = lane %
+// 4 a lane has of each matrix, in one Word, column g, channels 2t and 2t + 1; TRANSPOSED, columns 2t and 2t + 1,
+// channel g.
+// load() takes `from`: the tile's address + first(matrix, lane), where `matrix` is the first one's number, 8 (column /
+// 8) + channel / 8.
 template <bool TRANSPOSED, typename T> struct StateReader {
   __device__ __forceinline__ static int first(int matrix, int lane) {
     if constexpr (sizeof(T) == 2) {

@@ -1,5 +1,7 @@
 // what      The steps that the backward kernels of KDA and of RWKV-7 share: gradients of a chunk of 32 tokens and 64
-//           channels, where every channel has a gate of its own.
+//           channels, where every channel has a gate of its own. A kernel calls, in this order: fetch_states and
+//           fetch_rows, multiply_states for every 64 columns of V, store_pairs_of_blocks, store_diagonals,
+//           add_pairs_of_blocks, add_terms_of_blocks, store_block.
 // math      S is the state before the chunk, dS the gradient of the state after it. A token reads the state along
 //           vectors that are called *rows* (KDA: q and k; RWKV-7: q and a) and writes to it along *columns* (KDA: k;
 //           RWKV-7: k and b). A *kind* is one of these arrays in one role: KDA has q, k | k, RWKV-7 q, a | k, b.
@@ -30,6 +32,7 @@
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
+// TILE: 64 channels. BT: 32 tokens.
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
 
@@ -67,12 +70,13 @@ __device__ __forceinline__ float2 plus_times(float2 sum, float2 x, float2 y) {
 }
 __device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { return plus_times(sum, {x, x}, y); }
 
-// Two neighbouring numbers, as floats; x is aligned to both.
+// Two neighbouring numbers, as floats; x is aligned to the size of both.
 __device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
 template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
 
-// Starts to copy a chunk's rows of 64 numbers, by one warp. Zeros fill rows from `rows` on, and columns from `width`
-// on. `bytes`: 16 if rows start on 16 bytes and `width` is a multiple of 16 bytes; otherwise copies number by number.
+// Starts to copy a chunk's 32 rows of 64 numbers from memory, where they are `stride` apart, to a tile, by one warp.
+// Zeros fill rows from `rows` on, and columns from `width` on. `bytes`: 16 if rows start on 16 bytes and `width` is a
+// multiple of 16 bytes; otherwise copies number by number.
 template <typename T>
 __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = TILE / PIECE, AT_ONCE = 32 / ACROSS;
@@ -93,7 +97,9 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
   }
 }
 
-// Starts copying the warp's half of 64 columns, from `column` on, of S (warps 0 and 1) or dS (warps 2 and 3).
+// Starts copying the warp's half of 64 columns of V, from `column` on, and of 64 channels, from `channel` on, of S
+// (warps 0 and 1) or dS (warps 2 and 3) of chunk `chunk` of the batch row. They lie in memory as they do in s.states:
+// [8][8] matrices of 8 columns by 8 channels.
 template <typename T, class S>
 __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const Shape& shape, i64 b, i64 h, i64 chunk,
                                              int channel, int column) {
@@ -119,14 +125,16 @@ __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const Word<T> 
   d[0] = product[0][0], d[1] = product[0][1], d[2] = product[1][2], d[3] = product[1][3];
 }
 
-// Stores the diagonal that multiply_diagonals left in the lanes' d, of the warp's 16 channels.
+// Stores the diagonal that multiply_diagonals left in the lanes' d: to[channel] for the warp's 16 channels, from 16
+// (warp) on.
 __device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (&d)[4]) {
   const int g = own_lane() >> 2, odd = g & 1, channel = threadIdx.x / 32 * 16 + g;
   if (g / 2 == (own_lane() & 3)) { to[channel] = odd ? d[1] : d[0], to[channel + 8] = odd ? d[3] : d[2]; }
 }
 
-// Adds the products of 64 columns of s.values with S (kinds of rows) and dS (kinds of columns) to `terms` of the warp's
-// 16 channels, and the sum of S dS to `diagonals` (multiply_diagonals).
+// terms[kind] += s.values[kind] S^T for kinds of rows, s.values[kind] dS^T for kinds of columns, over 64 columns of V,
+// for all 32 tokens and the warp's 16 channels (Accumulators: chunk.cuh). diagonals += the sum over these columns of S
+// dS, as multiply_diagonals has it.
 template <typename T, int KINDS, class S>
 __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], float (&diagonals)[4], const S& s) {
   using States = StateReader<true, T>;
@@ -134,7 +142,7 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
   const LeftReader<TILE, T> reader(lane);
   const int first = States::first(2 * (threadIdx.x >> 5), lane);
 #pragma unroll 1
-  for (int c = 0; c < TILE / 16; ++c) {
+  for (int c = 0; c < TILE / 16; ++c) {  // 16 columns of V
     Word<T> states[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) States::load(states[n], s.states[n] + first + 2 * c * (TILE / 8) * 64);
@@ -152,11 +160,11 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
   }
 }
 
-// Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`. kind_pair: (the
-// row's kind) COLUMNS + (the column's number among the kinds of columns). For pairs within a block calls
-// `store_within(g, 2t)`. The calls for (0, 1) and (2, 3), where no pair is, store zeros in the unused quarters of
-// pairs_across[1]; every caller must make them. Precondition: row / 2 >= column / 2. A call for a later half of
-// columns, such as (0, 2), would overwrite pairs by zeros.
+// Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`, where g = lane /
+// 4 and t = lane % 4. kind_pair: (the row's kind) COLUMNS + (the column's number among the kinds of columns). For pairs
+// within a block calls `store_within(g, 2t)`. The calls for (0, 1) and (2, 3), where no pair is, store zeros in the
+// unused quarters of pairs_across[1]; every caller must make them. Precondition: row / 2 >= column / 2. A call for a
+// later half of columns, such as (0, 2), would overwrite pairs by zeros.
 template <class S, class F>
 __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int row, int column, float x, float y,
                                                       F store_within) {
@@ -171,10 +179,12 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
   else store_across(1, row / 2, column / 2, x, y);
 }
 
-// For each border after TOKENS tokens (16, or 8 of 16), decays the terms of the rows after it, or, OF_COLUMNS, of the
-// columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. s.decayed: the
-// rows and columns decayed from and to their border. A lane has of d[kind], a product [16 tokens, 16 channels]:
-// d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
+// For the border after TOKENS = 16 tokens, or the two borders after TOKENS = 8 of 16: multiplies the terms of the rows
+// after it, or, OF_COLUMNS, of the columns before it, by the decay between their former border (see
+// add_pairs_of_blocks) and this one, and adds the terms of the pairs over it. A warp has 16 channels. s.decayed has the
+// rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed, "other" kinds
+// those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]: d[kind][across][2 down +
+// p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   using Number = typename S::Number;
@@ -196,6 +206,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
   };
   each_pair_of_channels([&](float* to, const float* terms, int i, int c, int down) {
     const auto block_decay = [&](int n) { return pair_at(&s.block_decays[n][c]); };
+    // The decay over the 8 tokens (block 0 or 2 for rows, 1 or 3 for columns), or the 16 tokens (blocks 0 and 1 for
+    // rows, 2 and 3 for columns), from the former border to this one.
     float2 decay = block_decay(TOKENS == BLOCK ? 2 * down + OF_COLUMNS : 2 * OF_COLUMNS);
     if (TOKENS > BLOCK) decay = times(decay, block_decay(2 * OF_COLUMNS + 1));
     const float2 x = times(decay, pair_at(terms + term_place(i, c)));
@@ -203,6 +215,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
   });
 #pragma unroll(sizeof(Number) == 4 ? 1 : OTHER)  // for float32 registers are few
   for (int m = 0; m < OTHER; ++m) {
+    // Right operands [16 tokens on the other side, 8 channels], twice; of 16-bit data the rounded numbers, then the
+    // errors.
     Word<Number> b[S::NUMBERS][4];
     if constexpr (sizeof(Number) == 4) {
 #pragma unroll
@@ -226,7 +240,7 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
       for (int summand = 0; summand < S::NUMBERS; ++summand) {
         const int row = OF_COLUMNS ? m : n, column = OF_COLUMNS ? n : m;  // kinds
         const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][summand];
-        Word<Number> a[4];
+        Word<Number> a[4];  // left operand [16 own tokens, 16 others]: the pairs, or OF_COLUMNS their transpose
         if constexpr (sizeof(Number) == 4) {
 #pragma unroll
           for (int fragment = 0; fragment < 4; ++fragment) {
@@ -253,8 +267,9 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
       [&](float* from, float* terms, int i, int c, int) { put_pair(terms + term_place(i, c), {from[0], from[1]}); });
 }
 
-// Stores value(n), two channels, in rows n = 0 ... 7 that are below `rows`. `columns`: the columns from the first of
-// the two on; `bytes`: the alignment of the rows, whose length is a multiple of it.
+// Stores value(n), two channels, in rows n = 0 ... 7 that are below `rows`; `stride`: between rows, in numbers.
+// `columns`: the columns from the first of the two on; `bytes`: the alignment of the rows, whose length is a multiple
+// of it.
 template <typename T, class F>
 __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
   if (columns <= 0) return;
@@ -271,7 +286,8 @@ __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int col
   }
 }
 
-// The tokens of a thread's block, in two channels from c on, of KINDS arrays; and their decays.
+// The 8 tokens of block `block` in channels c and c + 1, copied from KINDS arrays s.tokens to registers, and their
+// decays exp g from s.g. token(kind, n): token n as floats; decay(): the product of all 8.
 template <typename T, int KINDS> struct BlockTokens {
   Word<T> tokens[KINDS][BLOCK];
   float2 decays[BLOCK];
@@ -296,13 +312,14 @@ template <typename T, int KINDS> struct BlockTokens {
   }
 };
 
-// The terms of a kind, of token i in channels c and c + 1; c is even.
+// The terms of a kind, of token i of the chunk in channels c and c + 1; c is even.
 template <class S> __device__ __forceinline__ float2& term_at(S& s, int kind, int i, int c) {
   return *reinterpret_cast<float2*>(s.terms[kind] + term_place(i, c));
 }
 
-// Adds the pairs of two blocks to the terms, and stores row_sums, column_sums and end_sums. Terms lack the decay
-// between their token and a border; after the return the caller multiplies them by it. That border is
+// All threads call this together; it has four barriers. Adds the pairs of two blocks to the terms, and stores row_sums,
+// column_sums and end_sums. Terms lack the decay between their token and a border; after the return the caller
+// multiplies them by it. That border is
 //                            for rows of block          for columns of block
 //                            0      1      2      3     0      1      2      3
 //   on entry                 start  start  start  start end    end    end    end     (of the chunk)

@@ -1,16 +1,18 @@
-// what      A chunk of 32 tokens of the delta rules with a gate for each channel (prepare.cu, without such gates, has
-//           only its products): decayed rows and columns of scores, scores of pairs of tokens, products of matrices of
-//           tokens.
+// what      Steps of the kernels that prepare a chunk of 32 tokens of the delta rules with a gate for each channel:
+//           lengths of tokens, decayed rows and columns, scores of pairs of tokens, products of matrices of tokens.
+//           prepare.cu, for one gate a token, includes this file too, for the products only.
 // math      D_ij is the decay of each channel from after token j through token i; a score is the sum over channels of
 //           D_ij x_i y_j, of a *row* x (a query, or another vector that reads the state) and a *column* y (a key, or
 //           another vector along which is written to the state)
-// shapes    a thread decays 4 channels of a block of 4 tokens: BK / 4 threads have a block. A pair of two blocks is
-//           scored by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in
-//           the later half and decayed from the border, the column is in the earlier half and decayed to it
+// shapes    a thread has 4 channels of a block of 4 tokens: BK / 4 threads have a block. A pair of two blocks is scored
+//           by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in the later
+//           half and decayed from the border, the column is in the earlier half and decayed to it. A tile is [BT, BK]
+//           in shared memory, swizzled: place<BK>(tile, i, c) is the address of channel c of token i. float32 data are
+//           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh)
 // numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). Pairs of one block are multiplied in
-//           float32, in the recurrence's order. Of 16-bit data, rows and columns of other pairs are rounded to float16,
-//           and so are keys decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so
-//           that any gate is exact
+//           float32; the kernels decay the column token by token, as the recurrence does. Of 16-bit data, rows and
+//           columns of other pairs are rounded to float16, and so are keys decayed to the chunk's end. A decay is a
+//           product of the decays of the tokens in between, so that any gate is exact
 #include "delta/chunk.cuh"
 
 constexpr int BLOCK = 4;  // tokens of a block
@@ -18,12 +20,14 @@ constexpr int BLOCK = 4;  // tokens of a block
 constexpr int PAIRS = BLOCK * (BLOCK - 1) / 2, PAIRS_WITH_SELF = PAIRS + BLOCK, PAIRS_OF_BOTH = PAIRS + PAIRS_WITH_SELF;
 constexpr int BLOCKS = BT / BLOCK, LEVELS = 3;
 
-// A thread's work: a block, and 4 channels from c on. first: the block's first token; lane: among the block's threads.
+// A thread's work: block `block` of 4 tokens from token `first` of the chunk on, and 4 channels from c on. lane: the
+// thread's number among the block's LANES threads, which are lanes of one warp.
 template <int BK> struct BlockTask {
   static constexpr int LANES = BK / 4;
   int lane = threadIdx.x & LANES - 1, block = threadIdx.x / u32(LANES), first = BLOCK * block, c = 4 * lane;
 
-  // The address of token n of the block in a tile of all tokens.
+  // The address of token n of the block, channel c, in a tile of all tokens. Spot (gated/forward_tiles.cuh) takes the
+  // row in a group of 8 tokens and the channel; its at() the tile, the group, and rows further down.
   template <typename X> __device__ __forceinline__ X* at(X* tile, int n) const {
     return Spot<BK, 4, X>(4 * (block & 1), c).at(tile, block >> 1, n);
   }
@@ -56,7 +60,8 @@ template <typename T> __device__ __forceinline__ void put_split(T* to, float x) 
   if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
 }
 
-// Starts to copy a chunk's rows, which are multiples of 16 bytes; zeros from row `rows` and column `width` on.
+// Starts to copy a chunk's rows, `stride` numbers apart, to a tile. They start on 16 bytes and are multiples of 16
+// bytes long. Zeros from row `rows` and column `width` on.
 template <int BK, int THREADS, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = BK / PIECE, AT_ONCE = THREADS / ACROSS;
@@ -84,11 +89,12 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return x;
 }
 
-// Powers of 2 that bring tokens x to ordinary lengths: factor x has a length in [1, 2), and power factor x is x or, if
-// tokens are normalized, x / |x|.
+// Powers of 2 that bring the chunk's tokens x_i to ordinary lengths: factor[i] x_i has a length in [1, 2), and power[i]
+// factor[i] x_i is x_i or, if tokens are normalized, x_i / |x_i|.
 struct Lengths {
   float factor[BT], power[BT];
 
+  // `squares`: of the length of token i.
   __device__ __forceinline__ void set(int i, float squares, bool normalized) {
     const float inverse_length = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
     const float below = power_below(inverse_length * inverse_length * squares);
@@ -97,7 +103,8 @@ struct Lengths {
   }
 };
 
-// Sums each of 2 HALF numbers over 2 HALF lanes. Lane l of these returns the sum of x[l].
+// Sums each of 2 HALF numbers over 2 HALF neighbouring lanes. Lane l of these returns the sum of x[l]. In each step two
+// lanes that are HALF apart keep one half of the numbers each.
 template <int HALF> __device__ __forceinline__ float sum_each(const float* x) {
   const bool upper = threadIdx.x & HALF;
   float half[HALF];
@@ -125,7 +132,8 @@ template <int BK, int COUNT> struct SumsOfLanes {
   }
 };
 
-// The pair with a number: first the PAIRS_WITH_SELF pairs with j <= i, then PAIRS with j < i (strict).
+// The pair (i, j) of a block's tokens with number n: first the PAIRS_WITH_SELF pairs with j <= i, then the PAIRS with j
+// < i (strict). with_self(i, j) and before(i, j) are the numbers of a pair of either sort.
 struct PairOfBlock {
   bool strict;
   int i, j;
@@ -140,9 +148,10 @@ struct PairOfBlock {
 
 // ---- decays ---------------------------------------------------------------------------------------------------------
 
-// For each level calls rows(level, decays from the border to the block) if the block is after the level's border, else
-// columns(level, decays from the block to the border). Sets `before` and `after` to the decays from the chunk's start
-// to the block, and from the block to the chunk's end.
+// For the thread's block and channels: at each level calls rows(level, decays from the border to the block's start) if
+// the block is after the level's border, else columns(level, decays from the block's end to the border). Sets `before`
+// and `after` to the decays from the chunk's start to the block's start, and from its end to the chunk's end.
+// block_decays: over each block.
 template <int BK, class Rows, class Columns>
 __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][BK], const BlockTask<BK>& task,
                                             float4& before, float4& after, Rows rows, Columns columns) {
@@ -159,8 +168,9 @@ __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][
   }
 }
 
-// Stores a block's rows, or columns, of a level, times `decay`. A tile has the tokens of one side of the level's
-// borders, in their order; 8 tokens of each of KINDS kinds follow each other.
+// Stores the 4 tokens x of the thread's block, rows or columns of a level, times `decay`. A tile has the 16 tokens of
+// one side of the level's borders, in their order. 8 tokens of kind 0, the same 8 tokens of kind 1, and so on for KINDS
+// kinds, follow each other; then the other 8 tokens.
 template <int KINDS, int BK, typename X>
 __device__ __forceinline__ void store_level(X* tile, int level, int kind, const BlockTask<BK>& task,
                                             const float4 (&x)[BLOCK], float4 decay) {
@@ -170,7 +180,8 @@ __device__ __forceinline__ void store_level(X* tile, int level, int kind, const 
   for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (block_in_tile >> 1) * KINDS + kind, n), times(decay, x[n]));
 }
 
-// Stores zeros in the rows of a block's tokens.
+// Stores zeros in the rows of a block's tokens, without the gaps between rows, by the block's threads. A row is 8
+// pieces of 16 bytes: 32 floats, or twice 32 numbers of 16 bits.
 template <int BK, typename X> __device__ __forceinline__ void clear_rows(Matrix<X>& M, const BlockTask<BK>& task) {
   constexpr int PIECE = 16 / sizeof(X), ACROSS = BT / PIECE;
 #pragma unroll
@@ -188,9 +199,10 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 }
 
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for this lane's scores of token i with
-// tokens j and j + 1 that are computed by way of borders. task: 0 to 7, products of 8 tokens of two kinds of rows with
-// 8 columns: of levels 0 and 1 two each, of level 2 four. Of d a lane has row lane / 4 of each kind, and columns 2
-// (lane % 4) and the next.
+// tokens j and j + 1 that are computed by way of borders. rows, columns: by level as store_level has stored them, of
+// two kinds of rows and of one of columns. task: 0 to 7, products of 8 tokens of two kinds of rows (`left`: the first
+// or last 8 of the tile's 16) with 8 columns (`right`): of levels 0 and 1 two each, of level 2 four. Of d a lane has
+// row lane / 4 of each kind, and columns 2 (lane % 4) and the next.
 template <int BK, typename X, class F>
 __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], const X (&columns)[LEVELS][BT / 2 * BK],
                                               int task, F f) {
@@ -198,16 +210,20 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
   const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
   float d[2][4] = {};
   multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);
+  // The tile's rows are tokens 4 to 7 (level 0) of each 8, 8 to 15 (level 1) of each 16, or 16 to 31 (level 2); its
+  // columns are the tokens before these.
   int i = 16 * left + 8 + g, j = 16 * right + 2 * t;
   if (level == 0) i = 16 * left + (g >> 2) * 8 + 4 + (g & 3), j = 16 * right + (t >> 1) * 8 + (t & 1) * 2;
   if (level == LEVELS - 1) i = 16 + 8 * left + g, j = 8 * right + 2 * t;
   if (level || g >> 2 == t >> 1)  // otherwise the row and the columns belong to different borders
+    // multiply_rows leaves each score as the sum of d[0] and d[1].
     f(i, j, float2{d[0][0] + d[1][0], d[0][1] + d[1][1]}, float2{d[0][2] + d[1][2], d[0][3] + d[1][3]});
 }
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-// x <- (1 - diag(weight) M)^-1 x by forward substitution, M below the diagonal; for one warp, a lane a column.
+// x <- (I - diag(weight) M)^-1 x by forward substitution, where of M only numbers below the diagonal are read; for one
+// warp, a lane a column x of a matrix.
 __device__ __forceinline__ void solve_column(float (&x)[BT], const float (&M)[BT][LD], const float (&weight)[BT]) {
 #pragma unroll
   for (int i = 0; i < BT; ++i) {
@@ -228,7 +244,8 @@ __device__ __forceinline__ void solve_column(float (&x)[BT], const float (&M)[BT
   }
 }
 
-// Stores a lane's column, times `factor`, as row `lane` of a matrix whose numbers are sums of two.
+// Stores a lane's column, times `factor`, as row `lane` of `to`, for 16-bit data as sums of two numbers: so `to` is the
+// columns' matrix transposed.
 template <typename T>
 __device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], float factor = 1.f) {
   T* row = to.at(threadIdx.x & 31, 0);
@@ -275,8 +292,10 @@ __device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float 
   }
 }
 
-// Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products. X and all Y are lower
-// triangles; `transposed`: the transposes of Y.
+// Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products [BT, BT], also above the
+// diagonal, where they are 0; j is even. X and all Y are lower triangles; `transposed`: the transposes of Y. T: the
+// type of operands; a float matrix X is split here. A warp has 16 rows by 8 columns at a time. Of the four products of
+// two sums of two, that of both errors is left out.
 template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
@@ -316,7 +335,8 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
   }
 }
 
-// Stores a warp's 16 channels of a tile in memory, after its lanes have written them.
+// Copies a warp's 16 channels of `tile`, which its lanes have just written, to `to` in global memory, which has the
+// layout of a tile too: place<BK>(to, i, c).
 template <int BK, typename T> __device__ __forceinline__ void store_channels(T* to, const T* tile) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
   const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % ACROSS * PIECE;

@@ -15,8 +15,9 @@
 //           lane / 4, columns 2 (lane % 4) and the next
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  six: inputs have arrived | decays of blocks | decayed tokens | M' and A' | N' and qd | B. Each: these are
-//           in shared memory, and their operands have been read and may be overwritten
+// barriers  six: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) | decayed tokens
+//           | M' and A' | N' and qd | B. Each: these are in shared memory, and their operands have been read and may be
+//           overwritten. One more in prepare_by_tokens, in place of the last four
 // numerics  M' and N' in float32. Of 16-bit data they, and A', are the sum of two float16 as operands, and B of two T;
 //           E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
@@ -35,7 +36,7 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
 };
 
-enum Kind { OF_K, OF_Q };
+enum Kind { OF_K, OF_Q };  // an index of lengths, and of the rows of scores: keys (M) or queries (A)
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
@@ -56,6 +57,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     struct {
+      // By level, as store_level has them: decayed keys and queries; keys.
       Operand<T, f16> rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
     };
     struct {
@@ -72,8 +74,10 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float beta[BT], weight[BT];  // weight: -beta p^2
 };
 
-// The sums of a block: scores numbered by PairOfBlock (j <= i: of queries, strict: of keys); then squares of keys, and
-// of queries. Sets `decays` and `keys` to the block's.
+// The sums over channels of a block of 4 tokens: scores within the block, numbered by PairOfBlock (j <= i: of queries,
+// strict: of keys); then the squared lengths of its keys, and of its queries. sum_block returns them, each in one of
+// the block's lanes (SumsOfLanes), of tokens as they are: neither normalized nor divided by powers of 2. It sets
+// `decays` and `keys` to the thread's 4 tokens and 4 channels.
 constexpr int SQUARES = PAIRS_OF_BOTH, SUMS = SQUARES + 2 * BLOCK;
 
 template <int BK, typename T, typename G>
@@ -98,6 +102,8 @@ __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* 
   return sums;
 }
 
+// Launch bounds: blocks have 2 BK threads, so that registers are for 768 threads of a multiprocessor (80 a thread), and
+// for fewer blocks if shared memory has room for fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
     delta_channel_prepare(const Args<T, G> args) {
@@ -110,6 +116,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &k_lengths = s.lengths[OF_K], &q_lengths = s.lengths[OF_Q];
 
+  // Both copies store zeros from token `rows` and channel K on.
   const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, chunk.h); };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from, u32 of_head) {
@@ -155,10 +162,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
   if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+    // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
     prepare_by_tokens<false, GRADIENT, BK>(to, s.q, s.k, s.k, s.k, s.g, s.lengths, s.beta, s.M, float(args.w_scale));
     return;
   }
-  clear_rows(s.A, task);
+  clear_rows(s.A, task);  // numbers above the diagonal stay 0; of M they are not read
+  // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
   float4 before, after;
   each_border<BK>(
       s.block_decays, task, before, after,
@@ -188,6 +197,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   });
   __syncthreads();  // decayed queries and keys are in shared memory
 
+  // The scores of two blocks, in 8 tasks; a warp takes every (THREADS / 32)-th.
 #pragma unroll 1
   for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32)
     score_borders<BK>(s.rows, s.keys, n, [&](int i, int j, float2 key, float2 query) {
@@ -204,11 +214,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     float x[BT];
 #pragma unroll
     for (int i = 0; i < BT; ++i) x[i] = i == lane;
-    solve_column(x, s.M, s.weight);
+    solve_column(x, s.M, s.weight);  // x: column `lane` of N'
     put_column(s.N_transposed, x);
   }
   __syncthreads();  // N' and qd are in shared memory
 
+  // x: (X N')_ij and the next, with the powers of 2 of row i (`factor`) and of columns j and j + 1.
   const auto with_powers = [&](int j, float factor, float2 x) {
     return float2{factor * k_lengths.power[j] * x.x, factor * k_lengths.power[j + 1] * x.y};
   };
@@ -229,6 +240,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
                          float(i == j + 1) - s.beta[j + 1] * x.y);
         },
         s.N_transposed);
+  // The warp's 16 channels of Z, then of W. multiply_tokens: sum[m] += 16 rows of the matrix, from 16 m on, times the
+  // tile.
   const int channel = int(threadIdx.x) / 32 * 16;
   Accumulators sum = {};
 #pragma unroll

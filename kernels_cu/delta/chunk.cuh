@@ -31,7 +31,8 @@ __device__ __forceinline__ void put_split_pair(T* to, float x, float y) {
   if constexpr (sizeof(T) == 2) *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
 }
 
-// Stores zeros in the gaps between the rows of a matrix in global memory, since copies of the matrix read them, too.
+// Stores zeros in the gaps between the rows of a matrix in global memory, LDA - BT numbers after each row, since copies
+// of the matrix read them, too. All threads of a block call this.
 template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
   constexpr int PIECE = 16 / sizeof(T), PIECES = (Matrix<T>::LDA - BT) / PIECE;  // of a gap
   for (int n = threadIdx.x; n < 2 * BT; n += THREADS) {
@@ -76,8 +77,10 @@ __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, i
   else copy_numbers<COLS, THREADS>(tile, from, stride, rows, width);
 }
 
-// d += the products [16, 8] of 16 rows of x from `row` on and 8 rows of y from `column` on, over their COLS numbers.
-// Two sums, to be added by the caller: a product waits for the previous one of its sum.
+// d[0] + d[1] += the products [16, 8] of 16 rows of tile x from `row` on and 8 rows of tile y from `column` on, over
+// their COLS numbers. There are two sums, of every other 16 numbers, since a product waits for the previous one of its
+// sum; the caller adds them. With g = lane / 4 and t = lane % 4 a lane has, in d[n][2 h + p], row g + 8h of x and row
+// 2t + p of y.
 template <int COLS, typename T>
 __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, const T* y, int row, int column) {
   const RowsReader<COLS, T> right;
@@ -95,8 +98,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// d += the products [16, 16] of 16 rows of x from `row` on and 16 rows of y from `column` on, over their COLS numbers;
-// d[0]: of the first 8 rows of y.
+// d[n] += the products [16, 8] of 16 rows of x from `row` on and, for n of 0 and 1, rows 8n ... 8n + 7 of the 16 rows
+// of y from `column` on, over their COLS numbers.
 template <int COLS, typename T>
 __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, const T* y, int row, int column) {
   const LeftReader<COLS, T> reader;
@@ -111,7 +114,8 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
 }
 
 // Fills s.decay_between, s.decay_from_start and s.decay_to_end (TokenFactors, chunk_storage.cuh) by all warps, each of
-// which has BT / WARPS rows. `decay`: of token `lane`. A barrier must follow.
+// which has BT / WARPS rows i. In row i lane j has D_ij, the decay from after token j through token i; 0 for j > i.
+// `decay`: of token `lane`. A barrier must follow.
 template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(Decays& s, float decay) {
   constexpr int ROWS = BT / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
@@ -135,8 +139,8 @@ template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(De
   if (warp == WARPS - 1) s.decay_to_end[lane] = since;
 }
 
-// Fills s.inverse_length with 1 / sqrt(|x|^2 + LEAST_SQUARE) of the rows x of k and of q, or with ones if not
-// normalized. All channels from K on are zeros. A barrier must follow.
+// Fills s.inverse_length with 1 / sqrt(|x|^2 + LEAST_SQUARE) of the rows x of k (first BT numbers) and of q (next BT),
+// or with ones if not normalized. q, k: tiles in which all channels from K on are zeros. A barrier must follow.
 template <int BK, int WARPS, typename T>
 __device__ __forceinline__ void set_inverse_lengths(TokenFactors& s, const T* q, const T* k, bool normalized) {
   const int lane = threadIdx.x & 31;
@@ -158,9 +162,11 @@ __device__ __forceinline__ void set_inverse_lengths(TokenFactors& s, const T* q,
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-enum Filled { LOWER, UPPER, WHOLE };  // the part of a matrix of tokens that is not 0
+enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0: up to, or from, its diagonal on
 
-// d[16, 16] += 16 rows of M from `row` on, times 16 columns of the tokens from `column` on. FILLED: where M is not 0.
+// d += 16 rows of M [BT, BT] from `row` on, times 16 columns from `column` on of the tile `tokens` [BT, COLS]; d[n] are
+// columns 8n ... 8n + 7. FILLED says where M is not 0: blocks of 16 x 16 elsewhere are skipped, but zeros within a
+// block must be stored in M.
 template <Filled FILLED, int COLS, typename T>
 __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T>& M, const T* tokens, int row,
                                                 int column) {
@@ -182,8 +188,8 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
 }
 
 // Calls f(i, column, m, across, down) for this lane's pairs of neighbouring columns in Accumulators x, if warp w has
-// the columns from 16 w on: token i and the pair's first column; the pair is x[m][across][2 down] and the number after
-// it.
+// the block's columns from 16 w on. i: the token in the chunk; column: the pair's first one, in the block. The pair is
+// x[m][across][2 down] and x[m][across][2 down + 1].
 template <class F> __device__ __forceinline__ void each_pair(F f) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll

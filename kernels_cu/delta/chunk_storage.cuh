@@ -6,8 +6,9 @@
 constexpr int BT = 32;      // tokens of a chunk
 constexpr int LD = BT + 4;  // distance of rows in a float matrix [BT, BT]: rows are in different banks
 
-// A matrix [BT, BT] of which each number is the sum of two of T: the rounded number at x, and its rounding error REST
-// numbers later. A `single` stands alone. LDA: the distance of rows.
+// A matrix [BT, BT]. If T has 16 bits, each number is the sum of two: the rounded number, and its rounding error REST
+// numbers later. A `single` (float32 data) has no second number. NUMBERS: how many; LDA: the distance of rows. at(i,
+// j): the address of the rounded number; number(i, j): the sum.
 template <typename T> struct alignas(16) Matrix {
   static constexpr int NUMBERS = sizeof(T) == 4 ? 1 : 2, LDA = BT + 8, REST = BT * LDA;
   T x[NUMBERS * REST];
@@ -23,8 +24,9 @@ template <typename T> struct alignas(16) Matrix {
     else return unpack_pair(x + REST + i * LDA + j);
   }
 
-  // Loads words of rows row + 0...15, columns column + 0...15 of all first (0) or second (1) numbers: a left operand,
-  // or TRANSPOSED two right operands.
+  // Loads rows row + 0...15, columns column + 0...15 as words (pairs of neighbours) of tensor cores' operands: of the
+  // rounded numbers (number 0) or of their errors (1). Not TRANSPOSED: a left operand. TRANSPOSED: a[0] and a[1] are a
+  // right operand of the first 8 columns, a[2] and a[3] of the last 8, for a sum over rows.
   template <bool TRANSPOSED = false>
   __device__ __forceinline__ void load(Word<T> (&a)[4], int number, int row, int column, int lane) const {
     if constexpr (sizeof(T) == 4) {
@@ -43,7 +45,8 @@ template <typename T> struct alignas(16) Matrix {
   }
 };
 
-// Numbers of a chunk's tokens. Kernels without normalized rows have inverse lengths of 1.
+// Numbers of a chunk's tokens. Inverse lengths are 1 if rows are not normalized. A token past the sequence's end has a
+// decay of 1 and beta 0.
 struct alignas(16) TokenFactors {
   float decay_between[BT][LD];  // [i][j]: from after token j through token i; 0 for i < j
   float beta[BT];

@@ -17,9 +17,10 @@
 // grid      a block for every (batch, head, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices. In the code q and a are "rows", k and b "columns", after their
 //           place in Axy
-// barriers  eight: inputs have arrived | decays of blocks | decayed rows and k | scores with k | decayed b | scores
-//           with b | N', L' and qd | H and B. Each: these are in shared memory, and their operands have been read and
-//           may be overwritten
+// barriers  eight of the block: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) |
+//           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
+//           in shared memory, and their operands have been read and may be overwritten. One of two warps: weights. One
+//           more in prepare_by_tokens, in place of those from the third on
 // numerics  scores, N' and L' in float32. Of 16-bit data they are the sum of two float16 as operands, and H and B of
 //           two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
@@ -36,7 +37,8 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows start on multiples of it, and are multiples long
 };
 
-enum Kind { OF_Q, OF_A, WITH_K, WITH_B };  // rows of scores, and columns
+// Rows of scores (q, a) and columns (k, b): an index of lengths. In loops `kind` is 0 for k and 1 for b.
+enum Kind { OF_Q, OF_A, WITH_K, WITH_B };
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
@@ -62,6 +64,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     struct {
+      // By level, as store_level has them: decayed q and a; decayed k, later b.
       Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
     };
     struct {
@@ -83,7 +86,10 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float matrix_powers[2];  // of L' and of N': the largest power of 4 that the matrix's largest number is not below
 };
 
-// The sums of a block: scores with k, then with b, numbered by PairOfBlock (j <= i: of q, strict: of a); then squares.
+// The sums over channels of a block of 4 tokens: scores within the block with k, then with b, numbered by PairOfBlock
+// (j <= i: of q, strict: of a); then the squared lengths of its q, a, k and b. sum_block returns them, each in one of
+// the block's lanes (SumsOfLanes), of tokens that are not divided by powers of 2 yet. It sets `decays` to the thread's
+// 4 tokens and 4 channels.
 constexpr int SQUARES = 2 * PAIRS_OF_BOTH, SUMS = SQUARES + 4 * BLOCK;
 
 template <typename T, typename G, int BK>
@@ -112,6 +118,8 @@ __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK
   return sums;
 }
 
+// Launch bounds: blocks have 2 BK threads, so that registers are for 512 threads of a multiprocessor (128 a thread),
+// and for fewer blocks if shared memory has room for fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256 / BK))
     delta_dplr_prepare(const Args<T, G> args) {
@@ -123,6 +131,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &q_lengths = s.lengths[OF_Q], &a_lengths = s.lengths[OF_A], *column_lengths = s.lengths + WITH_K;
 
+  // Both copies store zeros from token `rows` and channel K on.
   const auto inputs = [&](auto copy) {
     copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
   };
@@ -172,11 +181,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   if constexpr (GRADIENT)
     if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
   if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+    // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
     prepare_by_tokens<true, GRADIENT, BK>(to, s.q, s.columns[0], s.a, s.columns[1], s.g, s.lengths, nullptr, s.AK,
                                           float(args.w_scale));
     return;
   }
-  clear_rows(s.QB, task), clear_rows(s.AK, task);
+  clear_rows(s.QB, task), clear_rows(s.AK, task);  // zeros above the diagonals; those of QK and AB are not read
+  // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
   float4 before, after;
   each_border<BK>(
       s.block_decays, task, before, after,
@@ -230,7 +241,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
     float x[BT], largest = 0.f;
     if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
-    barrier_sync(1, 64);  // weights are in shared memory
+    barrier_sync(1, 64);  // warps 0 and 1: weights are in shared memory
     if (kind)
 #pragma unroll
       for (int i = 0; i < BT; ++i) x[i] = i == lane;
@@ -240,6 +251,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     solve_column(x, s.AB, s.weight);
 #pragma unroll
     for (int i = 0; i < BT; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    // power_below takes a square: root is the largest power of 2 not above the root of the largest number. Divided by
+    // its square, a matrix has a largest number in [1, 4), so that float16 holds it.
     const float root = power_below(max_of_lanes(largest)), power = root * root;
     if (lane == 0) s.matrix_powers[kind] = power;
     put_column(kind ? s.N_transposed : s.L_transposed, x, 1.f / power);
@@ -247,6 +260,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // N', L' and qd are in shared memory
 
   const float L_power = s.matrix_powers[0], N_power = s.matrix_powers[1];
+  // sums: (Aqb' L')_ij and (Aqb' N')_ij, divided by L_power and N_power, and those of j + 1.
   multiply_triangles<THREADS, Operand<T, f16>>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
@@ -258,6 +272,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
         put(s.H, N_power * q_lengths.power[i], column_lengths[1], sums[1].x, sums[1].y);
       },
       s.L_transposed, s.N_transposed);
+  // The warp's 16 channels of Zk and Zb, then of W. multiply_tokens: z[n][m] += 16 rows of the matrix, from 16 m on,
+  // times the tile.
   const int channel = int(threadIdx.x) / 32 * 16;
   Accumulators z[2] = {};
 #pragma unroll
@@ -288,6 +304,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   store_channels<BK>(to.W, s.Z[0]);
   if constexpr (GRADIENT) {
     store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
+    // R = N, in the notation of this file, and L: number (i, j) is number (j, i) of the transposed matrices.
     for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
       const int i = x / BT, j = x % BT;
       const float factor = 1.f / column_lengths[1].power[i];

@@ -7,11 +7,16 @@
 //           token t > j:   KDA: z_j <- D_t z_j - beta_t k_t (k_t . D_t z_j)
 //                          RWKV-7: z_j <- D_t z_j + b_t (a_t . z_j), and the same for a second z_j, which begins as b_j
 //           score_tj = q_t . z_j after token t, read_tj = k_t . D_t z_j (KDA) or a_t . z_j (RWKV-7) before it.
-//           Stored (prepared.cuh; matrices have a row for each token t, and zeros for j > t, I is the identity):
-//           KDA: B_tj = beta_j score_tj, row j of Z = beta_j z_j after the last token; GRADIENT: both without beta_j.
-//                R_tj = I_tj - beta_j read_tj;   E_t = -P_t k_t;   W_t = w_scale (P_t q_t + sum_j beta_j score_tj E_j)
-//           RWKV-7: of the z_j from k_j: B = score, L = read, Z;   of those from b_j: H = score, R = I + read, Zb
-//                E_t = P_{t-1} a_t;   W_t = w_scale (P_t q_t + sum_j H_tj E_j)
+//           Stored in `to` (prepared.cuh), R and L in its residual_matrix. Matrices have a row for each token t, a
+//           column for each j, and zeros for j > t; I is the identity; (k), (b): of the z_j that begin as k_j, as b_j:
+//                       KDA                  KDA, GRADIENT     RWKV-7          RWKV-7, GRADIENT
+//             B         beta_j score         score             score (k)       [0]: score (k); [1], its H: score (b)
+//             residual  -                    [0], R:           -               [0], R: I + read (b)
+//                                            I - beta_j read                   [1], L: read (k)
+//             Z, row j  beta_j z_j           z_j               [0]: z_j (k);   as without GRADIENT
+//                                                              [1]: z_j (b)
+//           at the chunk's end. The argument H is w_scale times beta_j score (KDA) or score (b) (RWKV-7). And
+//           KDA: E_t = -P_t k_t;   RWKV-7: E_t = P_{t-1} a_t;   both: W_t = w_scale P_t q_t + sum_j H_tj E_j
 // shapes    a warp has one z_j at a time, a lane 4 of its channels. Of E and W a thread has 4 tokens and 4 channels:
 //           those of its BlockTask
 // barriers  one: E and H are written
@@ -21,11 +26,12 @@
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
-// The largest decay in chunks whose decayed tokens are held in float16. These tokens, of lengths below 2, then grow by
-// at most 1.28^32 = 2696 over a chunk.
+// The largest decay in chunks whose decayed tokens are held in float16. Tokens are stored without a power of 2
+// (Lengths::power), with lengths below 2. They then grow by at most 1.28^32 = 2696 over a chunk of 32 tokens: to less
+// than float16's largest number, 65504.
 constexpr float GROWTH = 1.28f;
 
-// Whether one of a thread's decays is above GROWTH.
+// Whether one of a thread's decays, of 4 tokens and 4 channels, is above GROWTH.
 __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
   float largest = 0.f;
 #pragma unroll
@@ -35,10 +41,10 @@ __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
 
 // Prepares the chunk whose tokens are in the tiles q, k, a, b, g [BT, BK] (`place`), in shared memory, zeros past the
 // sequence's end. TWO_WRITES: RWKV-7. KDA passes k as a and b. It alone has betas, and divides queries and keys by
-// their lengths if the call asks for that: `lengths` of keys, then of queries. GRADIENT: `to` is for a walk in both
-// directions.
-// Everything in `to` is stored but beta. H: shared memory that overlaps with no other argument, for the matrix that
-// multiplies E in W.
+// their lengths if the call asks for that: `lengths` of keys, then of queries. GRADIENT: `to` is for the walk, the
+// kernel that carries a state or its gradient from chunk to chunk, in both directions. Everything in `to` is stored but
+// beta. w_scale multiplies W. H: shared memory [32 tokens][32 tokens] that overlaps with no other argument, for the
+// matrix that multiplies E in W.
 template <bool TWO_WRITES, bool GRADIENT, int BK, typename T, typename G>
 __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_WRITES, GRADIENT>::Type& to, const T* q,
                                                const T* k, const T* a, const T* b, const G* g, const Lengths* lengths,
@@ -49,6 +55,7 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
     return TWO_WRITES ? 1.f : lengths[kind].factor[t] * lengths[kind].power[t];
   };
   const auto beta = [&](int t) { return TWO_WRITES ? 1.f : betas[t]; };
+  // E and the first summand of W, in this thread's 4 tokens and 4 channels.
   const BlockTask<BK> task;
   float4 from_start = {1.f, 1.f, 1.f, 1.f}, W[BLOCK];  // from_start: P_t
 #pragma unroll 1
@@ -63,6 +70,7 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
   }
   if (task.block == BLOCKS - 1) *reinterpret_cast<float4*>(to.decay + task.c) = from_start;
 
+  // From here on a warp has a token j, a lane channels c ... c + 3 of its z_j; lanes with c >= BK have zeros.
   const int lane = own_lane(), c = 4 * lane;
   const auto own_channels = [&](const auto* tile, int t) {
     return c < BK ? unpack_four(place<BK>(tile, t, c)) : float4{};
@@ -78,16 +86,17 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
         const float4 gates = own_channels(g, t), decay = decays_at(&gates.x), key = own_channels(b, t);
         if (!TWO_WRITES) z = times(decay, z);
         add_product(read, own_channels(a, t), z);
-        read = inverse_length(0, t) * warp_sum(read);
+        read = inverse_length(0, t) * warp_sum(read);  // read_tj
         if (TWO_WRITES) z = times(decay, z);
         const float4 change = times((TWO_WRITES ? 1.f : -beta(t) * inverse_length(0, t)) * read, key);
         z = {z.x + change.x, z.y + change.y, z.z + change.z, z.w + change.w};
       }
       if (t >= j) {
         add_product(score, own_channels(q, t), z);
-        score = inverse_length(1, t) * warp_sum(score);
+        score = inverse_length(1, t) * warp_sum(score);  // score_tj
       }
       if (lane) continue;  // lane 0 stores
+      // TWO_WRITES as an index: H and R are of KDA's only z_j (start 0), and of RWKV-7's from b_j (start 1).
       if (start == TWO_WRITES) H[t][j] = w_scale * beta(j) * score;
       if constexpr (GRADIENT) {
         put_split(to.B[start].at(t, j), score);
@@ -104,6 +113,7 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
       clear_padding<THREADS>(to.B[start]), clear_padding<THREADS>(to.residual_matrix[start]);
   else clear_padding<THREADS>(to.B);
   __syncthreads();  // E and H are written
+  // The second summand of W.
 #pragma unroll 1
   for (int j = 0; j < BT; ++j) {
     const float4 E = unpack_four(place<BK>(to.E, j, task.c));

@@ -8,11 +8,13 @@
 //           to a state: prepared.cuh
 // shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC], NC the chunks of a batch row; a warp makes E, W
 //           and Z of 16 channels. A tile is [BT, BK] in shared memory: place<BK>(tile, i, c) is the address of channel
-//           c of token i. A Matrix is [BT, BT], of 16-bit data the sum of two numbers. Of 8 x 8 numbers of a product a
-//           lane has row g, columns 2t and 2t + 1, with g = lane / 4, t = lane % 4
+//           c of token i. A Matrix is [BT, BT]; for 16-bit data each number is the sum of two, a rounded one and its
+//           rounding error. Of 8 x 8 numbers of a product a lane has row g, columns 2t and 2t + 1, with g = lane / 4, t
+//           = lane % 4
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  five: inputs and decays | lengths | M and A | N | B and Z_from_keys. Each: these are in shared memory
+// barriers  five. Each says that these are in shared memory: inputs and decays | lengths | M and A | N | B and
+//           Z_from_keys
 // numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
 //           growth that float32 holds. E, W and Z in T, matrices that make them of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
@@ -32,8 +34,9 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q and k start on multiples of it, and are multiples long
 };
 
-enum Kind { OF_K, OF_Q };
+enum Kind { OF_K, OF_Q };  // the rows of a score: keys (M) or queries (A); an index of inverse_length
 
+// In a union each member overwrites the one above, which has been read by then.
 template <typename T, int BK> struct alignas(16) Shared {
   union {
     T k[BT * BK];
@@ -46,7 +49,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   };
   Matrix<T> B, Z_from_keys;  // Z = Z_from_keys k
   Matrix<Operand<T, bf16>> A;
-  float M[BT][LD];
+  float M[BT][LD];  // of the products for M; numbers on and above the diagonal are not read
   union {
     float decay_between[BT][LD];  // D_ij; 0 for i < j
     Matrix<Operand<T, bf16>> N_transposed;
@@ -57,9 +60,9 @@ template <typename T, int BK> struct alignas(16) Shared {
   float E_factors[BT], Z_factors[BT], W_factors[BT];  // factors: of keys for E, of keys for Z, of queries for W
 };
 
-// The n-th product [16, 16] for scores: 16 keys or queries (`kind`) from `row` on, with 16 keys from `column` on; or,
-// if of_queries_alone, of 16 queries with themselves. Squared lengths are on the diagonals: those of queries of the
-// latter, those of keys of keys with the same keys.
+// The n-th product [16, 16] for scores: of 16 keys or queries (`kind`) from `row` on with 16 keys from `column` on; or,
+// if of_queries_alone, of 16 queries with themselves, for their lengths only. The squares of lengths are on diagonals:
+// of queries in the latter products, of keys in those of keys with the same keys.
 struct ScoreTile {
   static constexpr int COUNT = 8;
   Kind kind;
@@ -74,6 +77,8 @@ struct ScoreTile {
   __device__ __forceinline__ bool has_lengths() const { return row == column && of_queries_alone == (kind == OF_Q); }
 };
 
+// Launch bounds: blocks have 2 BK threads, so that registers are for 1024 threads of a multiprocessor (64 a thread), or
+// on later cards for 512 (128 a thread) or up to 768 (80), and for fewer blocks if shared memory has room for fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINCE_SM100     ? 512
                                                                            : sizeof(T) == 4 ? 256
@@ -88,6 +93,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
   using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
 
+  // Both copies store zeros from token `rows` and channel K on.
   const auto inputs = [&](auto copy) { copy(s.k, args.k), copy(s.q, args.q); };
   if (bytes == 16)
     inputs([&](T* tile, const auto& from) {
@@ -98,6 +104,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
       copy_numbers<BK, THREADS>(tile, chunk.row(from, head), from.t, chunk.rows, channels);
     });
   cp_async_commit();
+  // Lane i has the decay and beta of token i; past the end they are 1 and 0. set_decays stores D_ij, P_i and L_i.
   const TokenNumbers numbers(args.g, args.beta, chunk.b, chunk.h, chunk.span.start, chunk.rows);
   set_decays<WARPS>(s, numbers.decay);
   if (warp == 0) {
@@ -110,13 +117,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
   const auto inverse_length = [&](float squares) {
     return args.normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
   };
+  // A warp's score tiles: sums[n][across] is [16 rows, 8 keys] of its n-th tile.
   float sums[SCORE_TILES][2][4] = {};
 #pragma unroll
   for (int n = 0; n < SCORE_TILES; ++n) {
     const ScoreTile tile(warp + n * WARPS);
     if (WARPS > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;  // more warps than products
     multiply_squares<BK>(sums[n], tile.kind ? s.q : s.k, tile.of_queries_alone ? s.q : s.k, tile.row, tile.column);
-    if (tile.has_lengths() && t == g / 2)
+    if (tile.has_lengths() && t == g / 2)  // this lane has rows g and g + 8 of the diagonal
 #pragma unroll
       for (int x = 0; x < 2; ++x)
         s.inverse_length[tile.kind][tile.row + 8 * x + g] =
@@ -157,6 +165,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
   }
   __syncthreads();  // N is in shared memory
 
+  // sum: (A N)_ij and the next; N_transposed at (i, j) is N_ji.
   multiply_triangles<THREADS, Operand<T, bf16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
@@ -169,7 +178,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
       },
       s.N_transposed);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS, Operand<T, bf16>>(
+    multiply_triangles<THREADS, Operand<T, bf16>>(  // sum: (M N)_ij and the next
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * sum[0].x,
@@ -178,11 +187,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
         s.N_transposed);
   __syncthreads();  // B and Z_from_keys are in shared memory
 
+  // The warp's 16 channels of Z, E and W. multiply_tokens: z[m] += 16 rows of the matrix, from 16 m on, times the tile.
   const int channel = 16 * warp;
   Accumulators z = {}, w = {};
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.Z_from_keys, s.k, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of k
+  // E overwrites k. Two lanes have a token's 16 channels, 8 each.
 #pragma unroll
   for (int n = 0; n < BT; n += 16) {
     const int i = n + lane / 2, c = channel + lane % 2 * 8;
@@ -199,7 +210,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
     const float2 q = unpack_pair(query);
     const float *w_pair = w[m][across] + 2 * down, *z_pair = z[m][across] + 2 * down;
     put_pair(query, {fmaf(s.W_factors[i], q.x, scale * w_pair[0]), fmaf(s.W_factors[i], q.y, scale * w_pair[1])});
-    put_pair(place<BK>(s.Z, i, c), {z_pair[0], z_pair[1]});
+    put_pair(place<BK>(s.Z, i, c), {z_pair[0], z_pair[1]});  // over E
   });
   store_channels<BK>(to.Z[0], s.Z);
   store_channels<BK>(to.W, s.W);

@@ -1,5 +1,5 @@
 // what      What a chunk of a delta rule does to a state, in global memory: written by the kernels *prepare.cu, read by
-//           the *walks*, the kernels that go from chunk to chunk.
+//           the *walks*, the kernels that carry a state from chunk to chunk (scan.cu, backward_states.cu).
 // math      S is the state before the chunk, v its values, D the decay of each channel over the chunk. Y is what the
 //           tokens read from S:  Y = E S;  o = scale (W S + B v)
 //           E, W, Z and Zb have a row [K] for each token, B, H, R and L are [32, 32] and 0 above the diagonal
@@ -25,7 +25,8 @@ template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
   Matrix<T> B;
 };
 
-// The same for gradients. The tokens' residuals are R (v + Y), or, TWO_WRITES, R Y + L v. W is multiplied by scale.
+// The same for gradients, in the order in which the walks forwards and backwards read: each reads one range of bytes.
+// The tokens' residuals are R (v + Y), or, TWO_WRITES, R Y + L v. W is multiplied by scale.
 template <typename T, int BK, bool TWO_WRITES> struct alignas(16) PreparedForGradients {
   Matrix<T> residual_matrix[1 + TWO_WRITES];  // R, L: read by the walk forwards only
   T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];   // read by both walks, as decay and beta are
@@ -41,12 +42,13 @@ template <typename T, int BK, bool TWO_WRITES> struct PreparedFor<T, BK, TWO_WRI
   using Type = PreparedForGradients<T, BK, TWO_WRITES>;
 };
 
-// The chunk that a block of a grid [B, H, NC] prepares; H: heads of values.
+// The chunk that block blockIdx.x of a grid [B, H, NC] prepares: of batch row b and head of values h. NC: chunks of a
+// batch row.
 struct ChunkOfBlock {
   u32 b, h;
-  i64 index;  // among the chunks of all heads
-  Span span;  // of tokens of batch row b
-  int rows;   // tokens
+  i64 index;  // the block's number: the chunk's among the chunks of all heads
+  Span span;  // the chunk's tokens, in batch row b
+  int rows;   // how many tokens: at most 32
 
   __device__ __forceinline__ ChunkOfBlock(const Shape& shape) {
     const u32 chunks = u32(shape.NC), heads = u32(shape.H), pair = blockIdx.x / chunks;
@@ -59,7 +61,8 @@ struct ChunkOfBlock {
   }
 };
 
-// Copies an array of shared memory to global memory, by all threads of a block, 16 bytes at a time.
+// Copies an array from shared memory to global memory, by all THREADS threads of a block, 16 bytes at a time. Both are
+// aligned to 16 bytes.
 template <int THREADS, typename X, int SIZE>
 __device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE]) {
   constexpr int PIECES = SIZE * sizeof(X) / 16;

@@ -5,8 +5,8 @@
 // Whether x is neither infinite nor NaN.
 template <typename R> __device__ __forceinline__ bool is_finite(R x) { return x - x == R(0); }
 
-// One of P segments of a sequence. first, last: whether a walk over the sequence, in its direction, would come to it
-// first, or last.
+// One of P segments of a sequence, as a walk of one direction has it. first, last: whether the walk comes to it first,
+// or last: of a walk backwards, `first` is the last one in time. chunks: among those of the batch row.
 template <typename R> struct Segment {
   bool first, last;
   Span tokens, chunks;
@@ -14,10 +14,12 @@ template <typename R> struct Segment {
   R* to;          // the memory for the state that the walk ends with; null: not wanted
 };
 
-// Segment n % P of sequence n / P; `shape` has segments in place of sequences. `given`: the states that sequences start
-// from, or null; `final`: the memory for those they end with, or null. `starts`: the states that segments start from. A
-// walk without outputs stores its last state there for the next segment, and itself starts from `given` or zeros.
-// `whole`: the first segment has all tokens of the sequence, the others have none. h: the head.
+// Segment n % P of sequence n / P; in `shape` segments take the place of sequences. `given` [sequence, head, K V]: the
+// states that sequences start from, or null; `final`: the memory for those they end with, or null. `starts` [direction,
+// segment, head, K, V]: the states that segments start from; direction 1 is backwards.
+// `outputs`: the walk computes outputs; it starts from `starts`, or, in the first segment, from `given`. A walk without
+// outputs starts from `given` or zeros, and stores its last state in `starts` for the next segment. `whole`: the first
+// segment has all tokens of the sequence, the others have none. h: the head.
 template <bool BACKWARDS, typename R>
 __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shape, u32 P, u32 n, u32 h,
                                                  const Rows<const R>& given, R* starts, const Rows<R>& final,
@@ -42,9 +44,10 @@ __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shap
   return segment;
 }
 
-// Whether a walk with outputs must take sequence n / P whole in `columns` columns from `column` on: because numbers
-// grew out of range when segments were joined. join_segments.cu then stores NaN in the first channel of the last
-// segment's start, of these columns. A barrier of the block, which has at least `columns` threads.
+// Whether a walk with outputs must take the sequence of segment n whole, in `columns` columns of the state from
+// `column` on: because numbers grew out of range when segments were joined. join_segments.cu then stores NaN in the
+// first channel of the state from which the walk's last segment starts, in these columns. All threads of the block call
+// this: at least `columns` of them, each of which reads one number; it is a barrier, and all get the same answer.
 template <bool BACKWARDS, typename R>
 __device__ __forceinline__ bool is_whole(const Shape& shape, u32 P, u32 n, u32 h, const R* starts, int column,
                                          int columns) {

@@ -1,6 +1,7 @@
-// what      Steps of a walk over the states of a delta rule, from one prepared chunk (prepared.cuh) to the next:
-//           products of a warp's 16 columns. What tokens read is computed transposed [columns, tokens], since such
-//           accumulators are operands of the next product without any move.
+// what      Steps of a walk over the states of a delta rule, from one prepared chunk of 32 tokens (prepared.cuh) to the
+//           next: products of a warp's 16 columns. State<BK>, Accumulators and Readers: chunk.cuh and its includes.
+//           What tokens read is computed transposed [columns, tokens], since such accumulators are operands of the next
+//           product without any move.
 // shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, channels 8n...8n +
 //           7]. With g = lane / 4 and t = lane % 4 a lane has S[n][2h + p]: column g + 8h, channel 8n + 2t + p. So of
 //           `y`, what 32 tokens read, transposed: y[n][2h + p] is column g + 8h, token 8n + 2t + p. A Word has two
@@ -9,7 +10,8 @@
 #include "delta/chunk.cuh"
 #include "delta/segments.cuh"
 
-// Starts to copy bytes FROM ... STOP - 1 of a prepared chunk.
+// Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads; both
+// bounds are multiples of 16.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {
   // `opaque` hides where the number comes from: the compiler computes addresses anew for each chunk, and keeps none.
   const int first = FROM + 16 * opaque(threadIdx.x);
@@ -27,8 +29,9 @@ template <typename T, int BK> __device__ __forceinline__ void pack_state(Word<T>
   s[2] = word_of<T>(high[0], high[1]), s[3] = word_of<T>(high[2], high[3]);
 }
 
-// y (transposed) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows S. Rows: a
-// tile [BT, BK] in shared memory, a row for each token.
+// y (transposed, see shapes) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows
+// S, o being Accumulators [tokens, columns]. read_rows, output_rows: tiles [BT, BK] in shared memory, a row for each
+// token. S is rounded to T.
 template <int BK, bool OUTPUTS = false, typename T>
 __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const State<BK>& S, const T* read_rows,
                                                 Accumulators* o = nullptr, const T* output_rows = nullptr) {
@@ -59,7 +62,7 @@ __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const Sta
   }
 }
 
-// S <- diag(decay) S.
+// S <- diag(decay) S. decay: of the BK channels, in shared memory.
 template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, const float* decay) {
   const int t = threadIdx.x & 3;
 #pragma unroll
@@ -69,7 +72,8 @@ template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, cons
   }
 }
 
-// S += rows^T x. x: left operands [the warp's columns, 16 tokens], as load_packed and pack_tokens set them.
+// S += rows^T x. rows: a tile [BT, BK] in shared memory; x: left operands [the warp's columns, 16 tokens], as
+// load_packed and pack_tokens set them.
 template <int BK, typename T>
 __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Word<T> (&x)[BT / 16][4]) {
   const RightReader<BK, T> reader;
@@ -84,7 +88,7 @@ __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Wo
     }
 }
 
-// Loads the warp's columns of a chunk's tokens, from `column` on, as operands.
+// Loads the warp's 16 columns of a chunk's tokens, from `column` on, from a tile [BT, BV], as operands (see shapes).
 template <int BV, typename T>
 __device__ __forceinline__ void load_packed(Word<T> (&x)[BT / 16][4], const T* tile, int column) {
   const TransposedReader<BV, T> reader(column);
@@ -124,7 +128,7 @@ __device__ __forceinline__ void pack_tokens(Word<T> (&packed)[BT / 16][4], const
   pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
 }
 
-// d += M x, M a lower triangle; x: as in write_rows.
+// d [tokens, the warp's columns] += M x, M [BT, BT] a lower triangle; x: as in write_rows.
 template <typename T>
 __device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>& M, const Word<T> (&x)[BT / 16][4]) {
   const int lane = own_lane();
@@ -165,8 +169,9 @@ __device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const Word<T> 
 }
 
 // Stores the warp's 16 columns, from `column` on, of a chunk's `rows` tokens. pair_at(i, across) returns this lane's
-// pair of neighbouring columns of token i + g, from `across`, 0 or 8, on; i is a multiple of 8. Rows have `width`
-// numbers and are multiples of `bytes`.
+// pair of neighbouring columns of token i + g, columns `across` + 2t and the next, `across` being 0 or 8; i is a
+// multiple of 8. Rows have `width` numbers from `to` on; they start on multiples of `bytes` bytes and are multiples
+// long.
 template <typename T, class Pair>
 __device__ __forceinline__ void store_tokens(T* to, i64 stride, Pair pair_at, int rows, int column, int width,
                                              int bytes) {
