@@ -52,15 +52,17 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared
   Stage<T, BK, BV, TWO_WRITES> stages[STAGES];
 };
 
-// Goes over the chunks of a segment in one direction; if BACKWARDS, the code's S is dS, and `values` are do. `block` is
-// the number of the (segment, head, BV columns): of a head's `tiles` of BV columns, the first `value_tiles` have
-// columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not from the states in
-// args.starts.
+// Goes over the chunks of a segment in one direction; if BACKWARDS, the code's S is dS, and `values` are do. Steps that
+// read or write S are in walk.cuh; a warp has 16 columns, of which S, Y, P and packed operands are transposed [columns,
+// tokens or channels]. `block` is the number of the (segment, head, BV columns): of a head's `tiles` of BV columns, the
+// first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not
+// from the states in args.starts.
 template <bool BACKWARDS, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, typename T>
 __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAGES], const Args<T>& args, u32 block,
                                      u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
+  // RESIDUAL_BYTES: of R and L; COMMON_BYTES: of E, Z, decay and beta.
   constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
   constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
   // The walk reads bytes FROM ... STOP - 1 of a prepared chunk, whose members stand in this order: those of the walk
@@ -73,6 +75,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
   const bool computes_F = !OUTPUTS && !BACKWARDS && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
+  // P in this line and the next: segments of a sequence; below, P is the matrix of `math`.
   const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), n, h, args.starts, first_column, BV);
   const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), n, h, BACKWARDS ? args.dht : args.initial,
                                              args.starts, BACKWARDS ? args.dh0 : Rows<float>{}, whole);
@@ -97,6 +100,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
   each([&](float& x, i64 index, bool inside) {
+    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
     x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
@@ -117,11 +121,12 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   for (int step = 0, stage = 0; step < chunks; ++step) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
-    fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+    fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
     const auto& prepared = stages[stage].prepared;
     const T* values_tile = stages[stage].values;
     if (++stage == STAGES) stage = 0;
     const int chunk = chunk_of(step), token = BT * chunk;
+    // Stores the warp's 16 columns of the chunk's tokens (store_tokens, walk.cuh).
     const auto store = [&](const Rows<T>& to, const auto& pair_at, int width, int bytes) {
       store_tokens<T>(to.row(b, h, span.start + token) + first_column, to.t, pair_at, tokens - token, column, width,
                       bytes);
@@ -140,7 +145,10 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
     }
     Word<T> packed_values[BT / 16][4] = {}, packed[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
     if (!computes_F) load_packed<BV>(packed_values, values_tile, column);
+    // The betas of tokens first + 2t and the next.
     const auto betas = [&](int first) { return *reinterpret_cast<const float2*>(prepared.beta + first + 2 * t); };
+    // For store_tokens: a pair of columns of a token, from operands [columns, tokens]. transpose_pairs exchanges
+    // numbers of 8 x 8 blocks between lanes.
     const auto transposed_pairs = [&](const Word<T>(&packed)[BT / 16][4]) {
       return [&](int i, int across) { return transpose_pairs(packed[i / 16][i % 16 / 8 * 2 + across / 8]); };
     };

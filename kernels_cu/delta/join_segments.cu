@@ -42,13 +42,15 @@ template <typename R> struct alignas(16) Four {  // neighbouring columns of a ch
 template <typename R, int BK> struct Shared {
   static constexpr int STAGES = BK * sizeof(R) > 1024 ? 3 : 4;  // 3 of float64 and 256 channels fit on every card
   static constexpr int PANEL = 16384 / BK / sizeof(R);          // columns of F in a stage; if BACKWARDS, rows
-  // [BK][PANEL] columns of F, 16 bytes between its rows, which are then in different banks; or [PANEL][BK] rows of F.
+  // [BK][PANEL] columns of F, 16 bytes between its rows, which are then in different banks; or, BACKWARDS, [PANEL][BK]
+  // rows of F. 16384 bytes without the gaps.
   R panels[STAGES][BK * (PANEL + 16 / sizeof(R))];
   Four<R> S[BK][BV / 4];  // S_p or dS_p
 };
 
-// Joins the segments in one direction. block: the number of the (sequence, head, BV columns). In the code S is dS, and
-// G is G', if BACKWARDS. Step n multiplies by F_p, p = first_segment + n * direction, and ends with x, the next S.
+// Joins the segments in one direction. block: the number of the (sequence, head, BV columns); starts: those of this
+// direction. In the code S is dS, G is G', and F is F^T, if BACKWARDS. Step n multiplies S by F_p, p = first_segment +
+// n * direction, and adds G_p; it ends with x, the next S, in registers and in `starts`.
 template <bool BACKWARDS, int BK, typename R>
 __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* starts, u32 block) {
   constexpr int STAGES = Shared<R, BK>::STAGES, PANEL = Shared<R, BK>::PANEL, PIECE = 16 / sizeof(R), THREADS = 2 * BK;
@@ -70,7 +72,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
       for (int i = 0; i < 4; ++i)
         if (channel + j < K && column + i < V) f(state[i64(channel + j) * V + column + i], x[j][i]);
   };
-  const auto load = [](R& from, R& to) { to = from; };
+  const auto load = [](R& from, R& to) { to = from; };  // from `starts`
   // Starts to copy a panel of F: `number` counts those of all steps, in the order in which they are read.
   const auto fetch = [&](int number) {
     if (number < steps * panels) {
@@ -87,6 +89,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
     cp_async_commit();
   };
   for (int number = 0; number < STAGES - 1; ++number) fetch(number);
+  // x: S, later the sum that becomes the next S; G: loaded a step before it is added. Channels from K on stay 0.
   R x[2][4] = {}, G[2][4] = {};
   each(0, x, load), each(1, G, load);
 #pragma unroll 1
@@ -107,7 +110,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
       const R* F = s.panels[number % STAGES];
       const int from = panel * PANEL, width = channel < K ? min(PANEL, F_stride - from) : 0;
 #pragma unroll 4
-      for (int k = 0; k < width; k += 4) {
+      for (int k = 0; k < width; k += 4) {  // 4 channels of S; F's zeros multiply those from K on
         R factors[2][4] = {};  // F, or F^T if BACKWARDS: of the thread's 2 channels, for channels from + k ... + 3 of S
         if constexpr (BACKWARDS) {
 #pragma unroll
@@ -132,7 +135,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         }
       }
     }
-    each(step + 1, x, [](R& to, R& from) { to = from; });
+    each(step + 1, x, [](R& to, R& from) { to = from; });  // stores the next S in the place of G
   }
   bool out_of_range = false;
   each(steps, x, [&](R&, R& number) { out_of_range |= !is_finite(number); });
@@ -140,8 +143,9 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
     each(steps, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
 }
 
-// Whether all segments of the sequence and head of block `block` have an F of 0: then each G_p is S_{p+1}, in its place
-// already, and G'_p is dS_{p-1}. A barrier of the block.
+// Whether all segments of the sequence and head of block `block` have an F of 0, but for segments 0 and P - 1, which
+// have no F: then each G_p is S_{p+1}, in its place already, and G'_p is dS_{p-1}. All threads call this and get the
+// same answer; it is a barrier.
 template <typename R> __device__ __forceinline__ bool all_forget(const Args<R>& args, u32 block) {
   if (!args.forgets) return false;
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles,

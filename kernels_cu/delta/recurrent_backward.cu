@@ -46,9 +46,11 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
 
 template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared {
   using R = Real<T>;
+  // COLUMNS, of a warp: so many that a lane has 64 bytes of S, and of dS. BV: of the block.
   static constexpr int LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
-  static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;  // of sums over columns
-  static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;                // rows of a warp for a token
+  // Of sums over columns: for dq, dk, (Dplr) da, db, (gates of channels) dg.
+  static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;
+  static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;  // rows of a warp for a token
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
   T do_[TOKENS * BV];
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];  // without channels' gates 16 bytes, not used
@@ -57,11 +59,13 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   // Warps' parts of dbeta and of GatedDelta's dg. A row is stored with the token before it: the row after the chunk's
   // last token gets what the previous chunk has left, and is not read.
   R token_parts[TOKENS + 1][WARPS][2];
-  // A token's rows, by warp: the columns of the state before it; later the warp's parts of sums over columns.
+  // A token's rows, by warp. First, row c: column c of the warp in the state before the token. Then, when the warp has
+  // read these, row `kind`: its part of a sum over columns, of each channel.
   R slots[TOKENS][SLOT_ROWS][WARPS][BK];
 };
 
-// Sums each of N numbers over all lanes, and gives all sums to every lane; returns the sum with number lane / (32 / N).
+// Sums each of N numbers over all lanes (that is, over channels), and gives all sums to every lane in x; returns the
+// sum with number lane / (32 / N). While there are several numbers, two lanes keep one half of them each.
 template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&x)[N]) {
 #pragma unroll
   for (int n = N / 2, distance = 16; distance; n /= 2, distance /= 2) {
@@ -94,6 +98,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   constexpr bool BACKWARDS = true, DOTS = false;  // the walk's direction; whether prepare_tokens computes q . k
   const bool whole_sequence =
       OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
+  // The segment in the order of this walk: segment.from is the gradient of the state after it (null: 0), segment.to the
+  // place for that of the state before it; `last`: it has the sequence's first tokens, where this walk ends.
   const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), work.n, work.h, args.dht, args.starts,
                                              args.dh0, whole_sequence);
   work.span = segment.tokens;
@@ -123,7 +129,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   TokenGates<Rule, R> next_gates;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
   const i64 first_chunk = (i64(work.b) * shape.H + work.h) * shape.NC + segment.chunks.start;
-  // Starts to copy a chunk's tokens, and loads the state before it to S.
+  // Starts to copy a chunk's tokens, loads their gates and betas to registers, and, with OUTPUTS, the state before the
+  // chunk to S.
   const auto fetch = [&](int chunk) {
     const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
@@ -153,7 +160,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     cp_async_wait<0>();
     next_gates.store(s.scalars, rows);
     __syncthreads();  // the chunk has arrived; the previous one's parts have been added up
-    prepare_tokens<DOTS>(s.scalars, s.decays, s.in, rows, args.normalized);
+    prepare_tokens<DOTS>(s.scalars, s.decays, s.in, rows, args.normalized);  // a warp has a token at a time
     __syncthreads();  // decays and scalars of its tokens are in shared memory
 
     // A token, in this lane's channels; q and k divided by their lengths if the call asks for that.
@@ -175,8 +182,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       }
     };
 #pragma unroll 1
-    for (int r = 0; OUTPUTS && r < rows; ++r) {  // the states of the chunk, and residuals
-      R residual[COLUMNS] = {}, written[COLUMNS];
+    for (int r = 0; OUTPUTS && r < rows; ++r) {    // forwards: the states before the chunk's tokens, and residuals
+      R residual[COLUMNS] = {}, written[COLUMNS];  // written: v, then, but for Dplr, beta e
       load(r);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
@@ -215,9 +222,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
       const R sum = sum_over_lanes<32>(gate_part);
       if (lane == 0) s.token_parts[r][warp][1] = sum;
     };
+    // Backwards. With OUTPUTS S is the state after token r, until that before it is loaded; without, S is not used.
 #pragma unroll 1
     for (int r = rows - 1; r >= 0; --r) {
-      // parts: of dq, dk, da, db (Dplr), dg (of channels), over the warp's columns. dv: u = dS^T k, then dv.
+      // parts: of dq, dk, da, db (Dplr), dg (of channels), summed over the warp's columns. dv: u = dS^T k, then dv; v:
+      // later beta e, but for Dplr. own_dv: dv in own_column.
       R parts[KINDS][LANE_CHANNELS] = {}, residual[COLUMNS] = {}, v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {},
         dp[COLUMNS] = {};
       load(r);
@@ -295,6 +304,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     __syncthreads();  // the parts of sums over columns are in shared memory, and the chunk has been read
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
+    // Adds up the four warps' parts: thread x has channel x % BK, and more if BK > THREADS, of every AT_ONCE-th token.
     const i64 tiles = (shape.V + BV - 1) / BV, tile = work.first_column / BV, heads = shape.B * shape.H;
     const i64 head = i64(work.b) * shape.H + work.h;
     constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
@@ -312,7 +322,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
         }
     }
     if (int(threadIdx.x) < 2 * rows) {
-      const int r = threadIdx.x / 2, which = threadIdx.x % 2;
+      const int r = threadIdx.x / 2, which = threadIdx.x % 2;  // which: 0 of beta, 1 of GatedDelta's g
       const auto& of_warps = s.token_parts[r];
       args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r] =
           (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);

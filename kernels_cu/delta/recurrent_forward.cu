@@ -19,9 +19,10 @@
 //           registers
 // smem      Shared: two stages of tokens as they are in memory, zeros beyond K, V and the sequence; and decays and
 //           scalars (`TokenScalars`) of the tokens of one stage
-// barriers  one: whether states from which segments start are finite. Two for each stage of tokens. First: the tokens
-//           have arrived, and no thread reads the previous stage's tokens, decays or scalars any more, which are then
-//           overwritten. Second: decays and scalars of this stage are written
+// barriers  one in is_whole, if sequences have segments: whether the state from which the last segment starts is
+//           finite. Two for each stage of tokens. First: the tokens have arrived, and no thread reads the previous
+//           stage's tokens, decays or scalars any more, which are then overwritten. Second: decays and scalars of this
+//           stage are written
 // numerics  float32; float64 for float64 data. S^T a or S'^T k, and S'^T q, are summed over lanes in the same shuffles,
 //           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
@@ -33,7 +34,7 @@
 #include "tensor.cuh"
 
 constexpr int CHANNELS = 16;  // of a lane
-// Tokens of a stage: the stage's q, and its k, are at most 4 KB for every type and BK.
+// Tokens of a stage: so many that the stage's q, and its k, are at most 4 KB for every type and BK.
 template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   constexpr int LANES = Storage::LANES, BV = Storage::BV, STAGE_TOKENS = TOKENS<T, BK>;
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
+  // work.first_column counts on from V, rounded up to BV, to the columns of F.
   BlockWork work(shape, BV, args.F ? u32(shape.K + BV - 1) / BV : 0);
   struct Part {  // what the block has of a state, or of F
     bool of_F;
@@ -67,8 +69,11 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     int first_column;
     Segment<R> segment;
   };
+  // Whether the first segment's block takes all tokens of its sequence, as joined states have left the range of
+  // numbers.
   const bool whole =
       !args.F && is_whole<false>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
+  // n: the segment; tile: work.first_column.
   const auto part_of = [&](u32 n, u32 tile) {
     const u32 value_columns = u32(shape.V + BV - 1) / BV * BV;
     const auto segment =
@@ -96,6 +101,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   };
   each([&](R& x, int state_row, int tile_column, bool inside) {
     const i64 at = i64(state_row) * part.width + part.first_column + tile_column;
+    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
     x = !inside ? R(0) : part.of_F ? R(at % (part.width + 1) == 0) : part.segment.from ? part.segment.from[at] : R(0);
   });
 
@@ -161,6 +167,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
             read[c] = fma(q[j], x, read[c]);
           }
       }
+      // The sums over the LANES lanes that share columns.
 #pragma unroll
       for (int distance = 1; distance < LANES; distance *= 2)
 #pragma unroll

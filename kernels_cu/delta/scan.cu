@@ -1,6 +1,7 @@
 // what      The delta rules' walk forwards over prepared chunks of 32 tokens: outputs and final states. Without
 //           OUTPUTS, what a segment of a sequence does to a state: from S to F S + G.
-// math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
+// math      S is the state before a chunk, D the decay of each channel over it. E, W, Z and Zb have a row [K] for each
+//           token, B is [32, 32]; the kernels *prepare.cu make them (prepared.cuh).   Y = E S;   o = scale (W S + B v);
 //           S <- D S + Z^T (v + Y), or, TWO_WRITES (RWKV-7), S <- D S + Zb^T Y + Z^T v
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
 //           join_segments.cu. Without OUTPUTS: the state after a walk from zeros (a first segment: from the initial
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
   each([&](float& x, i64 index, bool inside) {
+    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
     x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
@@ -89,16 +91,17 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   for (int token = 0, chunk = 0, stage = 0; token < tokens; token += BT, ++chunk) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
-    fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+    fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
     const auto& prepared = stages[stage].chunk;
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
 
-    Word<T> v[BT / 16][4] = {}, written[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
+    Word<T> v[BT / 16][4] = {}, written[BT / 16][4];  // written: v + Y (TWO_WRITES: Y); F has values of zeros
     if (!computes_F) load_packed<BV>(v, v_tile, column);
+    // A warp's 16 columns: Y, v and `written` transposed, o [tokens, columns]. Layouts: walk.cuh.
     float Y[BT / 8][4] = {};
     Accumulators o = {};
-    read_transposed<BK, OUTPUTS>(Y, S, prepared.E, &o, prepared.W);
+    read_transposed<BK, OUTPUTS>(Y, S, prepared.E, &o, prepared.W);  // Y = E S; o = W S
     decay_state<BK>(S, prepared.decay);
     if constexpr (TWO_WRITES) write_rows<BK>(S, prepared.Z[0], v);
     else add_packed<T>(Y, v);

@@ -25,7 +25,7 @@ template <typename R, typename S, int BK>
 constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
                             : BK == 256 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
                                                                             : 3;
-template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
+template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());  // double if one of both is
 
 template <typename T, typename G, typename S> struct Args {
   Rows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   // The lane's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
   const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
 
+  // state[n]: channel first_channel + n CHANNELS_AT_ONCE, LANE_COLUMNS columns; numbers outside of K and V are not set.
   S* const first_piece = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
   Piece state[LANE_CHANNELS];
 #pragma unroll
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
       s.scalars.inverse_k_length = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
     }
   }
+  // Of the lane's columns, over its channels, then over the warp's: erased is S'^T k (Dplr: S^T a), read is S'^T q.
   R decay = 1, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
   if constexpr (!Rule::channel_gates) decay = decay_of(R(to_real(*args.g.row(b, h, 0))));
 #pragma unroll
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   }
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
-    for (int distance = LANES; distance < 32; distance *= 2) {
+    for (int distance = LANES; distance < 32; distance *= 2) {  // lanes with the same columns
       erased[i] += __shfl_xor_sync(0xffffffffu, erased[i], distance);
       read[i] += __shfl_xor_sync(0xffffffffu, read[i], distance);
     }
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     const R v = to_real(args.v.row(b, h, 0)[first_column + index]);
     return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
   };
-  R write[LANE_COLUMNS];
+  R write[LANE_COLUMNS];  // `written` of each column; `erased` is now the sum over all channels
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
     erased[i] = sum_of_parts(0, column + i);

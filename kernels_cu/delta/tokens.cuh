@@ -38,8 +38,9 @@ template <typename T, typename G> struct DeltaArgs {
   i64 P;            // segments of a sequence
 };
 
-// A block's work: sequence n, in batch row b; value head h; `columns` columns from first_column on; the sequence's
-// tokens. more: how many such tiles of columns, of F, follow those of V.
+// A block's work: sequence n, in batch row b; value head h; `columns` columns of V from first_column on; the sequence's
+// tokens. more: how many more tiles of `columns` columns follow those of V, for F (join_segments.cu); first_column
+// counts on there.
 struct BlockWork {
   u32 n, b, h, first_column;
   Span span;
@@ -59,8 +60,9 @@ template <typename R> __device__ __forceinline__ R converted_once(double x) {
   else return x;
 }
 
-// Starts to copy a tile [ROWS, COLS] in pieces of BYTES bytes; zeros from row `rows` and column `width` on. Numbers of
-// two bytes are copied at once, since cp.async takes four bytes at least.
+// Starts to copy a tile [ROWS, COLS], whose rows are `stride` numbers apart in memory, to rows of COLS numbers in
+// shared memory, in pieces of BYTES bytes; zeros from row `rows` and column `width` on. Numbers of two bytes are copied
+// at once, since cp.async takes four bytes at least.
 template <int BYTES, int ROWS, int COLS, typename T>
 __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
@@ -92,7 +94,8 @@ __device__ __forceinline__ void copy_tile(T* to, const T* from, i64 stride, int 
   else copy_slowly<ROWS, COLS>(to, from, stride, rows, width, int(bytes));
 }
 
-// Tokens of one stage, as they are in memory. An array that a recurrence does not have is 16 bytes long.
+// TOKENS tokens of one stage, as they are in memory: rows of BK channels, or of the block's BV columns of v. An array
+// that a recurrence does not have is 16 bytes long, since it must not be empty.
 template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct alignas(16) Tokens {
   static constexpr int PIECE = 16 / sizeof(T);
   T q[TOKENS * BK], k[TOKENS * BK];
@@ -171,7 +174,8 @@ __device__ __forceinline__ void prepare_tokens(TokenScalars<Real<T>>* scalars, R
   }
 }
 
-// N neighbouring numbers, a power of 2. They are loaded and stored by up to 16 bytes.
+// N neighbouring numbers, a power of 2. They are loaded and stored by up to 16 bytes at a time, to which their address
+// is aligned. load_neighbours converts them to R.
 template <int N, typename T> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
   T x[N];
 };
