@@ -1,9 +1,10 @@
 // what      For Hopper's kernels whose warpgroups hold states in registers while one warp copies chunks of tokens
 //           between memory and shared memory: these copies, and the products with states and with pairs of tokens.
-//           The including kernel defines CHUNK, the tokens of a chunk, a multiple of 16, before it includes this file.
+//           The including kernel defines CHUNK, the tokens of a chunk, 32 or 64, before it includes this file.
 // shapes    A warpgroup holds 64 rows of a state, called channels below, and BV columns: S[channel, column]. A warp has
 //           16 of the channels. Tiles in shared memory are [token, column]; operands in registers are [channel, token]
-// limits    sm_90a; products of bfloat16 numbers
+// limits    sm_90a; products of bfloat16 numbers; CHUNK of 32 or 64: arrays of pairs have 64 columns; tiles start on
+//           1024 bytes, as the swizzle does
 #include "wgmma.cuh"
 #include "swizzled.cuh"
 #include "tensor.cuh"
@@ -24,8 +25,10 @@ struct WorkTile {
 };
 
 // A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
-// row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. If `shape`
-// has P segments of whole chunks for each sequence, rows are those of whole sequences.
+// row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. With P
+// segments for each sequence, `shape.count` counts segments; each but the last of a sequence has whole chunks. Rows are
+// then numbered by whole sequences: count / P of them in a batch row, of which segment n % count is part of number n %
+// count / P.
 __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 P = 1) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
   const Span span = tokens_of(shape, n % count);
@@ -47,8 +50,10 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
 }
 
 // Calls f(shared, global, inside) for this lane's pieces of 16 bytes of a tile: their address in shared memory, their
-// address in memory, and whether they lie within the first `rows` rows and `columns` columns. `memory`: the address of
-// the tile's first element; its rows are `stride` elements apart. The loop is not unrolled, which keeps the code short.
+// address in memory (P is its element's type), and whether they lie within the first `rows` rows and `columns` columns,
+// whole pieces each. A warp has 4 rows at a time; the piece of the 4th row after has its offset 512 bytes on, with bit
+// 6 flipped by the swizzle. `memory`: the address of the tile's first element; its rows are `stride` elements apart.
+// The loop is not unrolled, which keeps the code short.
 template <typename X, int PANELS, typename P, class F>
 __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* memory, i64 stride, int rows,
                                            int columns, F f) {
@@ -134,9 +139,9 @@ __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Out
                    else *reinterpret_cast<uint4*>(to) = *from;
                  });
     });
-    commit_adds();
-    tensor_store_wait();
-    fence_async();
+    commit_adds();        // add_piece has started asynchronous additions to memory, of which this is a group
+    tensor_store_wait();  // until they have read shared memory
+    fence_async();        // orders this lane's plain loads of the tile before later asynchronous copies to it
   }
   __syncwarp();  // no lane overwrites the tile before all copies have read it
 }
@@ -262,11 +267,12 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
 }
 
 // S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S
-// before. decays: of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16
-// numbers, and f(n, rounded, remainders) is called for the n-th 16 columns; otherwise S is rounded to one bfloat16
-// number, and f is not called. The product is made in parts of PART times 16 columns, two parts under way at a time, so
-// that registers hold the bfloat16 numbers of two parts only. When the function returns, the last parts are still under
-// way: the caller must call wgmma_wait before it reads x or overwrites `tokens`.
+// before. decays: of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16 numbers, and f(n,
+// rounded, remainders) is called for the n-th 16 columns, so that the caller can keep or store the numbers that are
+// multiplied; otherwise S is rounded to one bfloat16 number, and f is not called. The product is made in parts of PART
+// times 16 columns, two parts under way at a time, so that registers hold the bfloat16 numbers of two parts only. When
+// the function returns, the last parts are still under way: the caller must call wgmma_wait before it reads x or
+// overwrites `tokens`.
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
@@ -292,6 +298,8 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
+      // 16 columns, 32 bytes, of the panel's rows; each eight rows are 1024 bytes after the eight before. wgmma's last
+      // template argument: false, since a row of the tile is a token, a column of the product.
       const u64 b = wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
       wgmma<bf16, CHUNK, false>(x, rounded[part & 1][n], b, tile > 0);
       if (EXACT) wgmma<bf16, CHUNK, false>(x, remainders[part & 1][n], b, true);
@@ -312,7 +320,9 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
   }
 }
 
-// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller waits for it.
+// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller calls
+// wgmma_commit and waits. The tile's rows are what is summed over: wgmma's last template argument is true, panels are
+// CHUNK * 128 bytes apart, and a step takes 16 rows.
 template <int BV>
 __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x, bf16 (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
@@ -320,9 +330,10 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`. `pairs` has a number for each query i
-// and key j of the chunk. BY_KEY: y[channel, j] = sum_i x[channel, i] pairs[i, j]. REMAINDERS: the product takes
-// columns 32 to 63 of `pairs`, where a chunk of 32 tokens may have the remainders of the pairs in columns 0 to 31.
+// Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller calls wgmma_commit and
+// waits. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i x[channel, i]
+// pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may have the
+// remainders of the pairs in columns 0 to 31.
 template <bool BY_KEY, bool REMAINDERS = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
   static_assert(!REMAINDERS || CHUNK == 32);

@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const int column = first + 16 * warp + lane / 4;
   const int channel_offset = channel_operand_offset(lane, warp % 4), left_offset = left_operand_offset(lane);
   const i64 states = work.sequence_head * args.shape.K * args.shape.V;
-  float dS[BK / 2] = {};
+  float dS[BK / 2] = {};  // columns `column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
   if (args.dht)
     each_transposed<BK>(dS, args.dht + states, args, args.shape, column,
                         [](float& x, const float* from) { x = *from; });
@@ -105,15 +105,16 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(dS, gates.chunk_decay);
     wgmma_fence();
     const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys
-    start_state_update<T, BK>(dS, do_, rows);
+    start_state_update<T, BK>(dS, do_, rows);                                       // dS += W^T do
     wgmma_wait<1>();
     wgmma_keep(P), wgmma_keep(from_do), wgmma_keep(rounded_dS);
     each_two([&](int i, int c, int m) {
+      // In this pass key_start_factors have beta: beta_j E_j, divided by |k_j| if normalized.
       const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3));
       Y[c][m] = pack<T>(-from_start.x * P[i], -from_start.y * P[i + 1]);
     });
     wgmma_fence();
-    start_state_update<T, BK>(dS, Y, rows + CHUNK * (128 / 16));
+    start_state_update<T, BK>(dS, Y, rows + CHUNK * (128 / 16));  // dS += sum_j k_j Y_j: keys are CHUNK rows after W
     each_two([&](int i, int, int) {
       const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
       from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);

@@ -75,7 +75,8 @@ template <typename T> struct Args {
 
 // A chunk of q and k, and its matrices. Rows have 128 bytes, in the tensor cores' swizzle: row r has its 16-byte piece
 // p in the place of piece p ^ r % 8. A Panel is T[32][64]; a split one has rounded elements in columns 0 to 31 and
-// their rounding errors in columns 32 to 63. Matrices in a union have the same place, one after the other in time.
+// their rounding errors in columns 32 to 63. Matrices in a union have the same place, one after the other in time: Z
+// overwrites M after inverse_ready; H and P overwrite inverse_to_end and `inverse` after residuals_ready.
 template <typename T, int BK> struct alignas(1024) GradientStage {
   using Element = T;
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, overwritten by dq; rows 32 to 63: keys, by dk
@@ -137,6 +138,8 @@ __device__ __forceinline__ void each_panel(T (&tile)[PANELS][2 * CHUNK][64], F f
 }
 
 // Copies q and k to stages, v to `values`, do and dv to `gradients`, dS to `state_gradient`; stores dq and dk.
+// fetch_chunk: all lanes arrive at the barrier, whose phase ends when the copies have arrived. store_chunk returns when
+// the shared memory has been read, so that the next copies may overwrite it.
 template <class S>
 __device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   WorkTile keys = work;
@@ -209,7 +212,9 @@ __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
 }
 
 // Starts the product d[64 rows, 64 channels] = tokens[64 rows, BV] states[BV, 64]. tokens: do above dv, or rounding
-// errors of e above e; states: 64 channels of S or dS, transposed. Both are panels of 64 columns.
+// errors of e above e, in panels of 64 columns of V; states: 64 channels of S or dS, transposed: a row of 64 channels
+// for each column of V. Arguments of wgmma_tile: each eight rows are 1024 bytes after the eight before. The caller
+// calls wgmma_commit and waits.
 template <typename T, int PANELS>
 __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
                                                        T (&states)[64 * PANELS][64]) {
@@ -219,8 +224,9 @@ __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&token
     wgmma<T, 64, true>(d, rows + c / 4 * (sizeof tokens[0] / 16) + c % 4 * 2, columns + c * (16 * 128 / 16), c > 0);
 }
 
-// Calls f(i, x, h) for pairs of this lane's numbers of d [64 tokens, 64 channels]: d[i] and d[i + 1], of the token
-// lane / 4 + 8 h of the warp's 16 tokens; x: the same two numbers of `panel`, of 64 tokens.
+// Calls f(i, x, h) for pairs of this lane's numbers of d [64 rows, 64 channels], a product of the warpgroup: d[i] and
+// d[i + 1], of row lane / 4 + 8 h of the warp's 16 rows; x: the same two numbers of `panel`. offset:
+// left_operand_offset of the warp's rows.
 template <typename T, class F>
 __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int offset, F f) {
 #pragma unroll
@@ -232,7 +238,9 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
   }
 }
 
-// Makes Z of a chunk. channel_offset: this lane's channel_operand_offset (scalar_chunks.cuh).
+// Makes Z of a chunk: Z_j = sum_i inverse_to_end[j, i] k_i, in the warp's 16 channels of every 64. It waits for
+// inverse_ready and arrives at operands_ready. channel_offset: what the lane gives to load_transposed and
+// store_transposed (channel_operand_offset, scalar_chunks.cuh).
 template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::STAGES>& ring, int channel_offset) {
   using T = typename S::T;
   auto& in = s.stages[ring.stage];
@@ -255,8 +263,9 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
 
 // Stores a warp's 16 rows of H (warps 0 and 1, rows are queries) or P (warps 2 and 3, rows are keys), and the terms of
 // dg and dbeta that these rows' pairs have for each token. products: F or -G; scores: q . k or k . k, without decays.
-// A lane has of each x[4n + 2h + p]: row g + 8h of the warp's, key 8n + 2t + p. left_offset: left_operand_offset of
-// scalar_chunks.cuh, by which the warp stores.
+// With g = lane / 4 and t = lane % 4, products[4n + 2h + p] and scores[4n + 2h + p] are of row g + 8h of the warp's 16
+// rows and key 8n + 2t + p (x in the code is p). left_offset: left_operand_offset of scalar_chunks.cuh, by which the
+// warp stores.
 template <class S>
 __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& products, const Values& scores, int lane,
                                             int warp, int left_offset) {
@@ -284,7 +293,8 @@ __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& produ
         const float product = has_keys ? -products[4 * n + 2 * h + x] : products[4 * n + 2 * h + x];
         const bool strictly = j + x < i, counts = has_keys ? strictly : j + x <= i;
         const float of_score = counts ? decay * product : 0.f, term = of_score * scores[4 * n + 2 * h + x];
-        matrix[n][2 * h + x] = counts ? beta * of_score : 0.f;  // +0 where none counts, for negative beta, too
+        // +0, not -0, where none counts: compute_gradients ORs P with P^T.
+        matrix[n][2 * h + x] = counts ? beta * of_score : 0.f;
         beta_terms[2 * n + x] += term;
         own[x] = strictly ? beta * term : 0.f;
       }
@@ -397,13 +407,16 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64, V_PANELS = S::BV / 64;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0), lane = threadIdx.x & 31;
-  // Offsets in panels of what this lane loads and stores. own_offset: for the warp's 16 of the 64 rows of q and k.
+  // Byte offsets in a swizzled panel that this lane gives to ldmatrix and stmatrix: for 16 channels of tokens, for a
+  // left and for a right operand. own_offset: for the warp's 16 of the 64 rows of q and k.
   const int channel_offset = channel_operand_offset(lane, warp), left_offset = left_operand_offset(lane),
             right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
   const bool has_keys = warp >= 2;
   const int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // the lane has `row` and row + 8
   Ring<S::STAGES> ring, Z_ring, scores_ring;
   Ring<2> values_ring;
+  // make_scores waits for full and decays_ready of its chunk: two iterations later the loop reads the chunk's q, k, D
+  // and gates without waiting.
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < work.tokens; ++chunk, scores_ring.next())
     make_scores(s, scores_ring, lane, warp, left_offset);
   if (work.tokens > 0) make_Z(s, Z_ring, channel_offset);
@@ -467,7 +480,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
       Values products, scores;
       u64 rows = wgmma_tile(s.gradients, 16, 1024), residuals = wgmma_tile(values, 16, 1024);
       wgmma_fence();
-      start_scores(scores, in);
+      start_scores(scores, in);  // [q; k] k^T
 #pragma unroll
       for (int rounded = 0; rounded < 2; ++rounded)  // rounding errors of e (rows 0 to 31), then e rounded
 #pragma unroll

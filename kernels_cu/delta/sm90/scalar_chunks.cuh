@@ -13,8 +13,8 @@
 //           BACKWARD_TOKENS: Z and X as in FORWARD, but Z by R = (I + M diag(beta))^-1: N diag(beta) = diag(beta) R
 //           SUMMARY: Z and X as in FORWARD, and no queries
 //           `inverse` in the code is N diag(beta), N and R, by pass; SUMMARY's is FORWARD's
-// shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S, the
-//           struct of its shared memory, and passes Args, that of its arguments. S has
+// shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S (in
+//           code never the state), the struct of its shared memory, and passes Args, that of its arguments. S has
 //           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
 //           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, minus_beta_M, inverse,
 //             inverse_to_end and D. gates[STAGES]: Gates; in BACKWARD_TOKENS they also have query_inverse and
@@ -35,6 +35,10 @@
 //             Operand x, of 32 columns: x[s] has those from 16 s on
 //           - u32 b[4], two right operands [16, 8] side by side: b[2n] is column 8n + g, rows 2t and the next;
 //             b[2n + 1] has the rows 8 later
+// barriers  each waits for those before it, by stage. full: q and k have been copied; values_full: v or do has; then
+//           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: inverse and
+//           inverse_to_end; operands_ready: B, W and Z; outputs_ready: o or dv; the stage has been read. Named barrier
+//           1 joins the warpgroup of make_operands
 // numerics  products of T are summed in float32. W, X and Z are rounded to T. A, B, N and M's block at the lower left
 //           are split: sums of two numbers of T, a rounded one and its rounding error. A number of them beyond T's
 //           range (65504 in float16) becomes NaN: infinity and a rounding error of -infinity. N's diagonal blocks of 16
@@ -161,6 +165,8 @@ __device__ __forceinline__ void move_chunks(S& s, const Args& args, const Tensor
   WorkTile keys = work;  // its head is that of q and k
   keys.head /= int(args.group);
   Ring<S::STAGES> ring;
+  // Goes on for STAGES chunks after the last one, to store their outputs. fetch_chunk: all lanes arrive at the barrier,
+  // whose phase ends when the copies have arrived. store_chunk returns when the shared memory has been read.
 #pragma unroll 1
   for (int token = 0; token - S::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
     auto& stage = s.stages[ring.stage];
@@ -327,7 +333,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
     to.beta[lane] = s.upcoming.beta[chunk % CHUNKS_AHEAD][lane];
     if constexpr (S::PASS == BACKWARD_STATES) to.key_start_factors[lane] *= to.beta[lane];
     if (lane == 31) to.chunk_decay = from_start;
-    __syncwarp();
+    __syncwarp();  // row 31 of D is stored: the decays from after each token to the chunk's end, times key factors
     to.key_end_factors[lane] = swizzled(D[0], CHUNK - 1, lane / 4)[lane % 4];
     if constexpr (S::PASS == BACKWARD_TOKENS) {
       to.key_to_end[lane] = to.key_end_factors[lane];
@@ -502,7 +508,8 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, offset + 16 * 128 * s));
 }
 
-// wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte. Plus
+// wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte, for
+// tiles of rows of 128 bytes: each eight rows are 1024 bytes after the eight before; 16 is not read (wgmma.cuh). Plus
 // descriptor_offset(stage, tile) it is that of a tile in the stage. `forget` hides where the descriptor comes from:
 // else the compiler holds each tile's in registers of its own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
@@ -514,7 +521,8 @@ template <class Stage> __device__ __forceinline__ int descriptor_offset(Stage& s
   return int(static_cast<const char*>(tile) - reinterpret_cast<const char*>(&stage)) / 16;
 }
 
-// Issues d = [q; k] k^T, a product [64, 32].
+// Issues d = [q; k] k^T, a product [64, 32]. wgmma<type, 32 columns of d, whether the right tile has a row for each
+// number that is summed over, not for each column of d>; a step takes 16 channels, 32 bytes of each row.
 template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
   // queries_keys is the stage's first member: the offset of the first panel's keys in the stage is also their distance
   // from the panel's queries, in every panel.
@@ -590,7 +598,8 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   barrier_arrive(s.scores_ready[ring.stage]);
 }
 
-// Computes the scores of a chunk, and stores them; for a warpgroup.
+// Computes the scores of a chunk, and stores them; for a warpgroup. It waits for the chunk's `full` and decays_ready,
+// and arrives at scores_ready.
 template <class S>
 __device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, int lane, int warp, int left_offset) {
   Values d;
@@ -630,15 +639,16 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
 }
 
 // Issues y[channel, i] = sum_j x[channel, j] matrix[i, j], or += if `accumulate`, of a split matrix, given by its
-// descriptor.
+// descriptor. Order of the four steps: columns 0 to 15 of the rounded elements, columns 16 to 31, then the same of the
+// rounding errors. The caller calls wgmma_commit and waits.
 template <typename T>
 __device__ __forceinline__ void start_split_product(Values& y, const Operand& x, u64 matrix, bool accumulate) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
 
-// Issues y[channel, j] = sum_i x[channel, i] matrix[i, j]. Order of the four steps: rows 0 to 15 of the rounded
-// elements, rows 16 to 31 of them, then the same rows of the rounding errors.
+// Issues y[channel, j] = sum_i x[channel, i] matrix[i, j]; the caller calls wgmma_commit and waits. Order of the four
+// steps: rows 0 to 15 of the rounded elements, rows 16 to 31 of them, then the same rows of the rounding errors.
 template <typename T>
 __device__ __forceinline__ void start_transposed_split_product(Values& y, const Operand& x, u64 matrix) {
 #pragma unroll
@@ -646,9 +656,10 @@ __device__ __forceinline__ void start_transposed_split_product(Values& y, const 
     wgmma<T, CHUNK, true>(y, x[c % 2], matrix + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
 }
 
-// Makes the operands of all chunks; for a warpgroup. In each iteration: A and M of chunk + 2; Z, the product of keys
-// and inverse_to_end; B; W = scale E q + the product of keys and minus_BE, the matrix -B_ij E_j. W overwrites the
-// queries, B overwrites inverse_to_end, Z overwrites M and (BK = 128) A.
+// Makes the operands of all chunks; for a warpgroup. Each lane's part of `keys`, z and w: the warp's 16 channels of
+// every 64, all 32 tokens. In each iteration: A and M of chunk + 2; Z, the product of keys and inverse_to_end; B; W =
+// scale E q + the product of keys and minus_BE, the matrix -B_ij E_j. W overwrites the queries, B overwrites
+// inverse_to_end, Z overwrites M and (BK = 128) A.
 template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
   static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename S::T;
@@ -743,8 +754,8 @@ __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const fl
   wgmma_keep(rounded);
 }
 
-// Issues y = S^T x of 32 rows x, for a state S as round_state leaves it; tile_of(p): the descriptor of the rows'
-// channels from 64 p on.
+// Issues y[column of V, row] = S^T x of 32 rows x, for a state S as round_state leaves it; tile_of(p): the descriptor
+// of the rows' channels from 64 p on. The caller calls wgmma_commit and waits.
 template <typename T, int STEPS, class F>
 __device__ __forceinline__ void start_state_product(Values& y, const u32 (&state)[STEPS][4], F tile_of) {
 #pragma unroll

@@ -38,6 +38,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
   const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
   const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
+  // The state: columns `column` + 8h, channels 8n + 2 (lane % 4) + p at state[4n + 2h + p].
   float state[BK / 2] = {};
   if (s.from)
     each_transposed<BK>(state, s.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
@@ -65,11 +66,11 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     wgmma_wait<1>();
     wgmma_keep(S_k);
-    make_X<T>(X, v, S_k, gates, lane);
+    make_X<T>(X, v, S_k, gates, lane);  // X = v - E S^T k
     wgmma_fence();
-    start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);
+    start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);  // o += B v
     wgmma_commit();
-    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
+    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));  // S += Z^T X
     wgmma_wait<1>();
     wgmma_keep(o);
     store_transposed(in.values[warpgroup], channel_offset, o);

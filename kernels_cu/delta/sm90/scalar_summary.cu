@@ -80,8 +80,8 @@ __device__ __forceinline__ float log_factor(const Args<T>& args, const WorkTile&
   return scalar_at<T>(args.g, args.wide_gate, work, token) + log2_approx(fmaxf(of_key, 1.f)) / LOG2E;
 }
 
-// The first token of the last chunk from which on the segment forgets what was before; -1 if it does not forget. Called
-// by all threads.
+// The first token of the last chunk from which on the segment forgets what was before; -1 if it does not forget. All
+// threads call this and get the same answer; it has barriers of the block.
 template <typename T, int BK, int BV>
 __device__ __forceinline__ int first_remembered_token(Shared<T, BK, BV>& s, const Args<T>& args, const WorkTile& work) {
   constexpr int THREADS = ALL_THREADS<BV>, WARPS = THREADS / 32;
@@ -101,6 +101,7 @@ __device__ __forceinline__ int first_remembered_token(Shared<T, BK, BV>& s, cons
   share(sum);
   float total = 0.f;
   for (const float x : s.sums) total += x;
+  // NaN counts as remembering.
   if (!(total <= FORGOTTEN_NATS)) return -1;
   total = 0.f;
   for (int chunk = (work.tokens - 1) / CHUNK; chunk >= 0; chunk -= WARPS) {  // of warp 0; warps go backwards in time
@@ -121,6 +122,7 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
   WorkTile keys = work;
   keys.head /= int(args.group);
   Ring<S::STAGES> ring;
+  // fetch_chunk: all lanes arrive at the barrier, whose phase ends when the copies have arrived.
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& stage = s.stages[ring.stage];
@@ -138,7 +140,9 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
   }
 }
 
-// In each iteration: M of chunk + 2, and Z, the product of keys and inverse_to_end, which overwrites M.
+// The operands' warpgroup, all chunks. In each iteration: M of chunk + 2 (make_scores, or start_scores and
+// store_scores, which also wait for decays), and Z of the chunk, the product of keys and inverse_to_end, which
+// overwrites M. channel_offset and left_offset: byte offsets in a panel that the lane gives to ldmatrix and stmatrix.
 template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
   static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename S::T;
@@ -179,8 +183,8 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
   }
 }
 
-// Where a state starts, and where it goes. from: null: the identity if `is_identity`, else zeros. to: rows of `width`
-// numbers.
+// Where a block's state starts, and where it goes. is_F: the block computes F, else G. from: the state to start from;
+// null: the identity if `is_identity`, else zeros. to: rows of `width` numbers.
 struct Ends {
   bool is_F, is_identity;
   const float* from;
@@ -235,6 +239,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     }
     wgmma_wait<0>();
     wgmma_keep(S_k);
+    // X = v - E S^T k; then S += X Z.
     make_X<T>(X, v, S_k, gates, lane);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
