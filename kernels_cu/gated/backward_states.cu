@@ -59,7 +59,7 @@ template <typename T, typename G, int BV> struct Shared {
   Stage<T, G, BV> stages[STAGES<T, BV>];
 };
 
-// A block's tokens and its tile of the state.
+// A block's tokens and its tile of the state, 64 channels by BV columns.
 struct StateTile {
   int sequence, b, h;  // sequence or segment, over the batch; batch row; head
   int k_tile, v_tile;  // channels 64 k_tile ... and columns BV v_tile ... of the state
@@ -69,7 +69,8 @@ struct StateTile {
 // Reads gates from the last step of the walk to the first. Returns the first step that the result still depends on:
 // after earlier ones every channel's gates sum to FORGOTTEN_NATS or less. After every STEPS_A_VERDICT steps it gives
 // up, and returns 0, if the mean of the gates read so far predicts that less than a quarter of the steps are forgotten.
-// channel: the lane's first one, the other is 8 later. fetch(step, stage) copies gates.
+// channel: the lane's first one, the other is 8 later. fetch(step, stage) starts copying the gates of a step, none if
+// step is negative, and commits a group of copies.
 template <typename T, typename G, int BV, class Fetch>
 __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
   constexpr int STAGES = ::STAGES<T, BV>, STEPS_A_VERDICT = 8;
@@ -110,7 +111,8 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
   return first;
 }
 
-// Computes the states of one tile and direction, step by step. Backwards, steps are counted from the segment's end.
+// Computes the states of one tile and direction, step by step. Backwards, steps are counted from the segment's end, and
+// S below is dS.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& work,
                                      bool backwards) {
@@ -151,6 +153,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   }
 
   const int chunks = int((work.span.stop - work.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
+  // The first token in time of a step of the walk. A chunk of 64 tokens has two steps.
   const auto token_of = [&](int step) { return work.span.start + STEP * (backwards ? steps - 1 - step : step); };
   const auto fetch_gates = [&](int step, int stage) {
     fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, work.b, work.h, token_of(step), work.span.stop,
@@ -185,7 +188,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
-    if (!summarises && step % 2 == 0) {  // a chunk begins
+    if (!summarises && step % 2 == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
       Stored* to =
           static_cast<Stored*>(args.chunk_states) + tile_at(shape, args.heads, backwards, work.b, work.h - args.first,
@@ -203,6 +206,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     // decays over each sub-chunk.
     float2 factors[STEP_SUBS][2];
     float sub_decays[2][STEP_SUBS];
+    // load_channels (fragments.cuh): pair p has channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk 2m + p / 2.
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       float2 gates[4];
@@ -260,6 +264,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g.
+// PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
     gated_backward_states(const Args<T, G> args) {

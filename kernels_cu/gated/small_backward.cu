@@ -5,8 +5,9 @@
 //           both    dk_t = dS_t v_t (RWKV-6: + w_t u q_t);  dv_t = dS_t^T k_t (RWKV-6: + scale (q_t . u k_t) do_t)
 //                   dg_t = sum over columns of a_t S_{t-1} dS_t, number by number;  du = sum_t w_t q_t k_t
 // shapes    q k g dq dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], starts, ends and dh0 [N, H, K, V] float32,
-//           partial_du [N P, H, K] float32, du of each segment; step_states [B, NC, H, D D] float32: S before every
-//           step of 8 tokens, in the order of lanes' registers, stored forwards in time and read backwards
+//           partial_du [N P, H, K] float32, du of each segment; step_states [B, NC, H, D D] float32: S before each of
+//           the NC steps of 8 tokens of a batch row, in the order of lanes' registers, stored forwards in time and read
+//           backwards
 // grid      a warp for every 512 / (D D) heads of all sequences or segments, sequence slowest; a lane has 16 / D rows
 //           of a head's state
 // smem      for each warp: two stages, each of a step's inputs and stored state, which gradients overwrite; the decays
@@ -64,6 +65,7 @@ template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&
   }
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g and dg.
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args<T, G> args) {
   constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels of the state, columns of dv
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       for (int x = 0; x < D; ++x)
         if (work.n >= 0 && channel + c < K && x < V) f(S[c][x], first + c * V + x);
   };
+  // The row of step_states of the segment's first step; a chunk of `shape` is such a step.
   const i64 first_state =
       (work.b * shape.NC + (work.n < 0 ? 0 : chunks_of(shape, work.n % shape.count).start)) * shape.H + work.h;
   // This lane's first four numbers of the stored state before the step that starts at `token`.
@@ -148,8 +151,8 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
         cp_async_commit();
       }
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i);
-      __syncwarp();  // the step has been read: its stage may be filled again
+      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i);  // in place: each number depends on itself only
+      __syncwarp();                                            // the step has been read: its stage may be filled again
     }
     cp_async_wait<0>();
     __syncwarp();  // all lanes' copies have ended: the stage of the last step may be filled

@@ -33,8 +33,9 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// The launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers,
-// that is for heads of 16 and for float32 gates.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and o; G: of g. The
+// launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers, that is
+// for heads of 16 and for float32 gates.
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_forward(const Args<T, G> args) {
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const auto v_rows = lane_rows(tiles.v, args.v, work, coord.lane);
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
   const auto o_rows = lane_rows(tiles.o, args.o, work, coord.lane);
+  // Starts copying the step that starts at `token`. A warp takes as many steps as its longest head has.
   const auto fetch_step = [&](Stage<T, G, D>& to, int token) {
     const int tokens_left = work.tokens - token;
     fetch(to.k, k_rows, coord.head, coord.lane, token, tokens_left, K, bytes);

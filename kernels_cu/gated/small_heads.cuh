@@ -55,7 +55,8 @@ template <typename E, int D, int LANES> struct alignas(16) Tile {
   }
 };
 
-// Which of the warp's heads a lane has, and the lane's number among the LANES lanes of that head.
+// Which of the warp's 32 / LANES heads a lane has, and the lane's number among the LANES lanes of that head. In all
+// functions below `head` and `lane` are these.
 template <int LANES> struct LaneCoord {
   int head, lane;
   __device__ __forceinline__ LaneCoord(int thread = threadIdx.x) : head((thread & 31) / LANES), lane(thread % LANES) {}
@@ -98,7 +99,7 @@ __device__ __forceinline__ LaneRows<E> lane_rows(const Tile&, const Rows<E>& x, 
 }
 
 // Calls f(token of the step, first column, index in the tile, address in memory) for a lane's pieces of the step that
-// starts at `token`.
+// starts at `token`, counted from the head's first one.
 template <class Tile, typename E, class F>
 __device__ __forceinline__ void each_piece(LaneRows<E> rows, int head, int lane, int token, F f) {
   const int down = lane / Tile::PIECES, column = lane % Tile::PIECES * Tile::PIECE;
@@ -134,7 +135,8 @@ __device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows,
 }
 
 // Starts copying the step that starts at `token`: its first tokens_left tokens and `width` columns, which exist; the
-// rest of the tile becomes zero. bytes: the largest of 16, 8, 4 and 2 of which all rows are multiples.
+// rest of the tile becomes zero, gates too, so that tokens after the end have a decay of 1 and add nothing. bytes: the
+// largest of 16, 8, 4 and 2 of which all rows are multiples.
 template <class Tile, typename E>
 __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
                                       int tokens_left, int width, int bytes) {
@@ -171,7 +173,8 @@ __device__ __forceinline__ void store(const Tile& tile, LaneRows<E> rows, int he
   }
 }
 
-// Stores exp of the log gates that this lane has copied in `decays`.
+// Stores in `decays` exp of the log gates in the tile `gates` that this lane has copied, so that it need not wait for
+// other lanes' copies.
 template <class Gates, class Decays>
 __device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, int head, int lane) {
   constexpr int PIECE = Gates::PIECE;

@@ -43,8 +43,9 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// The launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers,
-// that is for heads of 16 and for float32 gates. The host counts on them (GatedSmall.resident).
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g. The
+// launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers, that is
+// for heads of 16 and for float32 gates. The host counts on them (GatedSmall.resident).
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const auto value_rows = lane_rows(tiles.values, backwards ? args.do_ : args.v, work, coord.lane);
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
   const int longest = largest_of_warp<LANES>(work.tokens), last_step = (longest - 1) / STEP * STEP;
-  // Starts copying the n / STEP-th step of the walk; token: its first one in time, counted from the segment's start.
+  // Starts copying the step of the walk that begins after n tokens; token: its first one in time, counted from the
+  // segment's start.
   const auto fetch_step = [&](int n) {
     const int token = backwards ? last_step - n : n, tokens_left = work.tokens - token;
     auto& to = s.stages[n / STEP % 2];

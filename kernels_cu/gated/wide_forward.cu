@@ -43,6 +43,7 @@ template <typename T, int TILES> struct alignas(16) WideShared {
   float sums[TILES][CHUNK<T>][LDO];  // o of the chunk, over each tile of channels
 };
 
+// T: bfloat16; TILES: tiles of 128 channels that K has, the last one maybe in part.
 template <typename T, int TILES>
 __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_wide_forward(const Args<T> args) {
   constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
@@ -55,6 +56,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   const Span chunks = chunks_of(shape, sequence % u32(shape.count));
   const int first_column = blockIdx.x % v_tiles * BV, columns = int(min(shape.V - first_column, i64(BV))),
             bytes = int(args.bytes);
+  // The warp's tile of channels, and its strip of 16 columns.
   const int tile = (threadIdx.x >> 5) / STRIPS, strip = (threadIdx.x >> 5) % STRIPS;
   const int channels = int(shape.K) - tile * WIDE, tokens = int(span.stop - span.start);
 
@@ -74,7 +76,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   };
   each_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
 
-  const auto fetch = [&](int chunk) {  // of the sequence
+  // Starts copying a chunk of the sequence: operands of all tiles, scores, decays and v.
+  const auto fetch = [&](int chunk) {
     auto& to = s.stages[chunk % STAGES];
     const i64 row = (i64(b) * shape.H + h) * shape.NC + chunks.start + chunk, token = span.start + BT * chunk;
     const int rows = tokens - BT * chunk;
@@ -99,6 +102,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     const auto& in = s.stages[chunk % STAGES];
     const T* operands = in.operands + tile * 2 * TILE_SIZE;
     {
+      // Products (forward_products.cuh): o += q S over the warp's channels; the warps of tile 0 add A v.
       Output<T> o = {};
       add_state_outputs<1, T, WIDE>(o, S, operands);
       if (tile == 0) add_score_outputs<WideScores, 1, BV>(o, in.scores, in.v, 16 * strip);

@@ -32,6 +32,8 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: bfloat16; G: the type of g. Share, Gates,
+// span decays and make_operands: forward_operands.cuh; tasks and scores: forward_products.cuh.
 template <class ReadOrder, typename T, typename G>
 __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> args) {
   constexpr int THREADS = 256, BT = CHUNK<T>, PRODUCTS = 1;
@@ -46,6 +48,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const T *q = args.q.row(b, h, span.start), *k = args.k.row(b, h, span.start);
   const G* g = args.g.row(b, h, span.start);
 
+  // Start copying a tile of 128 channels of the chunk: `fetch` its queries and keys, fetch_gates_of the gates, of which
+  // a thread copies those that it alone reads.
   const auto fetch = [&](int tile, int stage) {
     const int channel = tile * WIDE, channels = int(min(shape.K - channel, i64(WIDE)));
     if (bytes == 16) {
@@ -68,6 +72,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   };
 
   for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
+  // A warp has all 128 channels of a token: part 1 of the scores without gates stays 0.
   for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   const ScoreTask<T> task(warp, warp < BT / BC);
   float scores[4] = {}, self_score = 0.f;  // of this warp's task; of token threadIdx.x with itself
@@ -95,6 +100,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     }
     __syncthreads();  // the tile and its spans' decays are in shared memory; the previous operands have been read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
+    // Stores all operands of the tile; decayed queries and keys for the state replace s.q[stage] and s.k[stage]. With
+    // 128 channels `grows` changes nothing there.
     TokenDecays<Share> decays;
     make_operands<ReadOrder, PRODUCTS>(s, stage, Share(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);

@@ -4,7 +4,9 @@
 //           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards dS <- E_32 dS + scale sum_i E_i q_i do_i^T
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; of N segments states [2, N, H, K,
 //           V] float32, the S and, second, the dS with which each starts, and decays [2, N, H, K]. A sequence's first
-//           segment in a direction starts with initial or dht [N / P, H, K, V], others from zero (scan_both_ways.cu)
+//           segment in a direction starts with initial or dht [N / P, H, K, V], others from zero. A segment's result is
+//           stored as the state of the next one in its direction, and scan_both_ways.cu joins them; the last one has
+//           none. Below, S is dS in blocks that go backwards
 // grid      a block for every (direction, segment, head, 64 channels), directions slowest: sequences are cut if heads
 //           are few, and then blocks with all channels would leave half of the card idle; a warpgroup (consumers), and
 //           a warp that copies chunks and computes their decays
@@ -64,7 +66,8 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
         f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
       __syncwarp();
-      float sum = LOG2E * gates[stage];  // then of gates up to this token's (backwards), or from this token's on
+      // The logarithm to base 2 of a decay: over the gates up to this token's (backwards), or from this token's on.
+      float sum = LOG2E * gates[stage];
 #pragma unroll
       for (int distance = 1; distance < CHUNK; distance *= 2) {
         const int other = backwards ? lane - distance : lane + distance;
@@ -96,6 +99,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
   float S[BV / 2] = {}, total_decay = 1.f;
   load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P, backwards,
                          channel, tiles);
+  // Waits for a chunk, and sets x + remainder to its keys times their decays, for this warp's 16 channels.
   const auto load = [&](u32(&x)[2][4], u32(&remainder)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
@@ -114,7 +118,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] *= decay;
     wgmma_fence();
-    write_state<BV>(S, x, in.values);
+    write_state<BV>(S, x, in.values);  // starts S[channel, column] += sum over tokens of x values (warpgroup.cuh)
     write_state<BV>(S, remainder, in.values);
     wgmma_commit();
     if ((iteration + 1) * CHUNK < work.tokens)
