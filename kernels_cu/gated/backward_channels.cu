@@ -425,6 +425,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   cp_async_commit();
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) fetch_states(step, 0, step);
+  // q, k and g belong to the next group of copies, and are read after the loop only.
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
@@ -626,6 +627,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // By octet, this lane's share of the terms of dg that every gate of the other half has: of the first half's keys with
   // dS, then of the second half's queries with S.
   float other_half[2] = {};
+  // By octet, of the lane's two tokens of each sub-chunk.
   float2 first_half_dg[2][HALF] = {},
          half_dg[2][HALF] = {};  // dg of the half computed before, and of the one computed last
 #pragma unroll UNROLLED
@@ -695,6 +697,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         // over keys at the borders of 8, 16 and 32 tokens.
         Accumulators over_keys = {}, over_keys16 = {}, over_keys32 = {};
         float over_keys8[4] = {};
+        // dAs: right operands [16 keys, 8 queries] for the block's first and second sub-chunk of queries. The last
+        // argument of multiply_half: which sub-chunk of keys, 0 or 1, the product sums over.
         Right<M> dAs[2];
         load_right<true>(dAs, dA + 16 * m, LDA);
         multiply_half(over_keys[0], keys.left(), dAs[0], 0);
@@ -754,7 +758,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         // and over queries at the borders of 8, 16 and 32 tokens.
         Accumulators over_queries = {}, over_queries16 = {}, over_queries32 = {};
         float over_queries8[4] = {};
-        Right<M> dAs[2];
+        Right<M> dAs[2];  // right operands [16 queries, 8 keys]
         load_right<false>(dAs, dA + 16 * m, LDA);
         multiply_half(over_queries[0], queries.left(), dAs[0], 0);
         multiply_half(over_queries[1], queries.left(), dAs[1], 1);

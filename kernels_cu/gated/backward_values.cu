@@ -63,8 +63,8 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   bool grows[SUBS];                 // whether a gate of the sub-chunk exceeds GROWTH
 };
 
-// Adds x, summed over the warp's 8 channels, to the sums of the tokens. x[m]: of this lane's channel and two tokens of
-// sub-chunk first_subchunk + m; first_subchunk is 0 or 4.
+// Adds x, summed over the warp's 8 channels, to `sums`, one number for each token. x[m]: of this lane's channel and two
+// tokens of sub-chunk first_subchunk + m; first_subchunk is 0 or 4. The loop halves the sub-chunks that a lane keeps.
 __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first_subchunk) {
   const int g = threadIdx.x >> 2 & 7;
   const auto from_lane = [](float2 x, int lanes) {
@@ -82,6 +82,8 @@ __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4
   if ((g & 4) == first_subchunk) sum = sum + sum_of_lanes;  // two lanes have each sum: the one whose `sum` it is adds
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, do and dv; G: of g.
+// PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __global__ void __launch_bounds__(
     THREADS, blocks_with_room<Shared<T, G, PRODUCTS, BV>>(sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2))
@@ -91,9 +93,11 @@ __global__ void __launch_bounds__(
   constexpr int LDT = LD<Stored, CHUNK>, PIECE = 16 / sizeof(Stored);
   Shared<T, G, PRODUCTS, BV>& s = *reinterpret_cast<Shared<T, G, PRODUCTS, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
+  // Of the 32 channels in shared memory a warp has 8, from warp_channel on, and a lane has channel g of these, of
+  // tokens 2t and 2t + 1 of each sub-chunk.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const int v_tiles = int((shape.V + BV - 1) / BV), v_tile = blockIdx.x % v_tiles;
-  const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);
+  const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);  // block: chunk of all heads
   const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
   const Span span = chunk_tokens(shape, c);
   const bool vectors = args.vectors;
@@ -112,7 +116,9 @@ __global__ void __launch_bounds__(
   const Stored* chunk_states =
       static_cast<const Stored*>(args.chunk_states) + tile_at(shape, heads, true, b, h - args.first, c, 0, first_tile);
   const auto fetch_state = [&](int n) {
-    constexpr int PART = CHANNELS * TILE;  // of a tile
+    // A tile of a state [64 channels, 64 columns] is 8 x 8 matrices, a row of eight after the other (backward.cuh): 32
+    // channels are PART neighbouring numbers of it. In shared memory the rows of a matrix are at row_place.
+    constexpr int PART = CHANNELS * TILE;
     const Stored* from = chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
 #pragma unroll 1
     for (int index = threadIdx.x * PIECE; index < BV / TILE * PART; index += THREADS * PIECE)
@@ -135,6 +141,7 @@ __global__ void __launch_bounds__(
     fetch_state(n);
     cp_async_commit();
     {
+      // Sets x to the lane's two tokens of each of sub-chunks m to m + 3.
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
@@ -187,6 +194,7 @@ __global__ void __launch_bounds__(
     }
     cp_async_commit();
     const Operands<Stored>& from = s.operands;
+    // Channels c to c + 15: adds their products to the warp's scores, and (L_j k_j)^T dS to dv of the warp's 16 tokens.
 #pragma unroll 1
     for (int c = 0; c < CHANNELS; c += 16) {
       scores.add<M>(from, c);
@@ -204,6 +212,7 @@ __global__ void __launch_bounds__(
   __syncthreads();  // the operands have been read; do and self_scores are in shared memory
   // The factor of A, which is multiplied by do. Scores that are products also have the factor TF32_CORRECTION_OF_BOTH.
   const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
+  // Stores a block of 16 x 16 scores in A: (row, column) of the chunk's 4 x 4.
   const auto put_block = [&](const float (&d)[2][4], int row, int column, float correction) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -212,6 +221,8 @@ __global__ void __launch_bounds__(
         put_pair(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
                  correction * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
+  // The block (warp, warp): products about the middles of its two sub-chunks; for the second one's queries and the
+  // first one's keys border8; float32 scores of tokens with themselves; 0 for later keys.
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -229,6 +240,8 @@ __global__ void __launch_bounds__(
   put_block(scores.diagonal, warp, warp, 1.f);
   put_block(scores.border32, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
   if (warp < 2) put_block(scores.border16, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
+  // Replaces the scores within those of the warp's two sub-chunks that have a gate above GROWTH: lane n computes the
+  // n-th of 28 pairs (score_of_pair in growth.cuh).
 #pragma unroll 1
   for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
     if (!s.grows[n]) continue;
@@ -244,7 +257,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
   for (int row = 0; row < CHUNK / 16; ++row) {
     if (row < warp) continue;  // uniform in the warp
-    Left<M> a;
+    Left<M> a;                 // A^T of 16 keys, the warp's, and 16 queries
     load_left<true>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
 #pragma unroll
     for (int x = 0; x < BV / 8; x += 2) {

@@ -148,7 +148,9 @@ template <int N> __device__ __forceinline__ void multiply_by_half(float (&x)[N],
   }
 }
 
-// Loads two right operands side by side: columns col + 0...15 of every lane's tokens 4m + 0...3.
+// Loads two right operands side by side: columns col + 0...15 of every lane's tokens 4m + 0...3. So product m sums over
+// these 16 tokens: at depths 2t, 2t + 1, 2t + 8 and 2t + 9 it has the four tokens of lanes with lane % 4 = t. Keys have
+// the same order.
 template <class R, typename T, int COLS>
 __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& tile, int m, int col) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -182,6 +184,7 @@ template <int BV> struct SegmentTile {
   }
 };
 
+// T: the type of k and v; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const Args<T, G> args) {
   using M = Math<T, PRODUCTS>;
@@ -201,6 +204,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first_step, bytes);
   StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.first_column, args.v.t, first_step, bytes);
   StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
+  // Starts copying a step, counted from the segment's last one: its gates, and k and v if it is one of this part's.
   const auto is_of_part = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
     if (step < steps) {
@@ -244,7 +248,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     const auto& in = s.stages[step % STAGES];
     const bool two_factors = __any_sync(0xffffffffu, later_gates[0] > LARGEST_SUM || later_gates[1] > LARGEST_SUM);
     const bool in_part = is_of_part(step);
-    Left<M> a[DEPTHS];
+    Left<M> a[DEPTHS];  // the decayed keys [the warp's 16 channels, 16 tokens], of each product
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
       // within_lane: the gates of the lane's tokens, then, of each token, the sum of those of the lane's later tokens;

@@ -175,6 +175,8 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
 }
 
 // The work of one thread of a consumer warpgroup. Template arguments as those of the kernel (forward.cu).
+// In order, of a chunk: compute_chunk; if it returns true, compute_token_by_token; store. store_mark comes before some
+// chunks, finish after the last one.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;

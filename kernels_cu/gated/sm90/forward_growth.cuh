@@ -124,6 +124,9 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   const float scale = float(args.scale);
   const auto& in = s.inputs[coord.group];
   auto& header = s.headers[stage];
+  // Stores row i of the lane's sub-chunk: 4 channels of q and k, and the token's score with itself. In row r of the
+  // tile of scores the swizzle puts columns 8n to 8n + 7 at piece n ^ r % 8 of 16 bytes: the token's own at subchunk ^
+  // i.
   const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {  // stores row i of the sub-chunk
     put_key<T>(in_tile(s.operands.k[stage][rank], coord.first_row, coord.channel), i, k);
     if constexpr (HAS_OUTPUTS) {
@@ -137,6 +140,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   };
   const float scalar_gate = load_scalar_gate(s, args, coord, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
   barrier_wait(s.qk_copied[coord.group], parity);
+  // Step 0 stores zeros. With STEPS of 2 token n has steps 2n + 1 (decay) and 2n + 2 (write and read), else step n + 1.
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
     if (fills + step) barrier_wait(s.empty[stage], fills + step - 1 & 1);
     const int token = (step - 1) / STEPS, i = token % BC;

@@ -41,7 +41,12 @@
 //
 // Names. T, B: the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T is
 // bfloat16. GATES: the gates that a lane has of a token, 4, of its channels, or 1 if G is ScalarDecay. N
-// (ScoreShare::N): the sub-chunks whose scores a warp computes, 4 / warps of the group.
+// (ScoreShare::N): the sub-chunks whose scores a warp computes, 4 / warps of the group. `coord` (ProducerCoord): the
+// lane's sub-chunk, its first row and the lane's 4 channels. From forward_rows.cuh: unpack(x, y) sets x to 4 numbers y
+// as floats; times(y, x, f): y = x f, channel by channel; put_four stores 4 numbers; in_tile is the address of a
+// sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store row i; fetch_gates and fetch_qk
+// start copies of a chunk's inputs; clear_gates and clear_keys set to 0 what is after the sequence's end; send_operands
+// and send_scores copy to the cluster's other block.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -111,7 +116,8 @@ template <int GATES> __device__ __forceinline__ void invert(float (&y)[GATES], c
 // channels of an operand at the border between the lane's sub-chunk and its neighbour, as floats (x) and as `rounded`
 // to B; it stores them times these decays: the operand at the border between the chunk's halves. If T is bfloat16 and
 // B float16, `put` multiplies in float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise in float32.
-// `rounded` has the row's scale, x has not: rows have scales only where IN_FLOAT16 (make_chunk asserts it).
+// `rounded` has the row's scale, x has not: rows have scales only where IN_FLOAT16 (make_chunk asserts it). If GATES is
+// 1, x[n % GATES] is the one decay of all channels.
 template <typename T, typename B, int GATES> struct NeighbourDecay {
   static constexpr bool IN_FLOAT16 = IS_BFLOAT16<T> && !IS_BFLOAT16<B>;
   float decay[IN_FLOAT16 ? 1 : GATES];
@@ -166,7 +172,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
     border = reinterpret_cast<char*>(
         &score_operands.rows[near_keys(score_operands, coord.subchunk)].border_k[coord.channel]);
   }
-  float to_end[GATES], to_middle[GATES];
+  float to_end[GATES], to_middle[GATES];  // the decays over the tokens after row i, to the sub-chunk's end or middle
 #pragma unroll
   for (int c = 0; c < GATES; ++c) to_end[c] = to_middle[c] = 1.f;
 #pragma unroll
@@ -178,7 +184,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
     times(x, k, to_end);
     if constexpr (HAS_OUTPUTS) {
       using B = typename Scores::Border;
-      const uint2 rounded = border_operand<T, B>(i == BC - 1, loaded, x, scales, i);
+      const uint2 rounded = border_operand<T, B>(i == BC - 1, loaded, x, scales, i);  // the last key has no decay yet
       store_if(coord.subchunk < 3, border + i * sizeof score_operands.rows[0], rounded);
       if (two_borders)
         neighbour.put(&score_operands.rows[score_operands.HALF_ROW + coord.first_row + i].border_k[coord.channel],
@@ -190,7 +196,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
     for (int c = 0; c < GATES; ++c) to_end[c] *= a[i][c];
     if constexpr (HAS_OUTPUTS)
       if (i < MIDDLE) {
-        times(x, k, to_middle);
+        times(x, k, to_middle);  // key MIDDLE - 1 has no decay: it is stored as loaded
         if (i == MIDDLE - 1) put_loaded(&score_operands.rows[coord.first_row + i].middle_k[coord.channel], loaded, k);
         else put_four(&score_operands.rows[coord.first_row + i].middle_k[coord.channel], x);
         extend_decay(to_middle, a[i]);
@@ -213,6 +219,8 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
                                             const Scales& scales, const float (&earlier_decay)[GATES],
                                             const float (&u)[4], float (&self_scores)[BC], Direct& direct) {
   constexpr int INCLUSIVE = !Order::reads_before_write;  // whether query i's state has had the decay of token i
+  // from_start, from_middle: the decays from the sub-chunk's start, or middle, to the state that query i reads.
+  // inverse_decay[i]: what query i before the middle, or key i after it, is multiplied by.
   float from_start[GATES], from_middle[GATES], inverse_decay[BC][GATES];
 #pragma unroll
   for (int c = 0; c < GATES; ++c) from_start[c] = from_middle[c] = 1.f;
@@ -262,7 +270,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
       if (i >= MIDDLE) extend_decay(from_middle, a[i]);
       if (INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
       if (i < MIDDLE) times(x, q, inverse_decay[i]);
-      if (i == MIDDLE - INCLUSIVE)
+      if (i == MIDDLE - INCLUSIVE)  // no gate lies between this query's state and the middle: it is stored as loaded
         put_loaded(&score_operands.rows[coord.first_row + i].middle_q[coord.channel], loaded, q);
       else put_four(&score_operands.rows[coord.first_row + i].middle_q[coord.channel], x);
     }

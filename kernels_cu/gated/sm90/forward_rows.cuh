@@ -5,7 +5,7 @@
 // limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
 
-// Sets x to 4 neighbouring values as float32.
+// Sets x to 4 neighbouring values, as float32: of float32, or two registers of 16-bit numbers, or 8 bytes in memory.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -56,6 +56,7 @@ __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const 
   for (int c = 0; c < 4; ++c) y[c] = x[c] * factor[c % GATES];
 }
 
+// Stores 4 neighbouring values as float32, or rounded to T.
 __device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
   *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
 }
