@@ -6,19 +6,23 @@ array, or to `grads`, a namespace of arrays with the names of the weights. A pul
 not checked: activations are [B, T, D], or [n, B, T, D] for n mixes, each with its own matrix of a stack.
 """
 
+from functools import partial
+from types import SimpleNamespace
+
 from ..array_math import affine, beside, lerp, library_of, relu_squared
 from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS
 
 
-def loss(mixes_class, weights, tokens, products, dropout, cut=WHOLE):
+def loss(operations, mixes, weights, tokens, products, dropout, cut=WHOLE):
     """``(value, pull)``: the mean cross entropy, in nats, of tokens 1 to T, each given the tokens before it.
 
     ``pull(gradients, layer_done)`` writes the gradients to `gradients`, another `Layout.tree`. It calls layer_done(i)
     as soon as the gradients of layer i's matrices (`Layout.parts`) are complete.
 
-    mixes_class : a version's `Mixes`: ``mixes_class(products, dropout, cut)`` has methods ``time_mix(layer, x)`` and
-        ``channel_mix(layer, x)``, each of which returns (result, pull)
+    operations : a version's subclass of `RecordingOperations`
+    mixes : [(mix, pullback)] of the version in the order of a layer: ``mix(ops, layer, x)`` is a function of its module
+        `math`, and ``pullback(ops, layer, dy, grads)`` takes the operations `ops` with which the mix was computed
     weights : a `Layout.tree` of the model's parameters
     tokens : integers [B, T + 1], on the device of the weights
     products : the object that multiplies matrices, a `HostProducts`
@@ -26,13 +30,14 @@ def loss(mixes_class, weights, tokens, products, dropout, cut=WHOLE):
     cut : how ranks share the tokens of sequences, an object like `single_process.WHOLE`, with which they do not
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    pulls, mixes = [], mixes_class(products, dropout, cut)
+    pulls, shared = [], SimpleNamespace()
     x, pull_embedding = embedding(weights, inputs, products)
     x, pull_drop = dropout(x)
     for i, layer in enumerate(weights.layers):
-        for mix in (mixes.time_mix, mixes.channel_mix):
-            x, pull_mix = mix(layer, x)
-            pulls.append((pull_mix, i))
+        for mix, mix_vjp in mixes:
+            ops = operations(products, dropout, cut, shared)
+            x = mix(ops, layer, x)
+            pulls.append((partial(mix_vjp, ops, layer), i))
     normed, pull_norm = layer_norm(x, weights.ln_out)
     logits, pull_head = linear(normed, weights.head, products)
     value, pull_value = cross_entropy(logits, targets)
@@ -57,11 +62,11 @@ class RecordingOperations:
     Each mix of each layer has an object of its own and calls each operation once, but `product` once for each matrix.
     An operation stores its pullback, or the arrays that the mix's pullback needs, in the object. The pullbacks of
     products are in `pulls`, by the name of the matrix. The arguments `shift` and `wkv` are not used: sequences start
-    from zeros, or from the layer's trained `start`.
+    from zeros, or from the layer's trained `start`. `shared` is one namespace for all mixes of a loss.
     """
 
-    def __init__(self, products, dropout, cut):
-        self.products, self.dropout, self.cut, self.pulls = products, dropout, cut, {}
+    def __init__(self, products, dropout, cut, shared):
+        self.products, self.dropout, self.cut, self.shared, self.pulls = products, dropout, cut, shared, {}
 
     def shift_mix(self, layer, norm, maa, x, shift):
         """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""

@@ -12,24 +12,6 @@ from ..rwkv.version import GROUP_NORM_EPS
 from . import math
 
 
-class Mixes:
-    """The two mixes and their pullbacks, as `rwkv.grad.loss` takes them."""
-
-    def __init__(self, *arguments):
-        self.arguments = arguments
-
-    def time_mix(self, layer, x):
-        ops = RecordingOperations(*self.arguments)
-        return math.time_mix(ops, layer, x, None, None), partial(time_mix_vjp, ops, layer)
-
-    def channel_mix(self, layer, x):
-        ops = RecordingOperations(*self.arguments)
-        return math.channel_mix(ops, layer, x, None), partial(channel_mix_vjp, ops, layer)
-
-
-loss = partial(grad.loss, Mixes)
-
-
 class RecordingOperations(grad.RecordingOperations):
     """`math.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need."""
 
@@ -96,6 +78,10 @@ def channel_mix_vjp(ops, layer, dy, grads):
     grads.ffn_maa[0], grads.ffn_maa[1] = sum_over_tokens(dk * d), sum_over_tokens(dr * d)
     dx, dd = two_mixes_vjp(dk, dr, *layer.ffn_maa)
     return dy + ops.pull_norm(dx + ops.pull_shift(dd), grads.ln2)
+
+
+MIXES = ((math.time_mix, time_mix_vjp), (math.channel_mix, channel_mix_vjp))
+loss = partial(grad.loss, RecordingOperations, MIXES)
 
 
 def mixes_vjp(dx, dw, dk, dv, dr, dg, mx, mw, mk, mv, mr, mg):

@@ -30,8 +30,8 @@ class MixOperations(CommonOperations, Protocol):
         """x + sigmoid(gate) value; x may be written to."""
 
 
-def time_mix(ops: MixOperations, layer, x, shift, wkv):
-    """The residual after a layer's time mix."""
+def time_mix(ops: MixOperations, layer, x, shift=None, wkv=None):
+    """The residual after a layer's time mix. Operations for gradients need neither `shift` nor `wkv`."""
     (mixed_x,), xx, d = ops.shift_mix(layer, "ln1", "maa_x", x, shift)
     mixed = ops.data_mix(layer, ops.product(layer, "maa_down", mixed_x), xx, d)
     kvrg = ops.product(layer, "kvrg", mixed[1:])
@@ -40,7 +40,7 @@ def time_mix(ops: MixOperations, layer, x, shift, wkv):
     return ops.add_product(layer, "output", x, ops.gated_norm(layer, o, kvrg[3]))
 
 
-def channel_mix(ops: MixOperations, layer, x, shift):
+def channel_mix(ops: MixOperations, layer, x, shift=None):
     """The residual after a layer's channel mix."""
     (mixed_k, mixed_r), _, _ = ops.shift_mix(layer, "ln2", "ffn_maa", x, shift)
     k = ops.relu_squared(ops.product(layer, "ffn_key", mixed_k))

@@ -3,8 +3,6 @@
 "icl" is the in-context learning rate. `grads` is as in `rwkv.grad`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -17,39 +15,13 @@ from ..rwkv.version import GROUP_NORM_EPS
 from . import math
 
 
-class Mixes:
-    """The two mixes and their pullbacks, as `rwkv.grad.loss` takes them.
-
-    first_v : the first layer's values, once it has computed them
-    dfirst_v : the sum of the gradients of `first_v`, over the layers whose pullback has been called. The first layer's
-        pullback, which is called last, reads it
-    """
-
-    def __init__(self, *arguments):
-        self.arguments, self.first_v, self.dfirst_v = arguments, None, 0
-
-    def operations(self) -> RecordingOperations:
-        """The operations of one mix of one layer."""
-        return RecordingOperations(self, *self.arguments)
-
-    def time_mix(self, layer, x):
-        ops = self.operations()
-        return math.time_mix(ops, layer, x, None, None), partial(time_mix_vjp, ops, layer)
-
-    def channel_mix(self, layer, x):
-        ops = self.operations()
-        return math.channel_mix(ops, layer, x, None), partial(channel_mix_vjp, ops, layer)
-
-
-loss = partial(grad.loss, Mixes)
-
-
 class RecordingOperations(grad.RecordingOperations):
-    """`math.MixOperations` that store what the pullbacks below need."""
+    """`math.MixOperations` that store what the pullbacks below need.
 
-    def __init__(self, mixes, *arguments):
-        super().__init__(*arguments)
-        self.mixes = mixes
+    shared.first_v : the first layer's values
+    shared.dfirst_v : the sum of the gradients of `first_v`, over the layers whose pullback has been called. The first
+        layer's pullback, which is called last, reads it
+    """
 
     def log_decay(self, layer, low):
         self.decay_low = tanh(low)
@@ -65,11 +37,11 @@ class RecordingOperations(grad.RecordingOperations):
         return self.product(layer, "gate_up", self.gate_opening)
 
     def first_value(self, v):
-        self.mixes.first_v = v
+        self.shared.first_v, self.shared.dfirst_v = v, 0
         return v
 
     def residual_value(self, layer, v, low):
-        self.change = self.mixes.first_v - v
+        self.change = self.shared.first_v - v
         self.value_opening = biased_sigmoid(self.product(layer, "value_up", low), layer.value)
         return lerp(v, self.change, self.value_opening)
 
@@ -111,10 +83,10 @@ def gated_vjp(ops, layer, dgated, grads):
         dopening = sigmoid_vjp(dv * ops.change, ops.value_opening)
         grads.value[...] = sum_over_tokens(dopening)
         dmixed_v = pulls["value_down"](pulls["value_up"](dopening, grads.value_up), grads.value_down)
-        ops.mixes.dfirst_v += dv * ops.value_opening
+        ops.shared.dfirst_v += dv * ops.value_opening
         dv = dv * (1 - ops.value_opening)
     else:
-        dmixed_v, dv = 0, dv + ops.mixes.dfirst_v
+        dmixed_v, dv = 0, dv + ops.shared.dfirst_v
     dopening = -math.DECAY * sigmoid_vjp(dw, ops.decay_opening)
     grads.decay[...] = sum_over_tokens(dopening)
     dlow = tanh_vjp(pulls["decay_up"](dopening, grads.decay_up), ops.decay_low)
@@ -159,6 +131,10 @@ def channel_mix_vjp(ops, layer, dy, grads):
     dhidden = relu_squared_vjp(ops.pulls["ffn_value"](ops.pull_drop(dy), grads.ffn_value), ops.hidden)
     dmixed = ops.pulls["ffn_key"](dhidden, grads.ffn_key)[None]
     return dy + mix_vjp(ops, dmixed, layer.ffn_mix[None], grads.ffn_mix[None], grads.ln2)
+
+
+MIXES = ((math.time_mix, time_mix_vjp), (math.channel_mix, channel_mix_vjp))
+loss = partial(grad.loss, RecordingOperations, MIXES)
 
 
 def mix_vjp(ops, dmixed, mix, mix_out, norm_out):

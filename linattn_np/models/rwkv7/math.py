@@ -42,8 +42,8 @@ class MixOperations(CommonOperations, Protocol):
         """(GroupNorm_H(o; ln_x) + (sum_N r k bonus) v) gate."""
 
 
-def time_mix(ops: MixOperations, layer, x, shift, wkv):
-    """The residual after a layer's time mix."""
+def time_mix(ops: MixOperations, layer, x, shift=None, wkv=None):
+    """The residual after a layer's time mix. Operations for gradients need neither `shift` nor `wkv`."""
     mixed, _, _ = ops.shift_mix(layer, "ln1", "mix", x, shift)
     return ops.add_product(layer, "output", x, gated(ops, layer, mixed, wkv))
 
@@ -64,7 +64,7 @@ def gated(ops: MixOperations, layer, mixed, wkv):
     return ops.bonus_norm(layer, o, r, k, v, gate)
 
 
-def channel_mix(ops: MixOperations, layer, x, shift):
+def channel_mix(ops: MixOperations, layer, x, shift=None):
     """The residual after a layer's channel mix."""
     (mixed_k,), _, _ = ops.shift_mix(layer, "ln2", "ffn_mix", x, shift)
     return ops.add_product(layer, "ffn_value", x, ops.relu_squared(ops.product(layer, "ffn_key", mixed_k)))
