@@ -1,37 +1,11 @@
 """Elementwise functions and norms of NumPy or CuPy arrays."""
 
-from __future__ import annotations
-
-import sys
-
 import numpy as np
-
-
-def library_of(x):
-    """The library of an array, NumPy or CuPy."""
-    return np if isinstance(x, np.ndarray) else sys.modules["cupy"]
 
 
 def sigmoid(x):
     """1 / (1 + exp(-x)) without overflow. Small results have all digits, unlike those computed from tanh."""
-    xp = library_of(x)
-    return xp.exp(xp.minimum(x, 0)) / (1 + xp.exp(xp.minimum(x, -x)))
-
-
-def tanh(x):
-    return library_of(x).tanh(x)
-
-
-def affine(x, weight, bias):
-    return x * weight + bias
-
-
-def lerp(x, d, share):
-    return x + d * share
-
-
-def log_decay(base, low):
-    return -library_of(low).exp(base + low)
+    return np.exp(np.minimum(x, 0)) / (1 + np.exp(np.minimum(x, -x)))
 
 
 def gated(x, weight, bias, gate):
@@ -40,24 +14,21 @@ def gated(x, weight, bias, gate):
 
 
 def relu_squared(x):
-    x = library_of(x).maximum(x, 0)
+    x = np.maximum(x, 0)
     return x * x
-
-
-def sigmoid_gate(gate, value):
-    return sigmoid(gate) * value
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
 def layer_norm(x, weight_and_bias, eps):
-    return affine(normalize(x, eps), *weight_and_bias)
+    weight, bias = weight_and_bias
+    return normalize(x, eps) * weight + bias
 
 
 def normalize(x, eps):
     """(x - mean) / sqrt(variance + eps) along the last axis."""
     size = x.shape[-1]  # sums, as NumPy's mean is slow on a single token
     x = x - x.sum(axis=-1, keepdims=True) / size
-    return x / library_of(x).sqrt((x * x).sum(axis=-1, keepdims=True) / size + eps)
+    return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) / size + eps)
 
 
 def beside(vectors, x):

@@ -16,11 +16,7 @@ def keep(x):
 def apply_dropout(rng, rate, x):
     """(x with a share `rate` of its elements set to 0 and the others scaled up, the pullback)."""
     mask, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
-    return masked(x, mask, scale), lambda dy: masked(dy, mask, scale)
-
-
-def masked(x, mask, scale):
-    return x * mask * scale
+    return x * mask * scale, lambda dy: dy * mask * scale
 
 
 @dataclass(frozen=True)

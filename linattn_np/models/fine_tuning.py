@@ -17,7 +17,6 @@ import numpy as np
 
 from ..errors import ContractError
 from . import checkpoint
-from .array_math import library_of
 from .number_checks import real, shown, whole
 from .quantised import Stored
 from .rwkv.adapters import LORA_A, LORA_ALPHA, LORA_B, adapter_name
@@ -183,7 +182,7 @@ class LowRank(BesideBase):
         value, pull = self.base.kind.loss(self.tree(vector, products), tokens, products, dropout, **options)
 
         def pull_trained(gradients, layer_done=lambda i: None):
-            model_gradient = library_of(vector).zeros_like(vector)
+            model_gradient = np.zeros_like(vector)
             pull(self.layout.tree(model_gradient))
             views = self.layout.named(model_gradient)
             for name in self.matrices:
@@ -227,7 +226,7 @@ class States(BesideBase):
         value, pull = self.base.kind.loss(tree, tokens, products, dropout, **options)
 
         def pull_trained(gradients, layer_done=lambda i: None):
-            model_gradients = self.layout.tree(library_of(vector).zeros_like(vector))
+            model_gradients = self.layout.tree(np.zeros_like(vector))
             for layer, gradient in zip(model_gradients.layers, gradients.values()):
                 layer.start = gradient.swapaxes(1, 2)  # the pullback writes to this view
             pull(model_gradients)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
 from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
-from ..array_math import library_of
 from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
@@ -73,7 +74,7 @@ def loss(version, mixes, weights, tokens, products, dropout, recompute=False, cu
             if blocks and blocks[-1].layer < block.layer:
                 layer_done(block.layer)
         # The embedding's gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
-        one_hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(step.V)).astype(step.dtype)
+        one_hot = (tokens[:, :-1].reshape(-1, 1) == np.arange(step.V, like=tokens)).astype(step.dtype)
         dtable = products.matmul(one_hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
         layer_done(0)

@@ -1,4 +1,4 @@
-"""The loss of RWKV models and its gradients on NumPy or CuPy arrays, without a framework.
+"""The loss of RWKV models and its gradients on NumPy arrays, without a framework.
 
 Most functions return (result, pull). The pullback ``pull(dy)`` takes the gradient of the result and returns that of the
 input. The pullback of a function with weights, ``pull(dy, out)``, also writes the gradients of the weights to `out`, an
@@ -9,7 +9,9 @@ not checked: activations are [B, T, D], or [n, B, T, D] for n mixes, each with i
 from functools import partial
 from types import SimpleNamespace
 
-from ..array_math import affine, beside, lerp, library_of, relu_squared
+import numpy as np
+
+from ..array_math import beside, relu_squared
 from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS
 
@@ -72,7 +74,7 @@ class RecordingOperations:
         """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
         xx, self.pull_norm = layer_norm(x, getattr(layer, norm))
         self.d, self.pull_shift = token_shift(xx, self.cut)
-        return lerp(xx, self.d, beside(getattr(layer, maa), x)), xx, self.d
+        return xx + self.d * beside(getattr(layer, maa), x), xx, self.d
 
     def product(self, layer, name, x):
         """The product of x and matrix `name`; stores its pullback in `pulls`."""
@@ -106,7 +108,7 @@ def vjp_from_start(cut, layer, operator, *arrays, scale):
     """
     options = {}
     if hasattr(layer, "start"):
-        options["initial_state"] = library_of(layer.start).tile(layer.start, (len(arrays[0]), 1, 1, 1))
+        options["initial_state"] = np.tile(layer.start, (len(arrays[0]), 1, 1, 1))
     o, pull_operator = cut.vjp_of(operator, *arrays, **options, scale=scale, layout="bthd")
 
     def pull(do, grads):
@@ -127,7 +129,7 @@ def embedding(weights, tokens, products):
 
     def pull(dx, grads):
         # The gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
-        one_hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(dx.dtype)
+        one_hot = (tokens.reshape(-1, 1) == np.arange(V)).astype(dx.dtype)
         dtable = products.matmul(products.cast(one_hot).T, products.cast(dx).reshape(-1, D))
         grads.embedding[...] = pull_norm(dtable[None], grads.ln0)[0]
 
@@ -147,7 +149,7 @@ def linear(x, w, products):
 
 
 def layer_norm(x, weight_and_bias):
-    """normalize(x) weight + bias, for `weight_and_bias` [2, D]."""
+    """normalize(x) weight + bias, for `weight_and_bias` [2, D]; x may be a CuPy array."""
     weight, bias = weight_and_bias
     normed, pull_normalize = normalize(x, LAYER_NORM_EPS)
 
@@ -155,17 +157,17 @@ def layer_norm(x, weight_and_bias):
         out[0], out[1] = sum_over_tokens(dy * normed), sum_over_tokens(dy)
         return pull_normalize(dy * weight)
 
-    return affine(normed, weight, bias), pull
+    return normed * weight + bias, pull
 
 
 # -- functions without weights -----------------------------------------------------------------------------------------
 def normalize(x, eps):
     """(x - mean) / sqrt(variance + eps) along the last axis."""
-    scale = 1 / library_of(x).sqrt(x.var(-1, keepdims=True) + eps)
-    normed = centred(x, x.mean(-1, keepdims=True), scale)
+    scale = 1 / np.sqrt(x.var(-1, keepdims=True) + eps)
+    normed = (x - x.mean(-1, keepdims=True)) * scale
 
     def pull(dy):
-        return normalize_vjp(dy, normed, scale, dy.mean(-1, keepdims=True), (dy * normed).mean(-1, keepdims=True))
+        return scale * (dy - dy.mean(-1, keepdims=True) - normed * (dy * normed).mean(-1, keepdims=True))
 
     return normed, pull
 
@@ -189,13 +191,14 @@ def token_shift(x, cut):
 
 def cross_entropy(logits, targets):
     """(mean cross entropy, pull) for logits [B, T, V] and targets [B, T]; ``pull()`` returns the logits' gradient."""
-    xp, targets = library_of(logits), targets[..., None]
+    targets = targets[..., None]
     largest = logits.max(-1, keepdims=True)
-    log_sum = xp.log(xp.exp(logits - largest).sum(-1, keepdims=True)) + largest
-    value = (log_sum - xp.take_along_axis(logits, targets, -1)).mean()
+    log_sum = np.log(np.exp(logits - largest).sum(-1, keepdims=True)) + largest
+    value = (log_sum - np.take_along_axis(logits, targets, -1)).mean()
 
     def pull():
-        return entropy_vjp(logits, log_sum, targets, xp.arange(logits.shape[-1]), 1 / targets.size)
+        one_hot = targets == np.arange(logits.shape[-1])
+        return (np.exp(logits - log_sum) - one_hot) * (1 / targets.size)
 
     return value, pull
 
@@ -205,23 +208,24 @@ def sum_over_tokens(x):
     return x.sum(-2).sum(-2)
 
 
-# -- elementwise; `y` is the function's result -------------------------------------------------------------------------
+# -- parts of the mixes' pullbacks; `y` is a function's result ---------------------------------------------------------
 def tanh_vjp(dy, y):
     return dy * (1 - y * y)
 
 
-def centred(x, mean, scale):
-    return (x - mean) * scale
-
-
-def normalize_vjp(dy, y, scale, mean, projection):
-    return scale * (dy - mean - y * projection)
+def sigmoid_vjp(dy, y):
+    return dy * y * (1 - y)
 
 
 def relu_squared_vjp(dy, x):
-    return 2 * dy * library_of(x).maximum(x, 0)
+    return 2 * dy * np.maximum(x, 0)
 
 
-def entropy_vjp(logits, log_sum, targets, tokens, weight):
-    """(softmax(logits) - one-hot targets) * weight, for `tokens` = 0 .. V - 1."""
-    return (library_of(logits).exp(logits - log_sum) - (targets == tokens)) * weight
+def mixes_vjp(ops, dmixed, maa, maa_out, norm_out):
+    """The gradient of x through its norm, from the gradients `dmixed` [n, B, T, D] of `RecordingOperations.shift_mix`.
+
+    maa_out, norm_out : the arrays for the gradients of `maa` [n, D] and of the norm's weight and bias
+    """
+    maa_out[...] = sum_over_tokens(dmixed * ops.d)
+    dd = (dmixed * maa[:, None, None]).sum(axis=0)
+    return ops.pull_norm(dmixed.sum(axis=0) + ops.pull_shift(dd), norm_out)

@@ -1,13 +1,13 @@
-"""RWKV-6's loss and its gradients on NumPy or CuPy arrays, without a framework; the equations are `RWKV6`'s."""
+"""RWKV-6's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV6`'s."""
 
 from functools import partial
 
 import numpy as np
 
 from ...ops.functions import rwkv6
-from ..array_math import beside, gated, lerp, log_decay, sigmoid, sigmoid_gate, tanh
+from ..array_math import beside, gated, sigmoid
 from ..rwkv import grad
-from ..rwkv.grad import normalize, relu_squared_vjp, sum_over_tokens, tanh_vjp
+from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
 from . import math
 
@@ -16,14 +16,14 @@ class RecordingOperations(grad.RecordingOperations):
     """`math.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need."""
 
     def data_mix(self, layer, low, xx, d):
-        self.low = tanh(low).reshape(*low.shape[:2], 5, -1)
+        self.low = np.tanh(low).reshape(*low.shape[:2], 5, -1)
         self.m = self.product(layer, "maa_up", self.low.transpose(2, 0, 1, 3))
         self.m += beside(layer.maa, xx)
-        return lerp(xx, d, self.m)
+        return xx + d * self.m
 
     def log_decay(self, layer, low):
-        self.decay_low = tanh(low)
-        self.w = log_decay(layer.decay, self.product(layer, "decay_up", self.decay_low))
+        self.decay_low = np.tanh(low)
+        self.w = -np.exp(layer.decay + self.product(layer, "decay_up", self.decay_low))
         return self.w
 
     def recurrence(self, layer, kvr, w, wkv):
@@ -38,8 +38,8 @@ class RecordingOperations(grad.RecordingOperations):
         return gated(self.normed, *layer.ln_x, gate)
 
     def add_gated(self, x, gate, value):
-        self.gate, self.value = gate, value
-        return self.add(x, sigmoid_gate(gate, value))
+        self.opening, self.value = sigmoid(gate), value
+        return self.add(x, self.opening * value)
 
 
 def time_mix_vjp(ops, layer, dy, grads):
@@ -58,40 +58,28 @@ def time_mix_vjp(ops, layer, dy, grads):
     dlow = tanh_vjp(pulls["decay_up"](dlow, grads.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, grads.decay_down)
     dkvrg = np.stack([gradient.reshape(dy.shape) for gradient in (dk, dv, dr, dgate)])
-    dmixed = pulls["kvrg"](dkvrg, grads.kvrg)
-    dm = np.concatenate((dmixed_w[None], dmixed)) * d
+    dmixed = np.concatenate((dmixed_w[None], pulls["kvrg"](dkvrg, grads.kvrg)))
+    dm = dmixed * d
     grads.maa[...] = sum_over_tokens(dm)
     dlow = pulls["maa_up"](dm, grads.maa_up).transpose(1, 2, 0, 3)
     dlow = tanh_vjp(dlow, ops.low)
     dmixed_x = pulls["maa_down"](dlow.reshape(*dlow.shape[:2], -1), grads.maa_down)
     grads.maa_x[...] = sum_over_tokens(dmixed_x * d)
-    dx, dd = mixes_vjp(dmixed_x, dmixed_w, *dmixed, layer.maa_x, *ops.m)
-    return dy + ops.pull_norm(dx + ops.pull_shift(dd), grads.ln1)
+    dd = dmixed_x * layer.maa_x + (dmixed * ops.m).sum(axis=0)
+    return dy + ops.pull_norm(dmixed_x + dmixed.sum(axis=0) + ops.pull_shift(dd), grads.ln1)
 
 
 def channel_mix_vjp(ops, layer, dy, grads):
     """As `time_mix_vjp`, for `math.channel_mix`."""
-    pulls, d = ops.pulls, ops.d
-    dgate, dvalue = sigmoid_gate_vjp(ops.pull_drop(dy), ops.gate, ops.value)
-    dhidden = relu_squared_vjp(pulls["ffn_value"](dvalue, grads.ffn_value), ops.hidden)
+    pulls, dchange = ops.pulls, ops.pull_drop(dy)
+    dgate = sigmoid_vjp(dchange * ops.value, ops.opening)
+    dhidden = relu_squared_vjp(pulls["ffn_value"](dchange * ops.opening, grads.ffn_value), ops.hidden)
     dk, dr = pulls["ffn_key"](dhidden, grads.ffn_key), pulls["ffn_receptance"](dgate, grads.ffn_receptance)
-    grads.ffn_maa[0], grads.ffn_maa[1] = sum_over_tokens(dk * d), sum_over_tokens(dr * d)
-    dx, dd = two_mixes_vjp(dk, dr, *layer.ffn_maa)
-    return dy + ops.pull_norm(dx + ops.pull_shift(dd), grads.ln2)
+    return dy + mixes_vjp(ops, np.stack((dk, dr)), layer.ffn_maa, grads.ffn_maa, grads.ln2)
 
 
 MIXES = ((math.time_mix, time_mix_vjp), (math.channel_mix, channel_mix_vjp))
 loss = partial(grad.loss, RecordingOperations, MIXES)
-
-
-def mixes_vjp(dx, dw, dk, dv, dr, dg, mx, mw, mk, mv, mr, mg):
-    """``(dx, dd)``: the gradients of x and d, from those of the six mixes x + d m; `dx` is also the first mix's."""
-    return dx + dw + dk + dv + dr + dg, dx * mx + dw * mw + dk * mk + dv * mv + dr * mr + dg * mg
-
-
-def two_mixes_vjp(dk, dr, mk, mr):
-    """As `mixes_vjp`, for the channel mix's two."""
-    return dk + dr, dk * mk + dr * mr
 
 
 def gated_vjp(dy, x, weight, bias, gate):
@@ -99,9 +87,3 @@ def gated_vjp(dy, x, weight, bias, gate):
     opening = sigmoid(gate)
     silu = gate * opening
     return dy * silu, dy * (x * weight + bias) * (opening + silu * (1 - opening))
-
-
-def sigmoid_gate_vjp(dy, gate, value):
-    """The gradients of gate and value, for y = sigmoid(gate) value."""
-    opening = sigmoid(gate)
-    return dy * value * opening * (1 - opening), dy * opening

@@ -20,7 +20,7 @@ class MixOperations(numpy_layers.MixOperations):
         return xx + d * (array_math.beside(layer.maa, xx) + self.product(layer, "maa_up", low))
 
     def log_decay(self, layer, low):
-        return array_math.log_decay(layer.decay, self.product(layer, "decay_up", np.tanh(low)))
+        return -np.exp(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
 
     def recurrence(self, layer, kvr, w, wkv):
         k, v, r, w = (array.reshape(len(array), *layer.bonus.shape) for array in (*kvr, w))
@@ -30,7 +30,7 @@ class MixOperations(numpy_layers.MixOperations):
         return array_math.gated(array_math.normalize(o, self.layers.group_eps).reshape(gate.shape), *layer.ln_x, gate)
 
     def add_gated(self, x, gate, value):
-        x += array_math.sigmoid_gate(gate, value)
+        x += array_math.sigmoid(gate) * value
         return x
 
 

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 
 from ...ops.functions import rwkv7
-from ..array_math import affine, lerp, sigmoid, tanh
+from ..array_math import sigmoid
 from ..rwkv import grad
-from ..rwkv.grad import normalize, relu_squared_vjp, sum_over_tokens, tanh_vjp
+from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
 from . import math
 
@@ -24,16 +24,16 @@ class RecordingOperations(grad.RecordingOperations):
     """
 
     def log_decay(self, layer, low):
-        self.decay_low = tanh(low)
-        self.decay_opening = biased_sigmoid(self.product(layer, "decay_up", self.decay_low), layer.decay)
+        self.decay_low = np.tanh(low)
+        self.decay_opening = sigmoid(layer.decay + self.product(layer, "decay_up", self.decay_low))
         return -math.DECAY * self.decay_opening
 
     def learning_rate(self, layer, low):
-        self.icl = biased_sigmoid(self.product(layer, "icl_up", low), layer.icl)
+        self.icl = sigmoid(layer.icl + self.product(layer, "icl_up", low))
         return self.icl
 
     def output_gate(self, layer, low):
-        self.gate_opening = biased_sigmoid(low, 0.0)
+        self.gate_opening = sigmoid(low)
         return self.product(layer, "gate_up", self.gate_opening)
 
     def first_value(self, v):
@@ -42,8 +42,8 @@ class RecordingOperations(grad.RecordingOperations):
 
     def residual_value(self, layer, v, low):
         self.change = self.shared.first_v - v
-        self.value_opening = biased_sigmoid(self.product(layer, "value_up", low), layer.value)
-        return lerp(v, self.change, self.value_opening)
+        self.value_opening = sigmoid(layer.value + self.product(layer, "value_up", low))
+        return v + self.change * self.value_opening
 
     def keys(self, layer, k, icl):
         self.k = k
@@ -60,7 +60,8 @@ class RecordingOperations(grad.RecordingOperations):
         normed, self.pull_group = normalize(o, GROUP_NORM_EPS)
         self.share = (self.r * self.key * layer.bonus).sum(axis=-1, keepdims=True)
         self.normed, self.gate = normed.reshape(gate.shape), gate
-        self.ungated = affine(self.normed, *layer.ln_x) + (self.share * self.v).reshape(gate.shape)
+        weight, bias = layer.ln_x
+        self.ungated = self.normed * weight + bias + (self.share * self.v).reshape(gate.shape)
         return self.ungated * gate
 
 
@@ -70,7 +71,7 @@ def time_mix_vjp(ops, layer, dy, grads):
     ops : the `RecordingOperations` with which `math.time_mix` was computed
     """
     dmixed = gated_vjp(ops, layer, ops.pulls["output"](ops.pull_drop(dy), grads.output), grads)
-    return dy + mix_vjp(ops, np.stack(dmixed), layer.mix, grads.mix, grads.ln1)
+    return dy + mixes_vjp(ops, np.stack(dmixed), layer.mix, grads.mix, grads.ln1)
 
 
 def gated_vjp(ops, layer, dgated, grads):
@@ -122,7 +123,7 @@ def keys_vjp(ops, layer, dkey, dkappa, dicl, grads):
     grads.replacement[...] = sum_over_tokens(dkey * ops.k * (ops.icl - 1))
     dremoved = ops.pull_kappa(dkappa.reshape(ops.kappa.shape)).reshape(ops.k.shape)
     grads.removal[...] = sum_over_tokens(dremoved * ops.k)
-    dk = lerp(replacement_key(dkey, ops.icl, layer.replacement), dremoved, layer.removal)
+    dk = replacement_key(dkey, ops.icl, layer.replacement) + dremoved * layer.removal
     return dk, dicl + dkey * ops.k * layer.replacement
 
 
@@ -130,21 +131,11 @@ def channel_mix_vjp(ops, layer, dy, grads):
     """As `time_mix_vjp`, for `math.channel_mix`."""
     dhidden = relu_squared_vjp(ops.pulls["ffn_value"](ops.pull_drop(dy), grads.ffn_value), ops.hidden)
     dmixed = ops.pulls["ffn_key"](dhidden, grads.ffn_key)[None]
-    return dy + mix_vjp(ops, dmixed, layer.ffn_mix[None], grads.ffn_mix[None], grads.ln2)
+    return dy + mixes_vjp(ops, dmixed, layer.ffn_mix[None], grads.ffn_mix[None], grads.ln2)
 
 
 MIXES = ((math.time_mix, time_mix_vjp), (math.channel_mix, channel_mix_vjp))
 loss = partial(grad.loss, RecordingOperations, MIXES)
-
-
-def mix_vjp(ops, dmixed, mix, mix_out, norm_out):
-    """The gradient of x through its norm, from the gradients `dmixed` [n, B, T, D] of xx + d mix with `mix` [n, D].
-
-    mix_out, norm_out : the arrays for the gradients of `mix` and of the norm's weight and bias
-    """
-    mix_out[...] = sum_over_tokens(dmixed * ops.d)
-    dd = (dmixed * mix[:, None, None]).sum(axis=0)
-    return ops.pull_norm(dmixed.sum(axis=0) + ops.pull_shift(dd), norm_out)
 
 
 def normalized_heads(x):
@@ -159,13 +150,5 @@ def normalized_heads(x):
     return y, pull
 
 
-def biased_sigmoid(low, base):
-    return sigmoid(base + low)
-
-
 def replacement_key(k, icl, replacement):
     return k * (1 + (icl - 1) * replacement)
-
-
-def sigmoid_vjp(dy, y):
-    return dy * y * (1 - y)

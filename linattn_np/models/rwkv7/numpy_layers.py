@@ -42,11 +42,12 @@ class MixOperations(numpy_layers.MixOperations):
         return self.recurrence_of(rwkv7, rwkv7_step, tuple(heads), (), wkv)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
+        weight, bias = layer.ln_x
         normed = array_math.normalize(o, self.layers.group_eps).reshape(gate.shape)
         heads = len(o), *layer.bonus.shape
         share = (r.reshape(heads) * k.reshape(heads) * layer.bonus).sum(axis=-1, keepdims=True)
         bonus = (share * v.reshape(heads)).reshape(gate.shape)
-        return (array_math.affine(normed, *layer.ln_x) + bonus) * gate
+        return (normed * weight + bias + bonus) * gate
 
 
 class NumpyLayers(numpy_layers.NumpyLayers):
