@@ -374,7 +374,7 @@ ROOMS = {
     "models/rwkv/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
     "models/rwkv/cuda_prompts": (["models", "backends.cupy", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
-    "models/rwkv/cuda_grad": (["models", "backends.cupy"], []),
+    "models/rwkv/cuda_grad": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
     "models/rwkv7/cuda_grad": (["models", "ops", "backends.cupy"], []),
     "models/rwkv6/cuda_prefill": (["models.rwkv", "models.rwkv6", "backends.cupy", "declarations"], []),
