@@ -23,9 +23,17 @@
 //           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
 //           and BV: K and V rounded up to 64 or 128
 // smem      backward_keys_storage.cuh
-// barriers  backward_keys_storage.cuh. Iterations of a block count the chunks of all its segments; an iteration's stage
-//           is its number modulo STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's
-//           barriers
+// barriers  mbarriers, defined in backward_keys_storage.cuh. What happens to a chunk, in time:
+//           the last warpgroup copies q, k, g and query_share (full), v and do (arrived), and makes dA (dA_stored);
+//           consumers wait for full and dA_stored, store decayed queries and keys over q, g and k, and dS for dv
+//           (operands);
+//           the warps that make A wait for operands, read the queries and keys within sub-chunks (within), store A
+//           (scores); if BK = 128 they then store dv over v (done);
+//           consumers wait for within, store dk over q and dg over g; if BK = 64 they wait for scores and store dv over
+//           v (done);
+//           the last warpgroup waits for done, copies the results to memory, and the next chunk to their place.
+//           Iterations of a block count the chunks of all its segments; an iteration's stage is its number modulo
+//           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
 //           unless it is larger than kept_ratio c. kept_ratio is infinite; but 2^-7 (ROUNDING) once a later chunk is
@@ -429,13 +437,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr bool SUM_FIRST = IS_NARROW<T> && !ReadOrder::reads_before_write;
     Chunk dk, dg, outer_decays;
     SubChunkDecays decays;
-    Across queries_across, keys_across;  // decayed from, and to, the borders of sub-chunks
-    const uint4 offsets = entry_of(OFFSETS);
+    Across queries_across, keys_across;       // decayed from, and to, the borders of sub-chunks
+    const uint4 offsets = entry_of(OFFSETS);  // x, y: of queries and keys in put_within; z: PairReader::queries_index
     // keys_index is 0 and not used: only sums over queries are computed here.
     const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
     const PairReader dA(values.dA, 0, int(offsets.z));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
+      // Starts a quarter of from_state = dS v^T, which sums over a quarter of the columns of V (states.cuh).
       if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, dS, s.float_v, n);
       else
         read_part<BV>(from_state, columns, dS, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores dS for dv
@@ -540,10 +549,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       });
     };
-    float query_sums[2];  // of the chunk, from the first pass; their lowest bits hold the unit
-    float key_sums[2];    // sum_j k_j L_j dS v_j
-    float state_term[2];  // D sum_v S dS
-    const uint4 masks = entry_of(MASKS);
+    float query_sums[2];                  // of the chunk, from the first pass; their lowest bits hold the unit
+    float key_sums[2];                    // sum_j k_j L_j dS v_j
+    float state_term[2];                  // D sum_v S dS
+    const uint4 masks = entry_of(MASKS);  // x, y: sum_earlier_tokens' operand; z: identity_of_lane()
     // Sums by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16 leaves. With
     // 128 channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
@@ -553,6 +562,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      // is_forgotten (growth.cuh): whether `rest` is no more than rounding error, since the chunk's gates forget S.
       const float rest = carried[h] - key_sums[h];
       state_term[h] = is_forgotten(decays.all(h), rest, carried[h], kept_ratio) ? 0.f : rest;
       query_sums[h] = s.query_sums[iteration & 1][channel + 8 * h];

@@ -48,7 +48,9 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x < heads ? blockIdx.x : blockIdx.x - heads;
   const bool has_two = joined && blockIdx.x < heads;
-  // The second pass starts with the segments that the first pass computed last: some of their tokens are in L2.
+  // n: sequence and head. Of the segments 0, 1 and 2 a `joined` sequence has: a block of two takes 1 and 2 (BACKWARDS:
+  // 0 and 1), the other block 0 (BACKWARDS: 2); `block` is the number of the first. Otherwise block n takes segment n:
+  // the second pass starts with those that the first pass computed last, of which some tokens are in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !has_two : has_two)) * H + n % H : in_order;
   Segment work = {segment_at(shape, block, P), block};

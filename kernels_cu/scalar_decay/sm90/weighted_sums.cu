@@ -29,8 +29,12 @@
 //           and scan_segments.cu joins the segments' states. Gradients: dq, dk and dv in one launch, without dg.
 //           Queries: dq; Keys: dk, dv. With dg, two launches: GatedQueries gives dq, and writes token_sums and, for
 //           each stretch, the state S before the stretch's last chunk (`stretch_states`); then GatedKeys reads both and
-//           gives dk, dv, dg
-// smem      weighted_sums_storage.cuh, which names the barriers, too
+//           gives dk, dv, dg. Constants of a pass: HAS_OUTPUTS, all but Summary; SUMS, the WeightedSums of its launch;
+//           ALL_BACKWARD, Keys and GatedKeys; SPLITS_STATE, Whole; SERVES_GATE_GRADIENT, GatedQueries and GatedKeys,
+//           of which GatedKeys WRITES_GATE_GRADIENT; block_serves_gate_gradient(): this block's sum there is dq or dk
+// smem      weighted_sums_storage.cuh. Stage: a chunk's q, k, v, partner and A; Gates: its decays
+// barriers  mbarriers of a stage. full: the chunk's tokens and gates are there; scores: A is stored; done: o is stored
+//           over v, partner . o over the partner, and inputs have been read; summed: those products have been read
 // numerics  products of bfloat16 numbers in float32. S is multiplied as the sum of two bfloat16 numbers in Whole,
 //           rounded to one in gradients; A and the decayed v are rounded to one. The exponent of each decay is a sum of
 //           gates, never a difference of sums, so no gate is too strong. In dg_t the contributions of a pair (i, j)
@@ -268,6 +272,8 @@ __device__ __forceinline__ constexpr int block_of(int warp, int half) { return h
 template <bool BACKWARDS, bool SEPARATE_SELF>
 __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
                                              int warp) {
+  // m counts blocks of 8 keys in a half of the chunk, n in the chunk; d[4n + 2 half + p]: of the query of
+  // block_of(warp, half) and key 2t + p of block n.
   constexpr int HALF_BLOCKS = CHUNK / 16;  // blocks of 8 tokens in half a chunk
   const float *const to_token = gates.to_token[0], *const to_end = gates.to_end[0] - CHUNK;  // level 0 has none
   const float *const query_gates = BACKWARDS ? to_end : to_token, *const key_gates = BACKWARDS ? to_token : to_end;
@@ -518,6 +524,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       for (float& value : S) value *= chunk_decay;
       total_decay *= chunk_decay;
     }
+    // The warp's 16 columns of v as a left operand [column, token], times L (backward: E).
     Operand v;
     float factors[CHUNK / 4];
     load_channels(v, in.v[warpgroup]);
@@ -576,6 +583,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
 }
 
+// Pass: see the head; G: the type of g; BK and BV: K rounded up to 64 or 128, and the columns of V of a block.
 template <class Pass, typename G, int BK, int BV>
 __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
     __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
