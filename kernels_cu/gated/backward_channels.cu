@@ -106,7 +106,8 @@ template <typename T, typename G, typename Value> struct Args {
   Rows<const G> gv;                 // log gates of columns [B, H, T, V]
 };
 
-constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;  // distances of neighbouring tokens in v and do, and in dA
+// Distances of neighbouring tokens in v and do, and in dA. Values: a stage of v and do.
+constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;
 template <typename T> struct alignas(16) Values {
   T v[CHUNK * LDV];    // [64 tokens, 32 columns]
   T do_[CHUNK * LDV];  // [64, 32]

@@ -128,6 +128,7 @@ __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, con
       put_score_pair(s.A + task.row(half) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * half]),
                      operand_value<T, PRODUCTS>(d[2 * half + 1]), CHUNK<T> * LDA);
 }
+// Computes and stores the scores of a task.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task) {
   float d[4];

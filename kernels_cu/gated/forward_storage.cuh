@@ -80,6 +80,7 @@ template <typename T, int BK> struct alignas(16) StateStorage<false, T, BK> {
 
 template <typename T> constexpr bool IN_PLACE = sizeof(typename OperandOf<T>::Type) == sizeof(T);
 
+// [rows, columns] of tiles: [CHUNK tokens, BK channels], of v [CHUNK tokens, BV columns].
 template <class Schedule, typename T, typename G, int BK, int BV>
 struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE<T>, T, BK> {
   using Gate = G;
@@ -90,7 +91,8 @@ struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE
   float decay[BK];                         // of the whole chunk
 };
 
-// The queries, or keys, that are multiplied with the state.
+// The chunk's queries, or keys, that are multiplied with the state: decayed from its start, or to its end. stage: the
+// chunk's number modulo STAGES.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ auto* state_q(Shared<Schedule, T, G, BK, BV>& s, int stage) {
   if constexpr (IN_PLACE<T>) return s.q[stage];

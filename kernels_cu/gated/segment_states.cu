@@ -24,7 +24,7 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int STAGES = 3;
+constexpr int STAGES = 3;                                       // steps in shared memory at a time
 template <typename T> constexpr int STEP = 64 / sizeof(T);      // tokens of a stage
 template <typename T> constexpr int LANE_TOKENS = STEP<T> / 4;  // neighbouring tokens of a stage that a lane decays
 

@@ -21,7 +21,7 @@
 #include "gated/small_heads.cuh"
 #include "lanes.cuh"
 
-constexpr int WARPS = 2;
+constexpr int WARPS = 2;     // of a block: each has heads and shared memory of its own
 constexpr int NUMBERS = 16;  // of a state in a lane's registers
 
 template <typename T, typename G> struct Args {

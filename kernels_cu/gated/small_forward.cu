@@ -13,7 +13,7 @@
 #include "gated/small_heads.cuh"
 #include "forward_arguments.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
   i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples

@@ -19,7 +19,7 @@
 // limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;  // q and do_ are read if `both`

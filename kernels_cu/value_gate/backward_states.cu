@@ -35,7 +35,7 @@ template <typename T, typename G, typename Stored> struct Args {
   double scale;
 };
 
-constexpr int STAGES = 3;
+constexpr int STAGES = 3;  // steps of 32 tokens in shared memory at a time
 template <typename Stored> struct alignas(16) Stage {
   Stored x[STEP * LD<Stored, TILE>];  // [32, 64], k or q
   Stored y[STEP * LD<Stored, TILE>];  // [32, 64], v or do

@@ -65,7 +65,7 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Pairs dA;  // dA_ij is at pair_at(dA, i, j) (decays.cuh). RWKV-6: scale do_i . v_i: self_weight_at(dA, i)
 };
 
-constexpr int STAGES = 3;
+constexpr int STAGES = 3;  // chunks in shared memory at a time
 // Schedule: OneEach or InTurn (states.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];

@@ -315,6 +315,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = decays[h];
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g.
+// Consumers and the copying warp make the same walks, S from the segment's end and dS from its start.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
                                                : BV == 128 ? 2

@@ -227,6 +227,8 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   }
 };
 
+// d += a b: sums of a sub-chunk's gates a [channel, gate], counted by b [gate, token]; of 16-bit numbers of either
+// type.
 __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) {
   mma_bf16(d, a, b);
 }

@@ -10,7 +10,9 @@
 // grid      forward_schedules.cuh. A block's first warps are consumers, four for every 64 columns of V; the other warps
 //           are one or two groups of producers, which make the chunks in turn
 // smem      Shared, in forward_storage.cuh
-// barriers  forward_storage.cuh lists them
+// barriers  mbarriers. gates_copied, qk_copied [group]: a chunk's inputs are there; full [stage]: its operands are
+//           complete; empty [stage]: consumers have read them; values_copied: a chunk of v is in its slot. Named
+//           barriers: forward_storage.cuh
 // numerics  S in float32 accumulators; no difference of cumulated gates; see forward_producers.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
@@ -23,6 +25,7 @@
 #include "gated/sm90/forward_storage.cuh"
 #include "tensor.cuh"
 
+// Threads of the consumers, a warpgroup of 128 for every 64 columns; and of a block, with its producer groups.
 template <int BV> constexpr int CONSUMER_THREADS = BV * 2;
 template <class Schedule, typename T, typename G, int BK, int BV>
 constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV>::GROUPS * ProducerCoord<BK>::THREADS;

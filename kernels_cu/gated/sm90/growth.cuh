@@ -144,6 +144,7 @@ template <typename X, int PANELS>
 __device__ __forceinline__ float2 channels_of(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int channel) {
   return {to_float(value_at(tile, row, channel)), to_float(value_at(tile, row, channel + 8))};
 }
+// e^(the log gates) of token `row` in these two channels.
 template <typename G, int PANELS>
 __device__ __forceinline__ float2 decays_of(G (&gates)[PANELS][CHUNK][PANEL<G>], int row, int channel) {
   const float2 g = channels_of(gates, row, channel);

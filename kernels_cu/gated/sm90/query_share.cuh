@@ -66,6 +66,7 @@ __device__ __forceinline__ float sum_with_unit(float sum, u32 unit_exponent) {
 }
 // Returns the unit, a power of 2, from such a sum: the shift moves the exponent to its place and drops all else.
 __device__ __forceinline__ float unit_of(float sum) { return __uint_as_float(__float_as_uint(sum) << 23); }
+// 1 / x of a power of 2.
 __device__ __forceinline__ float inverse_of_power(float x) {
   return __uint_as_float((2 * ONE << 23) - __float_as_uint(x));
 }

@@ -49,8 +49,8 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x < heads ? blockIdx.x : blockIdx.x - heads;
   const bool has_two = joined && blockIdx.x < heads;
   // n: sequence and head. Of the segments 0, 1 and 2 a `joined` sequence has: a block of two takes 1 and 2 (BACKWARDS:
-  // 0 and 1), the other block 0 (BACKWARDS: 2); `block` is the number of the first. Otherwise block n takes segment n:
-  // the second pass starts with those that the first pass computed last, of which some tokens are in L2.
+  // 0 and 1), the other block 0 (BACKWARDS: 2); `block` is the number of the first. Otherwise blocks take the segments
+  // in order, BACKWARDS in reverse order: of those that the first pass computed last some tokens are in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !has_two : has_two)) * H + n % H : in_order;
   Segment work = {segment_at(shape, block, P), block};
@@ -67,6 +67,7 @@ struct OneEach {
 struct InTurn {
   static constexpr bool in_turn = true;
 };
+// The number of segments, or sequences, of all heads; and the chunks of one of them.
 __device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
 __device__ __forceinline__ int chunks_of(const WorkTile& work) { return (work.tokens + CHUNK - 1) / CHUNK; }
 
@@ -182,6 +183,7 @@ template <int BV> __device__ __forceinline__ void scale_state(float (&S)[BV / 2]
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= i >> 1 & 1 ? by1 : by0;
 }
+// Takes the factor `up` of a QueryScale back from a state.
 template <class ReadOrder, typename T, int BV>
 __device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
   if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);

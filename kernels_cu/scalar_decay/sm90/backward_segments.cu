@@ -36,7 +36,7 @@ template <int BV> struct alignas(1024) Stage {
   float chunk_decay;          // E_32
 };
 
-constexpr int STAGES = 4, CONSUMERS = 128;
+constexpr int STAGES = 4, CONSUMERS = 128;  // chunks in shared memory at a time; threads of the consumer warpgroup
 template <int BV> struct Shared {
   Stage<BV> stages[STAGES];
   Barrier full[STAGES], done[STAGES];

@@ -17,6 +17,7 @@ struct Queries {};
 struct Keys {};
 struct GatedQueries {};
 struct GatedKeys {};
+// Whether the pass computes o, and so reads q; Summary computes states alone.
 template <class Pass> constexpr bool HAS_OUTPUTS = true;
 template <> constexpr bool HAS_OUTPUTS<Summary> = false;
 template <class Pass>
