@@ -250,6 +250,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const auto token_of = [&](int iteration) {
     return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
   };
+  // fetch_chunk and store_chunk (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width). All
+  // lanes arrive at the barrier of fetch_chunk, whose phase ends when the bytes are there; store_chunk returns when the
+  // tiles may be overwritten.
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
     if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v and do have more stages, and are copied earlier

@@ -82,6 +82,9 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
+  // store_chunk and fetch_chunk (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width). All
+  // lanes arrive at the barrier of fetch_chunk, whose phase ends when the bytes are there; store_chunk returns when the
+  // tiles may be overwritten.
   const auto store = [&](int iteration, const WorkTile& work, int token) {
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
     store_chunk(work, token, [&](auto f) {

@@ -103,6 +103,8 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
                                            int first_channel, bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
+  // Starts copying the walk's n-th chunk. fetch_chunk (warpgroup.cuh) copies its rows for each f(tile, tensor map,
+  // rows, width, first column); all lanes arrive at the barrier, whose phase ends when the bytes are there.
   const auto fetch = [&](int n) {
     if (n >= walk.chunks) return;
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];

@@ -12,6 +12,12 @@
 //           loops, see `consume`
 // numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if q, k and v are float16
 // limits    sm_90a
+//
+// From wgmma.cuh: wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in registers and b
+// the descriptor wgmma_tile(address, leading, stride) of a swizzled tile; adding bytes / 16 to b moves the tile;
+// TRANSPOSED: the tile is [depth, N], else [N, depth]. wgmma_commit closes a group of products, wgmma_wait<n> waits
+// until n groups are unfinished, wgmma_fence comes before products that read registers written since; wgmma_keep keeps
+// the compiler from moving accesses of d over it.
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 #include "wgmma.cuh"
@@ -199,6 +205,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ Consumer(Storage& s, const Args<T, G>& args)
       : s(s), args(args), work(s.work), tokens(s.work.tokens), warpgroup(threadIdx.x / 128), thread(threadIdx.x % 128) {
     bool has_initial = work.initial;
+    // SegmentState: tokens that are skipped before this part have forgotten the initial state.
     if constexpr (!Schedule::has_outputs) total_decay = s.scan.skipped_decay, has_initial &= total_decay != 0;
     if (has_initial) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     if (threads_copy_rows<Schedule>(args))

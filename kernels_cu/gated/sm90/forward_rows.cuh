@@ -1,7 +1,8 @@
 // what      For Hopper's forward kernel: copies of a chunk's q, k and g from memory, the addresses of a token's row in
 //           the tiles of operands, and copies of operands to the other block of the cluster. A row is a token of a
-//           chunk of 32. Args, Shared, their parts, and what decayed means: forward_storage.cuh; Schedule and WorkTile:
-//           forward_schedules.cuh.
+//           chunk of 32. Args, Shared and their parts: forward_storage.cuh; Schedule and WorkTile:
+//           forward_schedules.cuh. A query decayed from a border between tokens is times the decays of the tokens after
+//           the border up to its own (RWKV-6: before its own); a key decayed to a border, of those after its own
 // limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
 
@@ -173,7 +174,7 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
       const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
       copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
                                             int(args.shape.K - first_channel), thread);
-      copies_arrive(s.gates_copied[group]);
+      copies_arrive(s.gates_copied[group]);  // once this thread's copies are complete
       return;
     }
     if (thread) return;

@@ -318,6 +318,8 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
     x[2 * n] = fmaf(key.x, dS[4 * n], fmaf(key.y, dS[4 * n + 2], self_score * two.x));
     x[2 * n + 1] = fmaf(key.x, dS[4 * n + 1], fmaf(key.y, dS[4 * n + 3], self_score * two.y));
   });
+  // Sums the N values over the lanes with the same t; lane g gets the sums of N / 8 of them, from number g N / 8 on.
+  // The columns of values 2n and 2n + 1 are 8n + 2t and the next.
   share_sums<N>(x);
 #pragma unroll
   for (int i = 0; i < N / 8; i += 2)

@@ -14,6 +14,11 @@
 //           multiplied by a power of 2 that depends on the chunk's first gate (QueryScale), and where dS is read, it is
 //           multiplied by one that depends on its largest value (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
+//
+// From wgmma.cuh: wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in registers and b
+// the descriptor wgmma_tile(address, leading, stride) of a swizzled tile; adding bytes / 16 to b moves the tile;
+// TRANSPOSED: the tile is [depth, N], else [N, depth]. wgmma_commit closes a group of products, wgmma_wait<n> waits
+// until n groups are unfinished, wgmma_fence comes before products that read registers written since.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens

@@ -61,6 +61,7 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
       if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
       if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
+      // Copies the chunk's rows for each f(tile, tensor map, rows, width, first column); all lanes arrive.
       fetch_chunk(s.full[stage], work, first_token_of(iteration), [&](auto f) {
         f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first_channel);
         f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);

@@ -217,7 +217,10 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
 
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
-// Copies chunks to the stages STAGES iterations ahead, and results back to memory.
+// Copies chunks to the stages STAGES iterations ahead, and results back to memory. fetch_chunk and store_chunk
+// (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width, first column). All lanes arrive at the
+// barrier of fetch_chunk, whose phase ends when the bytes are there; store_chunk returns when the tile may be
+// overwritten.
 template <class Pass, int BK, int BV>
 __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const WeightedSum& sum, const WorkTile& work,
                                             int column, bool backwards) {
