@@ -171,6 +171,7 @@ def test_int8_has_the_numbers_of_the_cpu(hopper, B, rng):
         {"F": 80},
         pytest.param({"F": 7200}, marks=pytest.mark.exhaustive),
         pytest.param({"D": 1104, "N": 16, "H": 69, "F": 1024}, marks=pytest.mark.exhaustive),
+        pytest.param({"D": 2064, "N": 24, "H": 86, "F": 80}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

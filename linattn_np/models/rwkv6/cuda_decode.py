@@ -17,15 +17,25 @@ product may leave *parts*, arrays whose sum it is (`low`, `kvrg`, `decay_low`). 
 from typing import ClassVar
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
+from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import RELU_SQUARED, WRITE, NarrowProduct
 from ..rwkv import cuda_decoder
 from ..rwkv.cuda_decoder import matrix_of
 from .cuda_prefill import MixOperations
 from .names import VERSION
 
+UNIT_NUMBERS = 2048  # the gated outputs whose int8 digits have one unit in rwkv6/decode_few.cu
+
 
 class DecodingStep(cuda_decoder.DecodingStep):
     """Makes the plan of a decoding step; see the base class."""
+
+    def staged(self, kernel, area):
+        """With int8 matrices and more channels than UNIT_NUMBERS, at most these: rwkv6/decode_few.cu finds a unit for
+        the digits of each UNIT_NUMBERS gated outputs, but keeps one unit for all that it takes at a time."""
+        numbers = kernel.staged(area)
+        wide = self.decoder.matrices == INT8 and self.decoder.sizes["D"] > UNIT_NUMBERS
+        return min(numbers, UNIT_NUMBERS) if wide else numbers
 
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
