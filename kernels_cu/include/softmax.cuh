@@ -19,7 +19,8 @@ template <int D, typename T> __device__ __forceinline__ T* piece_of(T* tile, int
 // lane / 4, columns 2 (lane % 4) and the next; 2 and 3 are in the same columns 8 rows further down.
 template <int M, int N> using Fragment = float[M][N / 8][4];
 
-// d += A B^T. A is the 16 M rows from `row` on of tile a, B all N rows of tile b. FEW: use fewer registers.
+// d += A B^T. A is the 16 M rows from `row` on of tile a, B all N rows of tile b; the sum is over D columns. FEW: use
+// fewer registers.
 template <int D, int M, int N, bool FEW = false, typename T>
 __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int row, T* b) {
   const int lane = opaque(threadIdx.x & 31);  // so that addresses are computed again, not held in registers
@@ -42,7 +43,8 @@ __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int
   }
 }
 
-// d += A B. A is in registers, B is the N rows of tile b.
+// d += A B. A [16 M, N] is in registers, as the sums of a product, and is rounded to T here. B is the N rows, D
+// columns, of tile b.
 template <int D, int M, int N, typename T>
 __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<M, N>& a, T* b) {
   const int lane = opaque(threadIdx.x & 31);  // so that addresses are computed again, not held in registers
@@ -68,7 +70,8 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
   }
 }
 
-// Calls f(value of a, value of b, m, half, column) for every value of this lane: its row is 16 m + 8 half + lane / 4.
+// Calls f(value of a, value of b, m, half, column) for every value of this lane: its row in the warp's 16 M is 16 m + 8
+// half + lane / 4.
 template <int M, int N, class F>
 __device__ __forceinline__ void each_of_two(Fragment<M, N>& a, Fragment<M, N>& b, F f) {
 #pragma unroll
@@ -86,8 +89,9 @@ template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M
   each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// Replaces N products s of a row by weights, and updates the row's maximum and its sum of weights. Returns the factor
-// for earlier weights. half: 0 for the lane's first row, 1 for the row 8 further down.
+// Replaces N products s of a row by weights 2^(score - maximum), and updates the row's maximum and this lane's part of
+// its sum of weights. Four lanes share the row; they agree on the maximum. Returns the factor by which earlier weights,
+// and o, are to be multiplied. scale: |scale| log2 e. half: 0 for the lane's first row, 1 for the row 8 further down.
 template <int N>
 __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, RowMaximum& maximum, float& sum) {
   float largest = minus_infinity();
@@ -106,9 +110,10 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
   return rescale;
 }
 
-// Fills a tile with the `rows` tokens from `token` on of (batch, head), `width` columns of each, and with zeros
-// elsewhere. With `vectors` (the rows start and end at multiples of 16 bytes) by asynchronous copies, for which the
-// caller waits, otherwise by plain ones. All threads of the block call this, and synchronise before they read the tile.
+// Fills a tile [ROWS, D] with the `rows` tokens from `token` on of (batch, head), of any number below or above ROWS,
+// `width` columns of each, and with zeros elsewhere. With `vectors` (the rows start and end at multiples of 16 bytes)
+// by asynchronous copies, for which the caller waits, otherwise by plain ones. All threads of the block call this, and
+// synchronise before they read the tile.
 template <int ROWS, int D, typename T>
 __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch, i32 head, i32 token, int rows,
                                       i64 width, bool vectors) {
@@ -131,8 +136,9 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch
   }
 }
 
-// Stores a warp's [16 M, D] values, each times the factor of its row, as tokens of `work`, through the 16 M rows from
-// `row` on of a tile. No other warp uses these rows.
+// Stores a warp's [16 M, D] values, each times factor(m, half) of its row, as tokens of `work`, through the 16 M rows
+// from `row` on of a tile. No other warp uses these rows. Rows from work.tokens on and columns from `width` on are not
+// stored.
 template <int D, int M, typename T, class F>
 __device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Work& work,
                                       i64 width, bool vectors) {

@@ -21,7 +21,8 @@ __device__ __forceinline__ void before_next_copy() {
   __syncwarp();
 }
 
-// Starts copying the next entry of the block's column of the table `works` to shared memory.
+// Starts copying the next entry of the block's column of the table `works` [rounds, gridDim.x] to shared memory; by one
+// thread.
 __device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
   for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
     cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n, true);
@@ -36,7 +37,8 @@ __device__ __forceinline__ Work take_work(Work& coming, const Work*& next) {
   return work;
 }
 
-// Starts copying the tokens of a tile, from `token` on, BOX at a time.
+// Starts copying the tokens of a tile, from `token` on, BOX at a time, which is the box of the tensor map; by one
+// thread. `full` counts the bytes: the caller announces them by barrier_expect.
 template <int BOX, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorMap& map, Barrier& full, i32 token,
                                           i32 head, i32 batch) {
@@ -88,9 +90,10 @@ struct ScoreGradients {
 // ds_offsets[n] may be below 0.
 using DsEntry = ScoreGradients[2];
 
-// Stores a lane's two rows of accumulators x, times factor0 and factor1, as tokens of `work`, through the warp's 16
-// rows of `tile`, where the warpgroup's 64 rows begin at `row`. If all 16 are tokens of `work`, lane 0 has the copy
-// engine store them, which may read the tile until lane 0's tensor_store_wait() returns.
+// Stores a warp's 16 rows of accumulators x [64 rows, 2 N columns] of the warpgroup, this lane's two rows times factor0
+// and factor1, as tokens of `work`, through the warp's 16 rows of `tile`, where the warpgroup's 64 rows begin at `row`.
+// If all 16 are tokens of `work`, lane 0 has the copy engine store them, which may read the tile until lane 0's
+// tensor_store_wait() returns.
 template <int N, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& to, i64 width, const float (&x)[N],
                                            float factor0, float factor1, T (&tile)[PANELS][SIZE], int row,

@@ -3,8 +3,9 @@
 #include "lanes.cuh"
 #include "tensor.cuh"
 
-// A tile of queries (or of keys) that a block computes, and the tiles of keys (or of queries: the other side) for it.
-// The host makes a table of them, balanced over the blocks; an entry with `tiles` of 0 ends a block's list.
+// A tile of queries (or of keys) that a block computes, and the tiles of keys (or of queries: the *other side*) for it.
+// How many tokens a tile has is a constant of each kernel. The host makes a table of them, balanced over the blocks; an
+// entry with `tiles` of 0 ends a block's list.
 struct alignas(16) Work {
   i32 batch, head;
   i32 start, tokens;              // the tile's first token in its arrays, and its number of tokens
@@ -29,7 +30,8 @@ __device__ __forceinline__ TokenRange visible_tokens(int diagonal, int before, i
 }
 
 // Whether scores need a mask: some of ROWS rows, with positions from `diagonal` on, do not see some of COLUMNS tokens
-// of the other side from `column` on.
+// of the other side from `column` on. before, after: how many tokens before and after its position a row sees; for keys
+// as rows these are the host's `right` and `left`.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ bool needs_mask(int column, int diagonal, int before, int after, const i32& length) {
   if (column + COLUMNS > length) return true;
@@ -70,7 +72,8 @@ constexpr int CHUNK_QUERIES = 64;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// The maximum and the sum over the four lanes that share a row.
+// The maximum and the sum over the four lanes that share a row, neighbours whose numbers are equal but for the last two
+// bits; each gets the result.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -111,7 +114,8 @@ struct RowMaximum {
     return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u);
   }
   // Raises the maximum to the score of `largest`, the largest of some products, if it grows by more than `slack`.
-  // Returns the factor for earlier weights. `scale` and `slack` are in base 2. Selections, since branches cost more.
+  // Returns the factor for earlier weights, 1 if the maximum stays. `scale` and `slack` are in base 2. Selections,
+  // since branches cost more.
   __device__ __forceinline__ float raise(float largest, float scale, float slack) {
     const float before = shift;
     const bool raises = fmaf(factor, largest, -shift) > slack;

@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
+  // The block's tile of keys: tokens work.start on, work.tokens of them; work.head is a head of k and v. The other_...
+  // are the queries' sequence; first_tile, tiles: its tiles of QUERIES queries that see the keys.
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // row: the warp's first key
   auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first key among the queries
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   fetch<KEYS, D>(s.k, args.k, work.batch, work.head, work.start, work.tokens, args.K, args.vectors);
   fetch<KEYS, D>(s.v, args.v, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   fetch_queries(0);
-  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
+  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   Fragment<1, D> dk = {}, dv = {};
   for (int n = 0; n < work.tiles * int(args.group); ++n) {
     cp_async_wait<0>();
@@ -72,6 +74,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     if (n + 1 < work.tiles * int(args.group)) fetch_queries(n + 1);
     const int stage = n & 1, query = tile_of(n) * QUERIES;
     const float (&L)[QUERIES] = s.statistics[stage][0], (&deltas)[QUERIES] = s.statistics[stage][1];
+    // [the warp's 16 keys, QUERIES queries]. p: q . k, then weights, then gradients of scores; dp: do . v. A lane's
+    // values (each) have a row and a column, the query in the tile.
     Fragment<1, QUERIES> p = {}, dp = {};
     multiply_transposed<D, 1, QUERIES, CAPPED>(p, s.k, row, s.q[stage]);
     if (CAPPED) {
@@ -79,6 +83,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
       each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
     each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
+    // `right` and `left` change places: a key is seen by queries up to `right` before it, and `left` after it.
     if (needs_mask<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
       mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
     multiply_rows<D, 1, QUERIES>(dv, p, s.do_[stage]);

@@ -52,6 +52,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
+  // The block's tile of queries: tokens work.start on, work.tokens of them. The other_... are the keys' sequence;
+  // first_tile, tiles: its tiles of KEYS keys that the queries see.
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;  // row: of the warp's first query in the tile
   // Functions, since there are too few registers to hold these numbers.
@@ -70,8 +72,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   fetch<QUERIES, D>(s.o, args.o, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   cp_async_commit();
   cp_async_wait<0>();
-  __syncthreads();  // q, do and o have arrived
-  static_assert(QUERIES == THREADS);
+  __syncthreads();                    // q, do and o have arrived
+  static_assert(QUERIES == THREADS);  // a thread has a query
   {
     const int query = threadIdx.x;
     float delta = 0.f;
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   __syncthreads();  // o has been read; L and delta have been written
   fetch_keys(work.first_tile, 0);
 
-  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
+  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   // L of one of the lane's rows, from shared memory: there are too few registers to hold it.
   auto L = [&](int m, int half) { return s.L[row + 16 * m + 8 * half + lane / 4]; };
   float delta[2][2];
@@ -113,6 +115,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     if (tile + 1 < end()) fetch_keys(tile + 1, stage ^ 1);
     const int key = tile * KEYS;
     if (key > diagonal() + 31 + int(args.right) || key + KEYS <= diagonal() - int(args.left)) continue;  // unseen
+    // [the warp's 32 queries, KEYS keys]. p: q . k, then weights, then gradients of scores; dp: do . v. A lane's values
+    // (each) have row 16 m + 8 half + lane / 4.
     Fragment<2, KEYS> p = {}, dp = {};
     multiply_transposed<D, 2, KEYS, CAPPED>(p, s.q, row, s.kv[stage][0]);
     multiply_transposed<D, 2, KEYS, CAPPED>(dp, s.do_, row, s.kv[stage][1]);

@@ -48,6 +48,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
+  // The block's tile of queries: tokens work.start on, work.tokens of them. The other_... are the keys' sequence;
+  // first_tile, tiles: its tiles of KEYS keys that the queries see.
   const Work& work = s.work;
   // Of the warp's first query: its row in the tile, and its position among the keys.
   const int row = threadIdx.x / 32 * 16 * M, diagonal = work.diagonal + row;
@@ -63,11 +65,11 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
 
   fetch<QUERIES, D>(s.q, args.q, work.batch, work.head, work.start, work.tokens, args.K, args.vectors);
   fetch_keys(work.first_tile, 0);
-  const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
+  const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);  // |scale|, of products or of tanh, to base 2
 
   Fragment<M, D> o = {};
   RowMaximum maximum[M][2];  // [m][half]: of the lane's row 16 m + 8 half + lane / 4 of the warp's
-  float sum[M][2] = {};
+  float sum[M][2] = {};      // this lane's part of the row's sum of weights; at the end the factor of o
   for (auto& pair : maximum) pair[0].factor = pair[1].factor = scale;
   for (int tile = work.first_tile, stage = 0; tile < end; ++tile, stage ^= 1) {
     cp_async_wait<0>();
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
     if (tile + 1 < end) fetch_keys(tile + 1, stage ^ 1);
     const int key = tile * KEYS;
     if (key > diagonal + 16 * M - 1 + right || key + KEYS <= diagonal - left) continue;  // unseen
-    Fragment<M, KEYS> p = {};
+    Fragment<M, KEYS> p = {};  // q . k, with the scale's sign; then weights
     multiply_transposed<D, M, KEYS>(p, s.q, row, s.k[stage]);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));

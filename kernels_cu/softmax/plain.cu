@@ -36,8 +36,9 @@ template <typename T> struct Args {
   double unit;  // Sinks: L in `statistics` times this is lse; 1, or log 2 after tensor-core kernels
 };
 
-// What a warp computes: token `row` of a tile of `works`. A lane has the columns column, column + 32 ... `others` are
-// the keys that a query sees, or the queries that see a key.
+// What a warp computes: token `row` of a tile of `works`. A lane has the columns column, column + 32 ... of a result.
+// `others` are the keys that a query sees, or the queries that see a key, counted from their sequence's start. before,
+// after: how many tokens before and after its own position the token sees, or is seen from.
 struct Place {
   Work work;
   int row;  // the token's number in the tile
@@ -102,6 +103,7 @@ struct Forward {
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
     const T* q = args.q.row(work.batch, work.head, work.start + place.row);
     const R minus_inf = minus_infinity();
+    // sums: of weights times v, so far; total: of weights; both relative to e^largest. A lane has every 32nd key.
     R sums[LANE_COLUMNS] = {}, total = args.sinks ? 1 : 0, largest = args.sinks ? args.sinks[work.head] : minus_inf;
     for (int n = 0; n < place.others.count; n += 32) {
       const i64 first = work.other_start + place.others.from + n;
@@ -151,7 +153,7 @@ struct Queries {
     for (int n = 0; n < place.others.count; n += 32) {
       const i64 first = work.other_start + place.others.from + n;
       const int count = min(32, place.others.count - n);
-      const i64 j = first + min(lane, count - 1);
+      const i64 j = first + min(lane, count - 1);  // lanes from `count` on repeat the last key; add_rows ignores them
       const Score<R> score = score_of(dot(q, args.k.row(work.batch, shared_head, j), args.K), args);
       const R dp_less_delta = dot(do_, args.v.row(work.batch, shared_head, j), args.V) - delta;
       add_rows(sums, decay_of(score.value - L) * score.slope * dp_less_delta,
@@ -176,6 +178,7 @@ struct Keys {
       const int head = work.head * int(args.group) + member;
       const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
       for (int n = 0; n < place.others.count; n += 32) {
+        // Lanes from `count` on repeat the last query; add_rows ignores them.
         const int count = min(32, place.others.count - n), query = place.others.from + n + min(lane, count - 1);
         const i64 first = work.other_start + place.others.from + n, i = work.other_start + query;
         const R* statistics =

@@ -140,6 +140,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if constexpr (IN_REGISTERS) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
     else wgmma<T, QUERIES, false>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
+  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns ROWS * 128 / 16
+  // on, where ROWS are the tile's. Each eight rows are 1024 bytes after the eight before.
   auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
     const u64 k_tile = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
@@ -254,7 +256,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   int previous_stage = q.stage;  // of the previous query tile, whose product with ds is issued next
   bool accumulates = false;      // dk holds sums of this key tile's earlier query tiles
   // An iteration issues a query tile's scores and the previous tile's product with ds, and waits for both: the
-  // assembler would serialise products that are still running where the loop jumps back.
+  // assembler would serialise products that are still running where the loop jumps back. Groups under way before
+  // wgmma_wait<2>: scores, dp, dk.
   while (true) {
     q.next();
     bool next_is_new_tile = false;  // the next query tile is for the block's next key tile

@@ -155,6 +155,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --tiles_left;
     }
   };
+  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns ROWS * 128 / 16
+  // on, where ROWS are the tile's. Each eight rows are 1024 bytes after the eight before.
   auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
     const u64 k_tile = wgmma_tile(s.k[k.stage][0], 16, 1024), v_tile = wgmma_tile(s.v[v.stage][0], 16, 1024);
     const int valid = length - (first_tile + tiles_left) * KEYS;
@@ -235,7 +237,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   round_ds();
   bool accumulates = false;  // dq holds sums of this query tile's earlier key tiles
   // An iteration issues a key tile's scores and the previous tile's product with ds, and waits for both: the assembler
-  // would serialise products that are still running where the loop jumps back.
+  // would serialise products that are still running where the loop jumps back. Groups under way before wgmma_wait<2>:
+  // p, dp, dq.
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {

@@ -93,7 +93,8 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
   float dq[2][D / 2];
   u32 ds[2][KEYS / 16][4];  // of the warpgroup's two blocks, queries as rows
 
-  // Loads ds of the warp's 16 queries of block n with queries as rows; in memory keys are rows.
+  // Loads ds of the warp's 16 queries of the warpgroup's block n, as operands A of wgmma with queries as rows. In
+  // memory keys are rows: transpose_pairs transposes each matrix of 8 x 8, and the middle two of four change places.
   auto load_ds = [&](int n) {
 #pragma unroll
     for (int key = 0; key < KEYS / 16; ++key) {
