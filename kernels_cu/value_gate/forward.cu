@@ -163,6 +163,9 @@ __global__ void __launch_bounds__(2 * BV,
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
   const float scale = float(args.scale);
 
+  // The warp's 16 columns of the state, transposed. With g = lane / 4 and t = lane % 4, S[n][2h + p] is channel 8n + 2t
+  // + p, column g + 8h. Calls f(number, its index in the array of states, whether it is inside) for this lane's
+  // numbers.
   State<BK> S;
   const auto each_state_number = [&](auto f) {
     each_number<BK>(S, i64(sequence_head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
@@ -269,6 +272,8 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
       for (int p = 0; p < 4; ++p) sub_chunk_decays[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
     }
+    // o[n / 2][n % 2][2h + p]: token 8n + 2t + p, column g + 8h. The products are those of forward_products.cuh here:
+    // o = q S; S of the next chunk; o times the columns' decays, plus A v.
     Output<T> o = {};
     if constexpr (HAS_OUTPUTS) add_state_outputs_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, sub_chunk_decays);
