@@ -230,6 +230,7 @@ __device__ __noinline__ void sum_pairs_one_by_one(GradientsWithin (&sums)[BLOCKS
 template <class ReadOrder, typename Stored>
 __device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 gates, const Stored* dA) {
   const int lane = threadIdx.x & 31, first_token = 2 * (lane & 3), base = lane & ~3;
+  // The x of a token of the sub-chunk, from the lane that has it.
   const auto of_token = [&](float2 x, int token) {
     return __shfl_sync(0xffffffffu, token % 2 ? x.y : x.x, base + token / 2);
   };
@@ -370,6 +371,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const int lane_channel = lane >> 2, lane_pair = lane & 3, warp_channel = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE);
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
+  // Tiles of channels are fastest in the grid, then chunks of a batch row, heads of this launch, batches.
   const auto work_of = [&](u32 block) -> ChannelTile {
     const u32 tile = block % tiles, chunk = block / tiles;
     const i64 c = chunk % NC, h = args.first + chunk / NC % heads, b = chunk / NC / heads;
@@ -559,6 +561,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     });
     s.pairs.border32[m][threadIdx.x] = operand;
   }
+  // The decay of the lane's channel over sub-chunk n, in shared memory.
   const auto decay_over = [&](int n, int octet) -> float& {
     return s.pairs.decays[n][warp_channel + lane_channel + 8 * octet];
   };
@@ -871,6 +874,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   }
   __syncthreads();  // dq, dk and dg are in shared memory, written by all warps
   const ChannelTile stored = RECOMPUTES_WORK ? work_of(opaque(blockIdx.x)) : work;
+  // Stores the tokens and channels of a tile that exist; for all threads of the block.
   const auto store = [&](const auto& to, const auto* tile) {
     using X = typename Element<decltype(tile)>::type;
     store_rows<CHUNK, TILE, LD<X, TILE>>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop,

@@ -155,6 +155,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int chunks = int((work.span.stop - work.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
   // The first token in time of a step of the walk. A chunk of 64 tokens has two steps.
   const auto token_of = [&](int step) { return work.span.start + STEP * (backwards ? steps - 1 - step : step); };
+  // Start copying a step's gates, or all its inputs; `fetch` also commits a group of copies, an empty one if there is
+  // no such step.
   const auto fetch_gates = [&](int step, int stage) {
     fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, work.b, work.h, token_of(step), work.span.stop,
                                         work.k_tile * TILE, K, args.vectors);

@@ -73,6 +73,8 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   // Whether outputs and their sums are stored in pairs.
   const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
 
+  // Calls f(number, its index in the array of states, whether it is inside) for this lane's numbers of S: the warp's 16
+  // columns and all channels, transposed (State in forward_copies.cuh).
   State<BK> S;
   const auto each_state_number = [&](auto f) {
     each_number<BK>(S, i64(head) * shape.K + args.channel, shape.V, first_column, channels, columns, f);

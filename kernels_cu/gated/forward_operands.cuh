@@ -169,6 +169,7 @@ template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
   __device__ __forceinline__ BorderDecays(const float (&span_decays)[SPANS][BK], const WarpShare& coord,
                                           const OtherHalfDecay<WarpShare>& other, bool grows) {
     const int span = coord.span, channel = coord.channel;
+    // Multiplies x by the decays over spans first ... first + count - 1.
     const auto multiply_spans = [&](float (&x)[LANE_CHANNELS], int first, int count) {
 #pragma unroll 2
       for (int n = 0; n < count; ++n) {
@@ -406,6 +407,7 @@ template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G,
 __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
                                               TokenDecays<WarpShare>& decays, bool grows) {
   constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
+  // Sets decays.token, unless store_span_decays has.
   const auto compute_decays = [&] {
     if constexpr (TokenDecays<WarpShare>::kept_in_registers) return;
     Gates<LANE_CHANNELS, G> gates;

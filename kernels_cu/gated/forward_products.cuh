@@ -145,6 +145,7 @@ __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK
                                                     int rows, int channels) {
   constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
   const int lane = threadIdx.x & 31;
+  // Stores the score of the sub-chunk's query i and key j.
   const auto put = [&](int i, int j, float x) {
     put_score(s.A + (BC * subchunk + i) * LDA + BC * subchunk + j, operand_value<T, PRODUCTS>(x), CHUNK<T> * LDA);
   };

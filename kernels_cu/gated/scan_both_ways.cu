@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };
+  // The thread's four numbers of that segment's state, and the decay of their channel over it.
   const auto state = [&](int step) -> float4& {
     return *reinterpret_cast<float4*>(args.states + segment(step) * size + index);
   };

@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
     fetch(to, lane_rows(to, rows, work, coord.lane), coord.head, coord.lane, token, work.tokens - token, width, bytes);
   };
+  // Start copying of the step that starts at `token` what the walk forwards needs, or all inputs and the stored state.
   const auto fetch_keys = [&](Stage<T, G, D>& to, int token) {
     fetch_rows(to.k, args.k, token, K), fetch_rows(to.v, args.v, token, V), fetch_rows(to.g, args.g, token, K);
   };

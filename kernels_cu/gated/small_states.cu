@@ -112,6 +112,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     put_decays(s.decays, in.g, coord.head, coord.lane);
     __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
     if (n + STEP < longest) fetch_step(n + STEP);
+    // Applies token i of the step to S, and its gates to total_decay.
     const auto add_token = [&](int i) {
       // decays: of all channels; lane_decays: of those in total_decay.
       float key[D], decays[D], lane_decays[2], value[2];

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
   for (i64 token = span.start; token < span.stop; token += TOKENS) {
     load_tile<TOKENS, BK, BK, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
     load_tile<TOKENS, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
+    // Copies the 16 tokens' gates to s.a and s.av.
     const auto load_gates = [&] {
       load_tile<TOKENS, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
       if constexpr (GATED) load_tile<TOKENS, BV, BV, THREADS>(s.av, args.gv, b, h, token, span.stop, v_tile, shape.V);
@@ -90,6 +91,7 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
         s.partial[warp][r * BV + lane] = o;
       }
     };
+    // next_state for decays a of the channel and av of the column.
     const auto decayed = [](float x, float a, float av, float kv) { return fmaf(GATED ? a * av : a, x, kv); };
     if constexpr (!GATED) {
       __syncthreads();  // the decays are in shared memory

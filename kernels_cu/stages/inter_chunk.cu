@@ -75,6 +75,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   // Every chunk takes chunk_steps steps, those of the longest: copies of tokens after a chunk's end are zeros.
   const i64 longest = tokens.stop - tokens.start < shape.chunk ? tokens.stop - tokens.start : shape.chunk;
   const u32 chunk_steps = u32((longest + STEP - 1) / STEP), steps = u32(chunks.stop - chunks.start) * chunk_steps;
+  // Starts to copy a step, and commits a group of copies, also if there is no such step.
   const auto fetch = [&](u32 step) {
     if (step < steps) {
       Stage<T>& to = s.stages[step % STAGES];

@@ -202,6 +202,7 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
+  // Makes A and dv of the chunk of an iteration.
   const auto compute_chunk = [&](u32 iteration, int) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
@@ -270,6 +271,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (warp == 3) f(in.query_share, args.query_share, args.query_share_rows, K);
     });
   };
+  // Copies this warp's array of a chunk's results to memory: dk from q, dv from v, dg from g; warp 3 has none.
   const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, and inputs have been read
@@ -287,10 +289,11 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const i64 row = sums_row_of(iteration);
     return 32 * warp + lane < K ? args.query_sums[row * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
-  const auto flags_of = [&](int iteration) {
+  const auto flags_of = [&](int iteration) {  // its bytes, one for each warp of consumers
     const i64 row = sums_row_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.query_sums + row * (K + FLAGS) + K);
   };
+  // Stores this warp's 8 queries of dA of a chunk, and, for consumers, the chunk's query sums, flags and float_v.
   const auto make_dA = [&](int iteration, float query_sum, WarpFlags<BK> flags) {
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int query = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
@@ -327,6 +330,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
   if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
+  // What this warpgroup does while consumers compute the chunk of an iteration. has_next: whether one follows.
   const auto compute_chunk = [&](int iteration, int token, bool has_next) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     const float query_sum = has_next ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
@@ -457,7 +461,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       SubChunk queries_within, keys_within, sum = {};
       float self_terms[4] = {}, self_scores[2] = {};  // RWKV-6: of tokens with themselves, in dk and in A
       const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
-      const auto add_self_pair = [&](int i, float query, float key) {
+      const auto add_self_pair = [&](int i, float query, float key) {  // i: 2h + p
         if constexpr (ReadOrder::reads_before_write) {
           const float u_query = u[i / 2] * query;
           self_scores[i % 2] = fmaf(u_query, key, self_scores[i % 2]);

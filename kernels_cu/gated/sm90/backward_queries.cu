@@ -329,6 +329,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
       results.dq[n][i] = fmaf(outer_decays[n][i], at_start, results.dq[n][i]);
     }
   });
+  // Takes a key's term off the share: key times its sum over queries, of sub-chunk n and the lane's number i = 2h + p.
   const auto subtract_term = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) results.key_terms[n][i] = fmaf(key, over_queries, results.key_terms[n][i]);
     else results.query_share[n][i] = fmaf(-key, over_queries, results.query_share[n][i]);

@@ -193,6 +193,7 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
+    // The mask of those of the lane's two gates whose number is at most `last`.
     const auto up_to = [&](int last) { return (token <= last ? 0xffff : 0) | (token < last ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
     // GLA: gate n lies between tokens n - 1 and n, and the middle is halfway through gate 4, the low half of the

@@ -118,6 +118,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   u32 state[2][PART_OPERANDS][4];    // operands of this part and of the next
   u64 panels = wgmma_tile(operands.q[stage], 16, 1024);
   forget(panels);
+  // Copies a part of S to operands, and decays S.
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART_OPERANDS; ++n) {
@@ -127,6 +128,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
       decay_state<GATES>(channels, decays, thread, tile * DEPTH);
     }
   };
+  // Starts the products of a part.
   const auto multiply = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART_OPERANDS; ++n) {

@@ -391,6 +391,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     other_half[c] *= outside[c];
     border_neighbour[c] = Coord::LANES == 32 || coord.subchunk == 0 || coord.subchunk == 3 ? neighbour[c] : 1.f;
   }
+  // Sets `outside` to the decay over the neighbour, the other half, both, or neither.
   const auto set_outside = [&](bool with_neighbour, bool with_other_half) {
 #pragma unroll
     for (int c = 0; c < GATES; ++c) {

@@ -93,6 +93,7 @@ template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& coord, int chunk, u32& parity) {
   const int tokens = s.work.tokens, tokens_left = tokens - chunk * CHUNK;
+  // Waits for the next phase of the group's copies to end.
   const auto wait = [&] {
     parity ^= 1;
     if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied

@@ -169,6 +169,7 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   __device__ __forceinline__ bool out_of_range(int lane) const {
     const int row = lane >> 2;
     u32 largest = 0, least = ~0u;  // least: of squares - 1, by which 0 becomes the largest number
+    // two: the lane's numbers of row `row`, of which one is on the diagonal in the lane that has it.
     const auto compare = [&](const float* two) {
       const u32 square = __float_as_uint(row & 1 ? two[1] : two[0]);
       largest = max(largest, square), least = min(least, square - 1);

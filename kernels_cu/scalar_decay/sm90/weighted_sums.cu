@@ -95,6 +95,7 @@ __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum
   const float output_scale = float(sum.output_scale), value_scale = float(sum.value_scale);
   const int lane = threadIdx.x & 31;
   G gate0, gate1;
+  // Loads the lane's two gates of the chunk of an iteration.
   const auto load = [&](int iteration) {
     const int token = first_token_of(iteration, work, backwards) + lane;
     gate0 = gate_of(gates, work, token), gate1 = gate_of(gates, work, token + 32);
@@ -168,12 +169,14 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   const i64 head = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
   const float* from = args.token_sums + head * args.dq_tiles * T + token;
   i64 to = (head * T + token) * tiles + tile;
+  // Stores dg, or, if dk has several tiles, the part of this one.
   const auto store = [&](i64 index, float x) {
     if (tiles == 1) static_cast<G*>(args.dg)[index] = from_float<G>(x);
     else static_cast<float*>(args.dg)[index] = x;
   };
   float later_chunks = 0.f;                         // the sum over the stretch's chunks after this one
   float first_dots[BK / 64], second_dots[BK / 64];  // q . dq of the lane's tokens, by tile of dq
+  // Loads token_sums of the chunk that begins with `first`, if there is one, of up to BK / 64 tiles of dq.
   const auto load = [&](int first) {
 #pragma unroll
     for (int p = 0; p < BK / 64; ++p) {
@@ -482,6 +485,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   if constexpr (READS_STRETCH_STATES)
     if (block_serves_gate_gradient<Pass>() && work.tokens)
       next_state = state_address(first_token_of(0, work, backwards));  // the sequence's end ends a stretch
+  // Loads the lane's part of the stored state at next_state, and moves on to the stretch before.
   const auto load_stretch_state = [&](StretchState<BK>& to) {
     if (!next_state) return;
 #pragma unroll
