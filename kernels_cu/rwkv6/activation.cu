@@ -19,8 +19,8 @@ template <typename X, typename Y> struct Args {
 
 template <class F, typename X, typename Y>
 __global__ void __launch_bounds__(THREADS) rwkv6_activation(const Args<X, Y> args) {
-  launch_next();
-  wait_for_previous();
+  launch_next();        // the next kernel may begin
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (index + 8 <= args.count) {
     Eight x = load8(args.x + index);

@@ -43,8 +43,8 @@ __device__ __forceinline__ void take_best_of_warp(Best& best) {
 
 __global__ void __launch_bounds__(THREADS) rwkv6_argmax(const Args args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
-  launch_next();
-  wait_for_previous();
+  launch_next();        // the next kernel may begin
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const float* logits = args.logits + blockIdx.x * args.V;
   Best best = {logits[0], 0};
 #pragma unroll 32

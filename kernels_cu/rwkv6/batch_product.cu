@@ -86,7 +86,7 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
 // The loop of the thread that copies vectors, after the previous kernel has ended.
 template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   s.started = 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
@@ -114,7 +114,9 @@ template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][
 }
 
 // Computes a warpgroup's 64 rows of the block's part of y, with columns for each term of each vector: of a warp's 16
-// rows a lane has lane / 4 and 8 later, sums[4n + 2h + p] is row lane / 4 + 8h, column 8n + 2 (lane % 4) + p.
+// rows a lane has lane / 4 and 8 later, sums[4n + 2h + p] is row lane / 4 + 8h, column 8n + 2 (lane % 4) + p. Columns
+// are [TERMS][COLUMNS]. wgmma_tile: rows of 128 bytes, each eight 1024 bytes after the eight before; a step takes 16 of
+// K, 32 bytes.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
   typedef typename S::X X;
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     rwkv6_batch_product(const __grid_constant__ Args args) {
   typedef Shared<T, COLUMNS, DEEP, ROWS> S;
   auto& s = *reinterpret_cast<S*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid == 0) {
     s.started = 0;
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
         s.parts[warp / (ROWS / 16)][8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
       }
   }
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   if (stack.finish == Finish::Parts) {
     __syncthreads();  // the block's part is in shared memory
     return store_part<SPLIT>(s, args, stack, tile);

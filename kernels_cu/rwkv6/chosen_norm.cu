@@ -27,8 +27,8 @@ struct Shared {
 
 template <typename X, typename Y> __global__ void __launch_bounds__(THREADS) rwkv6_chosen_norm(const Args<X, Y> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
-  wait_for_previous();
-  launch_next();  // a step's first launch: all others find what the step before it wrote
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
+  launch_next();        // a step's first launch: all others find what the step before it wrote
   const X* from = args.x + args.chosen[blockIdx.x] * args.D;
   float x[EACH], sum = 0.f, squares = 0.f;
 #pragma unroll

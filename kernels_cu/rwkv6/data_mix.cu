@@ -30,7 +30,7 @@ template <typename T, typename X, int LOW_TERMS, int TILES, int INPUTS, int TERM
 __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) rwkv6_data_mix(const Args<T, X> args) {
   constexpr int LOW_PARTS = IN_PARTS<X, TILES, INPUTS> ? 8 : 1;
   auto& s = *reinterpret_cast<LowRank<T, TILES, LOW_TERMS>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
   const i64 column = blockIdx.x % across * COLUMNS, input = rest % (5 / INPUTS) * INPUTS;
   const i64 first = rest / (5 / INPUTS) * (TILES * TILE_TOKENS), tokens = args.tokens - first;
@@ -53,6 +53,8 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
     const auto load_early = [&] {
       if (EARLY && n == 0) load_tokens();
     };
+    // sums.of[tile][half]: tanh(low) up of this lane's four channels from j on, of token 16 tile + 8 half + `token`.
+    // load_early is called when the previous kernel has ended.
     const auto sums = low_rank<LOW_PARTS>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A, tokens,
                                           args.up + c * A * D, A, D, column, Tanh<T>(), load_early);
     if (!EARLY && n == 0) load_tokens();

@@ -1,4 +1,5 @@
-// what      Functions of a block of a decoding step in one launch: norms, and access to the stages of weights.
+// what      Functions of a block of a decoding step in one launch: norms, and access to the stages of weights. T: the
+//           type of weights; S: of the recurrent state.
 // smem      Shared, then the staging area
 // barriers  named barrier 1 of the threads that compute; a comment at each says what is complete
 #include "rwkv6/decode_split.cuh"
@@ -13,6 +14,8 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   int stage;   // the place in the ring of the next stage of weights
   u32 parity;  // of that place's barrier `full`
 
+  // next: 2 stage + parity. `opaque` hides the origin of D and tid: addresses are computed again, not held in
+  // registers.
   __device__ __forceinline__ DecodeBlock(const Args<T, S>& args, Shared<STAGES>& s, int next)
       : args(args),
         s(s),
@@ -83,7 +86,9 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 };
 
-// Initialises the barriers of the stages, and stores the block's tiles of every phase.
+// Initialises the barriers of the stages, and stores the block's tiles of every phase; all threads call this. Arrivals:
+// `full` one for each of the 16 rows that are copied, `empty` and `summed` one for each computing thread, `taken` one
+// for each lane of the finishing warp.
 template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void init_stages(const Args<T, S>& args, Shared<STAGES>& s) {
   if (threadIdx.x <= PHASES) s.tiles[threadIdx.x] = share_of(args, threadIdx.x);

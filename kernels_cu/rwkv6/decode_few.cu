@@ -40,7 +40,10 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
   typedef typename Args<T, S>::Up Up;
   using Layers::Layers;
 
-  // Waits for numbers [first, first + count) of an input, and stores their operands in the staging area.
+  // Waits for numbers [first, first + count) of the vector that INPUTS (mix number `input`), OUTPUT (y silu(g)) or
+  // FFN_VALUE (activated) multiplies, and stores their operands in the staging area, in rows of `pitch` numbers. With
+  // int8 weights OUTPUT takes at most 2048 numbers: fetch<2, true> would find another unit for the digits of further
+  // ones.
   __device__ __forceinline__ void fetch(int phase, int input, int first, int pitch, int count) {
     const Word* const words = phase == INPUTS ? args.mixed + input * D : phase == OUTPUT ? args.y : args.activated;
     if (phase != OUTPUT) return Layers::fetch_words(words + first, pitch, count);
@@ -48,7 +51,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     Layers::Block::template fetch<2, true>(words + first, args.kvrg_out + 3 * D + first, pitch, count);
   }
 
-  // Stores the result of row m of a tile.
+  // Stores `sum`, the result of row m of a tile of MIX_DOWN, INPUTS or FFN_INPUTS, for other blocks.
   __device__ __forceinline__ void finish(int phase, int tile, int input, int m, float sum) {
     switch (phase) {
       case MIX_DOWN:
@@ -139,7 +142,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
 
   static constexpr int PASS = 16;  // rows of a low rank's second matrix that a thread loads at a time
 
-  // Computes `mixed`. A unit is 128 channels of one of the five inputs; a thread has a channel, every SPLITS-th row.
+  // The phase MIX: computes `mixed`. A unit is 128 channels of one of the five mixes c (w k v r g); a thread has a
+  // channel, and every SPLITS-th row of its matrix `up`.
   __device__ __forceinline__ void five_mixes(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
     const int split = tid / CHANNELS, channel = tid % CHANNELS;
@@ -172,7 +176,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     }
   }
 
-  // Computes y. A unit of work is a head; a thread has four columns of its state and every (4 THREADS / N)-th row.
+  // The phase TIME_MIX: computes y. A unit of work is a head; a thread has four columns of its state and every (4
+  // THREADS / N)-th row, and, below N, a channel of its vectors.
   __device__ __forceinline__ void time_mix(i64 layer) {
     TimeMixScratch& s = *reinterpret_cast<TimeMixScratch*>(staging);
     const int N = int(args.N), W = int(args.W), H = int(args.H);
@@ -207,6 +212,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       sync();  // the inputs are in shared memory
 
       sum_decay(s, weight, up, split, splits, channel, N);
+      // Adds the sums of the decay, steps the state, and calls the function with each y (rwkv6/time_mix.cuh).
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }

@@ -53,7 +53,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     return number(word[0]);
   }
 
-  // Waits for `count` words, and stores the operands of their numbers in the staging area.
+  // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
+  // The template argument of fetch: groups of four words that a lane waits for at once; digits of up to 8192 numbers
+  // need 8, to have one unit.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
@@ -68,7 +70,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
 
-  // Waits for the words of x, and stores their numbers in floats().
+  // Waits for the words of x [D], and stores their numbers in floats(), in the staging area.
   template <typename W> __device__ __forceinline__ void take_x(const W* words, u32 epoch) {
     constexpr int NEIGHBOURS = 16 / sizeof(W), LOADS = 8 / NEIGHBOURS;
 #pragma unroll 1
@@ -96,8 +98,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     sync();  // the staging area is filled
   }
 
-  // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for the mix of the block's first tile, or for
-  // VECTORS mixes; if KEEPS_NORM, keeps xx for `mix_again`. The first tile's block stores words of xx.
+  // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for the mix of the block's first tile `tile`, or, if
+  // VECTORS is 2, for both mixes of FFN_INPUTS; if KEEPS_NORM, keeps xx for `mix_again`. The block that has the phase's
+  // tile 0 stores words of xx for others.
   __device__ __forceinline__ void normalise(i64 layer, int phase, int tile) {
     constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
     Word* const xx = tile == 0 && phase != HEAD ? normed_words(phase == FFN_INPUTS) : nullptr;
@@ -105,6 +108,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     const Norm norm = norm_of(args, layer, phase, VECTORS == 2 ? 0 : input_of(args, phase, tile));
     const float inverse_D = 1.f / D;
     const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
+    // Of HELD groups of four channels: the norm's and the mix's parameters; the previous token's xx; the second mix's
+    // maa.
     Channels held[HELD];
     float4 old[HELD], second_maa[HELD];
     const auto load_channels = [&](int n, int j) {
@@ -114,7 +119,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 #pragma unroll
     for (int n = 0; n < HELD; ++n) load_channels(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
-    Block::sum_for_norm(floats());
+    Block::sum_for_norm(floats());  // s.sum, s.squares: by warp
     const float mean = Block::sum_of_warps(s.sum) * inverse_D;
     const float scale = inverse_root(Block::sum_of_warps(s.squares) * inverse_D + float(args.eps));
     const auto store_mixes = [&](int n, int j) {
@@ -231,7 +236,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         Split<T>::multiply(sums[step % CHAINS], slots[n].above[step], slots[n].below[step], x[n][step]);
   }
 
-  // Multiplies the next N stages of weights by x.
+  // Adds the products of the next N stages of weights with x to `sums`, and releases the stages.
   template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
     Slot slots[N];
     int stages[N];
@@ -269,7 +274,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     barrier_wait(s.taken[place.buffer], place.parity ^ 1);
   }
 
-  // Computes the warps' sums for this block's tiles of a phase that multiplies by weights.
+  // The computing warps' part of a phase that multiplies by weights: for each of the block's tiles, stores every warp's
+  // sums over its columns of K in s.tile_sums. Waits for the vector (normalise, or fetch), for stages of weights, and
+  // for the place in tile_sums.
   __device__ __forceinline__ void products(i64 layer, int phase) {
     const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
@@ -287,7 +294,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     const int staged = normed ? K : min(K, int(args.staged));        // numbers in the staging area at a time
     const bool in_registers = DIGITS && K <= HELD * Lane<T>::STAGE;  // whether lanes hold the whole vector
     int staged_input = -1;                                           // the input that is in the staging area
-    Operands x[HELD];
+    Operands x[HELD];  // of the vector: all of it if in_registers, otherwise of GROUP stages
 #pragma unroll 1
     for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
       const int input = input_of(args, phase, tiles[n]), vector = normed && VECTORS == 2 ? input : 0;

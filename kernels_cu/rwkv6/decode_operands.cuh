@@ -1,6 +1,7 @@
-// what      The vectors of products of decode_layers.cuh: each warp converts the numbers that it multiplies by to
-//           operands in the staging area, from which its lanes load them. The numbers are floats in shared memory, or
-//           words of other blocks in global memory, which carry the number of the layer they are of, `epoch`
+// what      The vectors of products of decode_layers.cuh: each of the 8 computing warps converts the numbers that it
+//           multiplies by to operands in the staging area, from which its lanes load them. The numbers are floats in
+//           shared memory, or words of other blocks in global memory, which carry the number of the layer they are of,
+//           `epoch`
 // smem      the staging area: operands of one or two vectors [TERMS, count], the terms of their numbers
 //           (decode_split.cuh); after them the floats [D] of a norm
 // barriers  __syncwarp only
@@ -20,7 +21,7 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   static constexpr int PACKED = HALVES ? 2 : DIGITS ? 4 : 1;       // numbers in a word of operands
   typedef Handed<T> Word;
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
-  typedef u32 Operands[STEPS][WORDS];  // of a stage
+  typedef u32 Operands[STEPS][WORDS];  // a lane's, for a stage of weights: of one term of the vector's numbers
 
   // A norm's floats: after the operands of its vectors, or, if operands are floats and it is not kept, in their place.
   static constexpr int BYTES = PACKED > 1 ? VECTORS * TERMS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
@@ -79,7 +80,9 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   }
 
   // Waits for the words of the numbers by which this warp multiplies, of `count` numbers, and stores their operands: of
-  // the numbers, or of their products with the gates. A lane waits for FOURS groups of four at a time.
+  // the numbers, or of their products with the gates. A lane waits for FOURS groups of four at a time. With digits
+  // `count` is at most 1024 FOURS: each iteration finds a unit for its numbers, and products take the last one
+  // (NEIGHBOURS, LOADS: of words of 4 bytes 4 and 1, of 8 bytes 2 and 2).
   template <int FOURS, bool GATED>
   __device__ __forceinline__ void fetch(const Word* words, const Word* gates, int pitch, int count) {
     constexpr int LOADS = 4 / NEIGHBOURS;  // of four

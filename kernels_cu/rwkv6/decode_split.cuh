@@ -78,7 +78,9 @@ template <> struct Split<i8> {
     mma_i8(sums[1], second, x_second);
   }
 
-  // Digits from -128 to 127 of four numbers below 1 in magnitude: words[d] has the d-th of each.
+  // Digits from -128 to 127 of the integers nearest to four numbers x times `times`, the inverse of their unit:
+  // words[d] has the d-th digit of each, the lowest first. of_number: the four digits of one integer, a byte each;
+  // adding and flipping 0x80 in the lower three carries from a digit above 127 to the next.
   static __device__ __forceinline__ void digits(u32 (&words)[TERMS], const float4& x, float times) {
     const u32 a = of_number(x.x * times), b = of_number(x.y * times);
     const u32 c = of_number(x.z * times), d = of_number(x.w * times);

@@ -1,11 +1,13 @@
 // what      What a decoding step in one launch is made of: tiles of 16 rows of a product's weights [rows, K], a block's
-//           share of them, and the words by which blocks exchange results. WARPS = 8 warps compute: each multiplies
-//           its own columns of every tile. Weights come in stages: STAGE columns of a tile at a time
+//           share of them, and the words by which blocks exchange results. WARPS = 8 warps (time_mix.cuh) of THREADS =
+//           256 threads compute: each multiplies its own columns of every tile. Weights come in stages: STAGE columns
+//           of a tile at a time
 #include "rwkv6/time_mix.cuh"
 
-constexpr int ROWS = 16;                         // of a tile
-constexpr int STEPS = 2;                         // of a warp along K in a stage
-constexpr int PIECE = STEPS * THREADS / 8 * 16;  // bytes of a row in a stage
+constexpr int ROWS = 16;  // of a tile
+constexpr int STEPS = 2;  // of a warp along K in a stage
+// Bytes of a row in a stage: 16 for each of 4 lanes of 8 warps, in STEPS steps.
+constexpr int PIECE = STEPS * THREADS / 8 * 16;
 
 // The type of the words by which blocks exchange results, for weights of type T.
 template <typename T> struct WordOf {

@@ -26,10 +26,11 @@ template <int STAGES> struct Shared {
   __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
 };
 
-// Columns of a phase's matrices.
+// Columns of a phase's matrices (K): F of the channel mix's value, else D.
 template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
   return int(phase == FFN_VALUE ? args.F : args.D);
 }
+// The 16 rows of a tile of a phase, and their scales.
 template <typename T, typename S>
 __device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
   const i64 row = layer * tiles_of(args.D) + tile;
@@ -62,8 +63,8 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAG
       if (sizeof(T) == 1 && threadIdx.x == THREADS) prefetch_l2(tile.scales, ROWS * sizeof(float));
 #pragma unroll 1
       for (int k = 0; k < K; k += Lane<T>::STAGE) {
-        barrier_wait(s.empty[stage], parity);
-        barrier_wait(s.full[latest], parity ^ (latest < stage));
+        barrier_wait(s.empty[stage], parity);                     // all lanes have read what the stage had
+        barrier_wait(s.full[latest], parity ^ (latest < stage));  // the stage FLIGHT before this one has been copied
         if (lane < count) {
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
           unsigned char* to = s.row(stage, first + lane);

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
   constexpr int PAIRS = TOKENS * INPUTS * RANK / 2 / THREADS;  // pairs of `low` that a thread sums
   static_assert(TOKENS * INPUTS * RANK / 2 % THREADS == 0);
   auto& s = *reinterpret_cast<Shared<T, RANK, TOKENS>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int g = lane >> 2, t = lane & 3;  // a lane's rows and columns in a product of tensor cores, as ptx.cuh has them
   const int B = int(args.B), D = int(args.D), A = int(args.A), channel_blocks = (D + COLUMNS - 1) / COLUMNS;

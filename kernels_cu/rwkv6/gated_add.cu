@@ -19,8 +19,8 @@ struct Args {
 };
 
 template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_add(const Args args) {
-  launch_next();
-  wait_for_previous();
+  launch_next();        // the next kernel may begin
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const i64 index = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (index >= args.count) return;
   const float4 x = load4(args.x + index), value = load4(args.value + index);

@@ -28,8 +28,8 @@ template <typename X> struct Args {
 
 template <typename X, int PAIRS, bool BONUS>
 __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) {
-  launch_next();
-  wait_for_previous();
+  launch_next();        // the next kernel may begin
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
   if (row >= args.rows) return;
   const int lane = threadIdx.x % 32, N = int(args.N);

@@ -12,8 +12,9 @@ constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 
 constexpr int UNIT = 32;  // numbers of the rank that are multiplied at a time; there are zeros behind its end
 
 // Operands in shared memory, of at most PASS numbers of the rank at a time: f(low) [tokens, rank] as a sum of TERMS
-// numbers, and up [rank, channels]. put_low stores a token's numbers a and a + 1. In the sums of `multiply` a lane has
-// [tile of 16 tokens][8 channels][tokens lane / 4 and 8 later, of each channels 2 (lane % 4) and the next].
+// numbers, and up [rank, channels]. TILES: of 16 tokens. put_low stores a token's numbers a and a + 1. In the sums of
+// `multiply` a lane has [tile of 16 tokens][8 channels][tokens lane / 4 and 8 later, of each channels 2 (lane % 4) and
+// the next].
 template <typename T, int TILES, int TERMS, int PASS = 32> struct alignas(16) LowRank {
   static constexpr int CHAINS = TILES == 1 ? TERMS : 1;  // separate sums, so that fewer products wait for each other
   T low[TERMS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // + 8: no bank conflicts
@@ -90,10 +91,12 @@ template <int TILES> struct LowRankSums {
   float4 of[TILES][2];  // four channels of token lane / 4 + 8 half of a tile
 };
 
-// Returns activate(low) up. low: `tokens` rows of `rank` numbers, `apart` numbers apart, given as the sum of `parts`
-// such arrays, at most MAX_PARTS, which are `part_apart` numbers apart. up: `rank` rows of D, of which 128 columns from
-// `column` on are used. load_more: called after the previous kernel has ended, to start loads that the caller needs
-// later.
+// Returns activate(low) up, of the block's tokens and 128 channels, in registers; all threads call it, and it waits for
+// the previous kernel. Two barriers for every PASS numbers of the rank: the previous operands have been read | the
+// operands are in shared memory. low: `tokens` rows of `rank` numbers, `apart` numbers apart, given as the sum of
+// `parts` such arrays, at most MAX_PARTS, which are `part_apart` numbers apart. up: `rank` rows of D, of which 128
+// columns from `column` on are used. load_more: called after the previous kernel has ended, to start loads that the
+// caller needs later.
 template <int MAX_PARTS, int TILES, int TERMS, int PASS, typename T, typename A, typename F>
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, PASS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
   static_assert(THREADS >= ROWS * COLUMNS);  // each result has a thread
   constexpr int WARPS = THREADS / 32;
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
-  launch_next();
+  launch_next();          // the next kernel may begin
   i64 tile = blockIdx.x;  // becomes the number of the block's 16 rows in product n
   int n = 0;
   for (; tile * ROWS >= args.products[n].M; ++n) tile -= (args.products[n].M + ROWS - 1) / ROWS;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
   };
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) copy(stage);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   const float* x = product.x + min(i64(g), args.B - 1) * K;
   float sums[4] = {}, small_sums[4] = {};  // of products of high parts; of products with a low part

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
   typedef typename MultipliedAs<W>::Type T;
   static_assert(VECTORS % 16 == 0);
   auto& s = *reinterpret_cast<Shared<VECTORS>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int tid = threadIdx.x, warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
   const int K = int(args.K), B = int(args.B), M = int(args.M), row_tiles = (M + ROWS - 1) / ROWS;
   const int part = blockIdx.x % PARTS, row = blockIdx.x / PARTS % row_tiles * ROWS;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
         w[step][n] = eight(args.w + min(row + 8 * n + g, M - 1) * K + min(k_of(slice, step), K - 8));
   };
   load_weights(0);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   float sums[VECTORS / 16][ROWS / 8][4] = {};
 #pragma unroll 1

@@ -4,8 +4,8 @@
 // shapes    x sum gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [pool, D], slots [B] or null,
 //           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
 //           1, without a shift d = 0. A value of `squares` is in units of UNIT_OF_SQUARES<X, TERMS>
-// grid      `shares` blocks a sequence; 512 threads, EACH times 4 channels each. All of them compute the norm, and each
-//           stores the channels of its share of the threads
+// grid      `shares` blocks a sequence; 512 threads, EACH times 4 channels each. All blocks of a sequence compute the
+//           whole norm; each stores the channels of its share of the threads
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
@@ -52,7 +52,7 @@ template <int MIXES> struct Channels {
 template <typename X, int EACH, int PARTS, int TERMS, int MIXES>
 __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const u32 shares = u32(args.shares);
   const i64 b = blockIdx.x / shares, D = args.D, row = b * D;
   const bool stores = threadIdx.x * shares / THREADS == blockIdx.x % shares;  // whether this thread stores its channels
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
     if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && stores && j < D) channels[n] = channels_at(j);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   float4 x[EACH];
   float sum = 0.f, squares = 0.f;

@@ -30,7 +30,7 @@ template <typename T, typename Y, int TERMS, int TILES, int MATRICES, int PASS>
 __global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T, Y> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
   auto& s = *reinterpret_cast<LowRank<T, TILES, TERMS, PASS>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   constexpr int TOKENS = TILES * TILE_TOKENS;
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 tiles = (args.tokens + TOKENS - 1) / TOKENS, first = blockIdx.x / across % tiles * TOKENS;
@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(co
   const auto activate = [&](float x) {
     return kind == DECAY ? Tanh<T>()(x) : kind == GATE ? 0.5f * Tanh<T>()(0.5f * x) + 0.5f : x;
   };
+  // sums.of[tile][half]: the product of this lane's four channels from j on, of token 16 tile + 8 half + `token`.
   const auto sums = low_rank<1>(s, args.low + (kind * args.tokens + first) * R, R, 1, 0, tokens, args.up + kind * R * D,
                                 rank, D, column, activate, [] {});
 

@@ -1,12 +1,13 @@
-// what      Shared by the kernels that multiply weights with a batch's vectors by wgmma: stacks of products in one
-//           launch, and how blocks share rows and K.
+// what      Shared by the kernels that multiply weights W [M, K] with a batch's vectors by wgmma: stacks of products in
+//           one launch, and how blocks share rows and K.
 // limits    sm_90a
 #include "decode.cuh"
 
 constexpr int STACKS = 2;
 constexpr int SWIZZLED = 128;  // bytes of a row in a box of weights or of vectors
 
-// What is stored: the product, relu(product)^2, or parts of the product that the reader adds.
+// What is stored: the product, relu(product)^2, or parts of the product, each over a part of K, that the reader adds. 1
+// is another kernel's value (matvec.cu: y += product).
 enum class Finish : i64 { Write, ReluSquared = 2, Parts };
 
 // A stack: C products [M, K] with equal numbers of rows.

@@ -70,10 +70,11 @@ template <int EACH> struct Row {
 
 template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const i64 t = blockIdx.x, D = args.D, row = t * D;
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const i64 start = args.starts[t], end = args.ends[t];
+  // x of the token before, to be normalised; at a prompt's start `before`, which is LN(x) already.
   const float* earlier = start < 0 ? args.x + row - D : args.before + start * D;
 
   Row<EACH> current, previous;

@@ -1,10 +1,11 @@
 // what      A head's time mix of one token of RWKV-6 by 256 threads: decay, state, group norm, gate.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S <- diag(w) S + k v^T
 //           y = GroupNorm(o) gate;  S [N, N] has rows for channels of k, columns for those of v
-// barriers  named barrier 1 of the threads: groups' sums of the decay, decay, groups' sums of o, and the two sums of
-//           the group norm
+// barriers  named barrier 1 of the 256 threads, five in time_mix_head: groups' sums of the decay, decay, groups' sums
+//           of o, and in sum_of_threads the two sums of the group norm
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 18-19
+// limits    N a multiple of 4, up to MAX_N; W up to MAX_W
 #include "decode.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
@@ -29,8 +30,8 @@ __device__ __forceinline__ float sum_of_threads(float x, float (&warp_sums)[WARP
   return sum;
 }
 
-// A thread's part of a state: four columns of every `groups`-th row, from row `group` on. held: its first rows, loaded
-// when the struct is made, if `busy`.
+// A thread's part of a state [N, N]: four columns, from `column` on, of every `groups`-th row, from row `group` on;
+// threads with group >= groups have none. held: its first ROWS_HELD rows, loaded when the struct is made, if `busy`.
 constexpr int ROWS_HELD = 4;
 struct StatePart {
   int groups, group, column;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
   store4(s.group_sums + group * N + column, o);
 }
 
-// A thread's channel, below N: the decay's base, silu of the gate, the group norm's gain and bias.
+// What thread n below N has of channel n of a head: the decay's base, silu of the gate, the group norm's gain and bias.
 struct ChannelOfHead {
   float decay, gate, gain, bias;
 };

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   constexpr int THREADS = 32 * SEQUENCES,
                 HELD = HAS_REGISTERS ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int groups = (B + SEQUENCES - 1) / SEQUENCES, h = blockIdx.x / groups;
   const int b = blockIdx.x % groups * SEQUENCES + warp;
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   if (HAS_REGISTERS) load_norm();
   else if (tid == 0) prefetch_l2(args.weight + head_offset, 4 * N), prefetch_l2(args.bias + head_offset, 4 * N);
   cp_async_wait<0>();
-  __syncthreads();  // `up` is in shared memory
-  wait_for_previous();
+  __syncthreads();      // `up` is in shared memory
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   if (!state) return;
 
   struct Inputs {
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     if (row + HELD < ROWS) held[row % HELD] = load_four(row_address(row + HELD));
     if (row % AT_ONCE == 0) __syncwarp();  // keeps the compiler from loading all rows' channels first
     const float4 c = s.channels[warp][row * GROUPS + group];
-    store4(row_address(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
+    store4(row_address(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));  // also adds the row's terms to o
   }
   o = group_norm(o, float(args.eps));
   if (group > 0) return;

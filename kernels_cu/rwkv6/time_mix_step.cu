@@ -21,13 +21,13 @@ constexpr int BLOCKS = BEFORE_SM90 ? 4 : 0;
 template <typename T, typename X, typename S, int TERMS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const TimeMixArgs<T, X, S> args) {
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
             offset = b * D + head_offset;  // of [H, N], of [B, H, N]
   S* state = args.state_of(b, h, N);
   if (tid < N / 4) prefetch_l2(state + tid * 4 * N, sizeof(S) * 4 * N);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   ChannelOfHead channel = {};
   if (tid < N) {
@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
     for (int j = split; j < W; j += splits) sum = fmaf(s.low[j], to_float(args.up[j * D + head_offset + tid % N]), sum);
     s.group_sums[split * N + tid % N] = sum;
   }
+  // Adds the sums of the decay, steps the state, and calls the function with each y (time_mix.cuh).
   time_mix_head(s, part, state, N, tid, channel, float(args.eps),
                 [&](int n, float y) { store_terms<TERMS>(args.y + offset + n, args.B * D, y); });
 }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
 template <class S, class Memory>
 __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   s.started = 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
@@ -98,7 +98,8 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
 }
 
 // Computes the products of a warpgroup's 64 vectors with the block's rows: of a warp's 16 vectors a lane has lane / 4
-// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p.
+// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p. wgmma_tile: rows of 128 bytes,
+// each eight 1024 bytes after the eight before; a step takes 16 of K, 32 bytes.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
   const int lane = threadIdx.x & 31, first_vector = threadIdx.x / 128 * 64;
@@ -129,8 +130,8 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
   wgmma_keep(sums);
 }
 
-// Stores y. Of every eight rows a lane has two neighbours, of two vectors. Two lanes exchange numbers of 16 rows, so
-// that each stores four neighbours at once.
+// Stores y: sums of the block's rows from `row` on, of vectors b and b + 8 below B. Of every eight rows a lane has two
+// neighbours, of two vectors. Two lanes exchange numbers of 16 rows, so that each stores four neighbours at once.
 template <int ROWS>
 __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
   const bool odd = threadIdx.x & 1;
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
     rwkv6_wide_product(const __grid_constant__ Args args) {
   using S = Layout<ROWS, HALVES, GROUPS, DEEP>;
   auto& s = *reinterpret_cast<Shared<T, S>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid == 0) {
     s.started = 0;
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
   } else {
     float sums[ROWS / 2] = {};
     multiply(s, tile.steps.count, sums);
-    wait_for_previous();
+    wait_for_previous();  // the previous kernel has ended: what it wrote can be read
     const int row = tile.rows.row, b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
     const i64 matrix = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
     const i64 index = matrix * B * stack.M;

@@ -19,7 +19,7 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_widen(const Args<T> args) {
-  launch_next();
+  launch_next();  // the next kernel may begin
   const i64 index = 16 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   const bool inside = index < args.count;
   const uint4 four = inside ? *reinterpret_cast<const uint4*>(args.q + index) : uint4{};

@@ -10,12 +10,18 @@
 //           or null; R: the largest rank, to which the others are padded; first_v [D], the first layer's values. Words
 //           (rwkv6/decode_few.cu): xx [6, D], low [4, R], vkr [3, D], y [D], activated [F]. arrived [grid]: how many
 //           layers a block has computed so far
-// grid      as in rwkv6/decode_few.cu
+// grid      as many blocks as multiprocessors, all resident at once unless only one phase is launched. Of a block, 256
+//           threads compute; the finishing warp adds the warps' sums of a tile of 16 rows and stores results; COPIERS
+//           warps copy weights
 // smem      Shared; then the staging area: the operands of D numbers and a norm's numbers; or those of `staged` numbers
 //           at a time if a product has more; or a head's time mix
-// barriers  as in rwkv6/decode_few.cu. Of a layer's words low, v, k and r depend on all x before, y of all heads on all
-//           of these, x on all y, activated on all x: a word is overwritten a layer later, behind all who read it
-// numerics  as in rwkv6/decode_few.cu
+// barriers  words and mbarriers as in rwkv6/decode_few.cu: a reader loads a word until it carries this layer's number,
+//           and no block waits for all others. Of a layer's words low, v, k and r depend on all x before, y of all
+//           heads on all of these, x on all y, activated on all x: a word is overwritten a layer later, behind all who
+//           read it
+// numerics  float32 sums in a fixed order. Words are float32 without the last bit (float32 weights: whole). Vectors are
+//           sums of numbers that tensor cores multiply exactly: two tf32, three bfloat16, or with int8 weights four
+//           digits of 31 bits (rwkv6/decode_split.cuh)
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    one sequence; D and F multiples of 8, D up to 8192, N a multiple of 4 up to 256; weights aligned to 16
 //           bytes; at least two blocks; sm_90a
@@ -24,7 +30,7 @@
 #include "rwkv7/time_mix.cuh"
 
 union HeadScratch {
-  float group_sums[OPENINGS][4 * THREADS];  // of the openings' products: [groups of threads, N] each
+  float group_sums[OPENINGS][4 * THREADS];  // of the openings' products, by group of threads: [groups, N] each
   Scratch of_token;                         // after the openings
   // behind it: `low`
 };
@@ -36,12 +42,13 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
   typedef typename Args<T, S>::Up Up;
   using Layers::Layers;
 
-  // Waits for numbers [first, first + count) of an input, and stores their operands in the staging area.
+  // Waits for numbers [first, first + count) of the vector that OUTPUT (y) or FFN_VALUE (activated) multiplies, and
+  // stores their operands in the staging area, in rows of `pitch` numbers. Other phases take a norm's vectors.
   __device__ __forceinline__ void fetch(int phase, int, int first, int pitch, int count) {
     Layers::fetch_words((phase == OUTPUT ? args.y : args.activated) + first, pitch, count);
   }
 
-  // Stores the result of row m of a tile.
+  // Stores `sum`, the result of row m of a tile of INPUTS or FFN_INPUTS, for other blocks.
   __device__ __forceinline__ void finish(int phase, int tile, int, int m, float sum) {
     if (phase == FFN_INPUTS) {
       m += tile * ROWS;
@@ -105,8 +112,9 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
     }
   }
 
-  // Computes y. A unit of work is a head; a thread has four columns of its state and every (4 THREADS / N)-th row, and
-  // a channel of its vectors. The openings' products are computed before v, k and r are there, which come last.
+  // The phase TIME_MIX: computes y. A unit of work is a head; a thread has four columns of its state and every (4
+  // THREADS / N)-th row, and, below N, a channel of its vectors. The openings' products are computed before v, k and r
+  // are there, which come last.
   __device__ __forceinline__ void compute(i64 layer, int) {
     constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
     constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
@@ -141,6 +149,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       sum_openings(s, low, rows, place, layer, at, N);
       const StatePart part(state, N, tid, true);
       sync();  // the groups' sums of the openings are in shared memory
+      // Of the thread's channel: base + low up, before each opening's function.
       float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};
       if (tid < N)
 #pragma unroll 4

@@ -66,6 +66,7 @@ template <typename T, typename S> struct Args {
   __device__ __forceinline__ int tiles_of_rank() const { return tiles_of(max(max(W, A), max(G, Q))); }
 };
 
+// Whether a phase multiplies by vectors that are mixes of LN(x).
 __device__ __forceinline__ bool is_normed(int phase) { return phase == INPUTS || phase == FFN_INPUTS || phase == HEAD; }
 // Whether the phase multiplies by weights.
 __device__ __forceinline__ bool multiplies(int phase) { return phase != TIME_MIX; }
@@ -85,6 +86,7 @@ template <typename T, typename S> __device__ __forceinline__ InputTile input_til
   const int tiles = tiles_of(args.D), n = tile / tiles;
   return {SHARE + n, OPENINGS + n, tile - n * tiles};
 }
+// Which of the phase's mixes a tile multiplies by; 0 if there is one vector.
 template <typename T, typename S> __device__ __forceinline__ int input_of(const Args<T, S>& args, int phase, int tile) {
   return phase == INPUTS ? input_tile_of(args, tile).mix : 0;
 }
@@ -130,6 +132,8 @@ __device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i
   return {{args.vkr, args.vkr_scales}, (layer * 3 + of.matrix - OPENINGS) * tiles_of(args.D) + of.tile};
 }
 
+// The norm of a normed phase, the parameters of its mix number `input`, and the previous token's LN(x); HEAD mixes
+// nothing.
 template <typename T, typename S>
 __device__ __forceinline__ Norm norm_of(const Args<T, S>& args, i64 layer, int phase, int input) {
   if (phase == HEAD) return {args.ln_out, nullptr, nullptr};

@@ -31,7 +31,7 @@ template <typename X> struct Args {
 };
 
 template <typename X, int PAIRS> __global__ void __launch_bounds__(THREADS) rwkv7_keys(const Args<X> args) {
-  launch_next();
+  launch_next();        // the next kernel may begin
   wait_for_previous();  // nothing is read before
   const i64 token_head = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
   if (token_head >= args.token_heads) return;

@@ -1,11 +1,14 @@
 // what      A head's time mix of one token of RWKV-7 by 256 threads: keys, state, group norm, bonus, gate.
 // math      kappa = k removal / |k removal|,  key = k (1 + (rate - 1) replacement),  e = S^T kappa
 //           S <- diag(decay) S - (kappa rate) e^T + key v^T,  o = S^T r of the new S
+//           The state is read once: o is computed from S before: o = S^T (decay r) - (r . kappa rate) e + (r . key) v
 //           y = (GroupNorm(o) + (r . key bonus) v) gate;  S [N, N] has rows for channels of k, columns for those of v
 // barriers  named barrier 1 of the threads, four: the token and its sums are in shared memory | groups' sums of e and o
-//           | the first sum of the group norm, and e | its second sum
+//           | the first sum of the group norm, and e | its second sum. The last two are in sum_of_threads
 // numerics  float32; the state of type S is rounded when it is stored
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
+// limits    N a multiple of 4, up to MAX_N = 256: a thread for each channel; 256 threads, all of which call
+//           time_mix_head
 #include "rwkv6/time_mix.cuh"
 #include "rwkv7/time_mix_sums.cuh"
 
@@ -18,7 +21,8 @@ struct Scratch {
   float group_sums[2][4 * THREADS];  // [groups of threads, N]: of e and of o
 };
 
-// What a thread has of its channel of a head, below N: parameters, and the token.
+// What thread n below N has of channel n of a head: parameters (gain and bias: of the group norm), and the token, with
+// decay = exp of its log. Other threads pass anything.
 struct KeyParameters {
   float removal, replacement, bonus, gain, bias;
 };
@@ -26,7 +30,9 @@ struct Token {
   float k, v, r, decay, rate, gate;
 };
 
-// y = (GroupNorm(o) + (sum r key bonus) v) gate, which `store` takes channel by channel.
+// Computes S in place and y; calls store(tid, y) for each channel. state: the head's S [N, N]. part
+// (rwkv6/time_mix.cuh): a thread's four columns and every part.groups-th row of S, of which part.held has the first
+// ROWS_HELD, loaded before the call.
 template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(Scratch& s, const StatePart& part, S* state, int N, int tid,
                                               const KeyParameters& own, const Token& token, float eps,
@@ -49,6 +55,7 @@ __device__ __forceinline__ void time_mix_head(Scratch& s, const StatePart& part,
   const float inverse = 1.f / fmaxf(sqrtf(dots.x), LEAST_NORM);
 
   const int groups = part.groups, group = part.group, column = part.column;
+  // Calls row(channel of the key, the thread's four columns of S) for the thread's rows.
   const auto each_row = [&](const auto& row) {
     if (group >= groups) return;
 #pragma unroll

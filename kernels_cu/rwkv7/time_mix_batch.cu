@@ -29,7 +29,7 @@ struct Shared {
 template <typename X, typename S, int TERMS>
 __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> args) {
   auto& s = *reinterpret_cast<Shared*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int lane = threadIdx.x, column = lane % QUADS * 4, group = lane / QUADS;
   const int own_channel = 2 * lane;  // the first of two channels whose keys the lane computes
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
                replacement = load2(args.replacement + head_offset + own_channel);
   const float2 bonus = load2(args.bonus + head_offset + own_channel);
   const float4 gain = load4(args.weight + head_offset + column), bias = load4(args.bias + head_offset + column);
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   const float2 k = load2(args.k + offset + own_channel), r = load2(args.r + offset + own_channel),
                w = load2(args.w + offset + own_channel);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   };
   put(own_channel, k.x, r.x, w.x, rate.x, removal.x, replacement.x, bonus.x);
   put(own_channel + 1, k.y, r.y, w.y, rate.y, removal.y, replacement.y, bonus.y);
-  if (share.x < 0.f) {
+  if (share.x < 0.f) {  // the first layer
     store4(args.first + offset + column, v);
   } else {
     const float4 first = load4(args.first + offset + column);
@@ -69,11 +69,13 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   }
   dots = {warp_sum(dots.x), warp_sum(dots.y), warp_sum(dots.z), warp_sum(dots.w)};
   const float norm = fmaxf(sqrtf(dots.x), LEAST_NORM);
-  __syncwarp();
+  __syncwarp();  // s.reads and s.writes are in shared memory
 
   // Rows whose channels are loaded at a time, since registers are few: __syncwarp keeps the compiler from loading those
   // of later rows earlier.
   constexpr int AT_ONCE = 4;
+  // e: S^T removed, later -e / |removed| of `math`; o: S^T (decay r), of the state before, to which the terms that the
+  // token writes are added below.
   float4 e = {}, o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {

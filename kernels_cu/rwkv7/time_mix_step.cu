@@ -23,7 +23,7 @@ constexpr int BLOCKS = BEFORE_SM90 ? 3 : 2;
 template <typename X, typename S, int TERMS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv7_time_mix_step(const Args<X, S> args) {
   auto& s = *reinterpret_cast<Scratch*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   const int N = int(args.N), tid = threadIdx.x;
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head_offset = h * N,
             offset = b * D + head_offset + tid;
@@ -34,19 +34,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv7_time_mix_step(const Arg
   if (busy)
     own = {args.removal[head_offset + tid], args.replacement[head_offset + tid], args.bonus[head_offset + tid],
            args.weight[head_offset + tid], args.bias[head_offset + tid]};
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   Token token = {};
   if (busy) {
     const float share = args.openings[2 * args.B * D + offset];
     float v = args.v[offset];
-    if (share < 0.f) args.first[offset] = v;
+    if (share < 0.f) args.first[offset] = v;  // the first layer
     else v = fmaf(args.first[offset] - v, share, v);
     token = {args.k[offset],        v,
              args.r[offset],        decay_of(args.w[offset]),
              args.openings[offset], args.openings[args.B * D + offset]};
   }
   const StatePart part(state, N, tid, true);
+  // Computes the new state and y; the function is called with each y.
   time_mix_head(s, part, state, N, tid, own, token, float(args.eps),
                 [&](int, float y) { store_terms<TERMS>(args.y + offset, args.B * D, y); });
 }
