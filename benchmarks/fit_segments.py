@@ -17,7 +17,7 @@ import devices
 import numpy as np
 import run
 
-from linattn_np import contract
+from linattn_np import checked_calls
 from linattn_np.backends.cupy import gated_kernels, segments
 from linattn_np.bounded_cache import Cache
 
@@ -88,7 +88,7 @@ def measured(name, device, samples):
         for P in (P for P in SEGMENTS if P <= case.T // gated_kernels.GatedForwardSm90.CHUNK):
             forced = {f"{name}_segments": lambda *_, P=P: P, unequal: lambda *_: 0, "split_columns": lambda *_: False}
             no_plans = Cache(1 << 20, 16)  # no plan of another cut of the same call is taken
-            with mock.patch.multiple(segments, **forced), mock.patch.object(contract, "MEMOS", no_plans):
+            with mock.patch.multiple(segments, **forced), mock.patch.object(checked_calls, "MEMOS", no_plans):
                 call = run.prepared(case, arrays, keywords)
                 ms, _ = device.device_ms([call] * run.CALLS, samples)
             yield case, P, ms

@@ -17,7 +17,7 @@ import numpy as np
 
 from . import aliasing, array_kinds, value_heads, varlen, warnings_of_misuse
 from .argument_checks import Declaration, is_int, is_real
-from .checked_calls import MEMOS, call_key, memo_bytes, with_arrays, without_arrays
+from .checked_calls import checked
 from .conversions import copied_arrays, is_transformed, to_backend
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
@@ -53,19 +53,8 @@ class Op(Declaration):
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
     def bind(self, inputs, as_given=False, **arguments) -> Problem:
-        """The checked call, with arrays as backends take them (see `conversions`), or `as_given` by the caller.
-
-        If an earlier call had the same key (see `checked_calls`), its checks are not repeated.
-        """
-        key, addresses = call_key(self, inputs, arguments)
-        if key is None:
-            problem = self.check(inputs, **arguments)
-        else:
-            memo = MEMOS.get(key)
-            if memo is None:
-                problem = without_arrays(self.check(inputs, **arguments))
-                memo = MEMOS.keep(key, {"problem": problem}, memo_bytes(problem))
-            problem = with_arrays(memo["problem"], inputs, arguments, memo)
+        """The checked call, with arrays as backends take them (see `conversions`), or `as_given` by the caller."""
+        problem, addresses = checked(self, inputs, arguments)
         if problem.out is not None or problem.options:
             aliasing.check_aliasing(problem, addresses)
             self.check_contents(problem)

@@ -9,7 +9,7 @@ from conftest import DOUBLE, HALF, SINGLE
 from reference import LIMITS, assert_close, double, draw, exact_vjp, rms, same_bits, unit
 
 import linattn_np
-from linattn_np import NotSupported, contract, vjp
+from linattn_np import NotSupported, checked_calls, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import delta, gated_backward
 from linattn_np.bounded_cache import Cache
@@ -472,7 +472,7 @@ BY_TOKEN = {  # operator, K, V, dtype, gate, options
 def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, rng):
     """As exact as token by token in one piece, forwards and backwards."""
     monkeypatch.setattr(delta.CutByToken, "time", lambda cut, number: abs(number - min(segments, 425 // max(32, K))))
-    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))
+    monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))
     op, K, V, dtype, gate, options = BY_TOKEN[case]
     groups, B = 1 if op is RWKV7 else 2, 1 if "cu_seqlens" in options else 2
     case = Case(op, B, 2 // groups, groups, T=425, K=K, V=V, dtype=dtype, gate=gate, options=options)
@@ -509,7 +509,7 @@ def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, befo
     monkeypatch.setattr(
         delta.CutInChunks if in_chunks else delta.CutByToken, "time", lambda cut, number: abs(number - 3)
     )
-    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))
+    monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))
     case = Case(op, H=1, T=1504, K=K, dtype=dtype, gate="weak")
     arrays, start, do, dht = case.drawn(rng)
     own = dict(zip(op.arrays, arrays, strict=True))
@@ -550,7 +550,7 @@ def test_segments(monkeypatch, kernel_backend, op, dtype, options, states, K, V,
     """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those,
     forwards and backwards."""
     monkeypatch.setattr(delta.CutInChunks, "time", lambda cut, number: abs(number - segments))
-    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
+    monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
     groups, B = 1 if op is RWKV7 else 2, 1 if "cu_seqlens" in options else 2
     case = Case(op, B, 2 // groups, groups, T=541, K=K, V=V, dtype=dtype, gate="weak", options=options)
     arrays, start, do, dht = case.drawn(rng)

@@ -12,7 +12,7 @@ from test_delta_kernels import terms_of_columns, terms_of_later_tokens
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 import linattn_np
-from linattn_np import contract
+from linattn_np import checked_calls
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy.delta_hopper import (
     DeltaScalarForwardSm90,
@@ -212,7 +212,7 @@ SEGMENT_CASES = (  # B, H, heads of v, T, K, V; which segments forget; the ends 
 def test_segments(hopper, rng, monkeypatch, sizes, forgets, bounds, dtype, P, gated, options):  # noqa: F811
     """As the recurrence."""
     monkeypatch.setattr(ScalarCut, "time", lambda cut, number: abs(number - P))
-    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
+    monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
     B, _, HV, T, K, V = sizes
     *arrays, _, beta = drawn(rng, *sizes, dtype, "none", "random", "sigmoid", 5.0 if options else 1.0)
     arrays += [forgetting(rng, forgets, (B, HV, T)).astype(SINGLE)] * gated + [beta]
