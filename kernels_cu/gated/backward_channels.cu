@@ -101,7 +101,7 @@ template <typename T, typename G, typename Value> struct Args {
   const float* diagonal;       // dA's diagonal [B, heads, NC, 64]
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
   const float* row_growth;     // [B, heads, NC]: the largest of all channels' sums of positive log gates over the chunk
-  const float* column_growth;  // the same of all columns
+  const float* column_growth;  // [B, heads, NC]: the largest of all columns' sums of positive log gates
   Rows<const T> given_v, given_do;  // v and do of the call, without decays
   Rows<const G> gv;                 // log gates of columns [B, H, T, V]
 };

@@ -61,7 +61,8 @@ template <int BK> struct alignas(16) Shared {
   // Queries: in score_within decayed from the middles of their sub-chunks, then from the sub-chunks' starts; afterwards
   // from the start of their warp's 16 tokens.
   float q[ROWS<BK> * ROW<BK>];
-  // Keys: likewise decayed to those middles, then to their sub-chunks' ends; afterwards to the end of their 16 tokens.
+  // Keys: in score_within decayed to the middles of their sub-chunks, then to the sub-chunks' ends; afterwards to the
+  // end of their 16 tokens.
   float k[ROWS<BK> * ROW<BK>];
   float keys_decay[WARPS<BK>][BK];  // the decay over each 16 tokens whose keys are in k
   // For each warp the decay from the end of the 16 keys that it uses next to the start of its own 16 tokens: 1 at

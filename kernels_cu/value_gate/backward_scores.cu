@@ -1,6 +1,6 @@
 // what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, and its tokens decayed to the
-//           chunk's ends. Launched twice: with q, k and the channels' gates g; with do, v and the columns' gates gv in
-//           their places, and V in that of K. Below, q, k, g and K are those of the launch. backward_states.cu and
+//           chunk's ends. Launched twice: with q, k, the channels' gates g, and K; and with do, v, the columns' gates
+//           gv, and V in their places. Below, q, k, g and K are the launch's. backward_states.cu and
 //           gated/backward_channels.cu read the results.
 // math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to
 //           i; A_ii = scale q_i . k_i, in `diagonal`;

@@ -75,7 +75,7 @@ __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, i
   }
 }
 
-// The logarithm of a channel's decay over a chunk of `rows` tokens: that of `decay`, or, if `decay` is 0 or infinite,
+// The logarithm of a channel's decay over a chunk of `rows` tokens. If `decay`, the product, is 0 or infinite, it is
 // the sum of the gates.
 template <typename G> __device__ __noinline__ float log_decay(float decay, Tokens<G> gates, int channel, int rows) {
   if (decay > 0.f && decay < __uint_as_float(0x7f800000u)) return logf(decay);

@@ -142,13 +142,14 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
   return within;
 }
 
-// Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays. The order of steps is that of
-// borders in time: at every border between sub-chunks o is multiplied by the columns' decays since the previous border,
-// and the scores times the values decayed to the border are added. At last o is decayed from its sub-chunk's start to
-// the token (PairDecays(...).start), and its own sub-chunk's terms are added: values times MiddleFactors(...).keys, the
-// decay to the sub-chunk's middle, and outputs times `queries`, that from the middle; some of both are inverse. OWN
-// (true): a token's score with itself takes these factors, too, and a gate below -16 counts as -16. If gates grow,
-// these terms are added one by one. multiply_half(d, a, b, half): only the keys of sub-chunk `half` of the 16 count.
+// Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays. The order of the steps
+// matters: it goes from border to border in time. At every border between sub-chunks o is multiplied by the columns'
+// decays since the previous border, and the scores times the values decayed to the border are added. At last o is
+// decayed from its sub-chunk's start to the token (PairDecays(...).start), and the terms of its own sub-chunk's values
+// are added. These values are times MiddleFactors(...).keys, the decay to the sub-chunk's middle; their sums are times
+// `queries`, the decay from the middle; some of both are inverse decays. The argument `true`: a token's score with
+// itself takes these factors, too; then a gate below -16 counts as -16. If gates grow, these terms are added one by
+// one. multiply_half(d, a, b, half): only the keys of sub-chunk `half` of the 16 count.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s,
                                                              int stage, const ColumnsReader<BV, G>& gates,

@@ -151,7 +151,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 // ---- three warps that make dA ---------------------------------------------------------------------------------------
 
 // Makes dA and float_do for the chunks of a segment of `tokens` tokens. chunks_before: how many chunks of other
-// segments this block has computed before; block: the warp's number, 0 to 2, and that of its 16 x 16 block of dA.
+// segments this block has computed before; block: the warp's number, 0 to 2, which is also its 16 x 16 block of dA.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks_before, float scale,
                                         int block, int lane) {
@@ -197,9 +197,10 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 // (decays.cuh): [n][2h + p] is sub-chunk n of 8 tokens, channel g + 8h, token 2t + p. Operands hold the same numbers,
 // two tokens in a register (neighbours_of).
 
-// A lane's results of a chunk. Before the sum over tokens, with query_term_i = q_i (sum_j dA_ij D_ij k_j +
-// from_state_i) and key_term_j = k_j sum_i dA_ij D_ij q_i, query_share_i is query_term_i - key_term_i (GLA) or
-// query_term_i (RWKV-6, where the sum counts queries from t + 1 on and keys from t on). key_terms: RWKV-6's key_term.
+// A lane's results of a chunk. query_share holds terms of single tokens first, and after the sum over tokens
+// query_share_t. With query_term_i = q_i (sum_j dA_ij D_ij k_j + from_state_i) and key_term_j = k_j sum_i dA_ij D_ij
+// q_i the term of token i is query_term_i - key_term_i in GLA. In RWKV-6 it is query_term_i, and key_term_i is in
+// key_terms: there query_share_t sums the query_term of tokens from t + 1 on and the key_term of tokens from t on.
 struct Gradients {
   Chunk dq, query_share, key_terms;
 };
@@ -233,8 +234,8 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     // queries, keys: times their factors about the sub-chunk's middle (decays.cuh). over_keys: for each query i the sum
-    // of dA_ij times these keys, without i's factor; over_queries: for each key j that of dA_ij times these queries,
-    // without j's factor.
+    // over j of dA_ij times these keys, without i's factor. over_queries: for each key j the sum over i of dA_ij times
+    // these queries, without j's factor.
     SubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
     float self_terms[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 self_weight = ReadOrder::reads_before_write ? self_weights(pairs, n) : float2{};

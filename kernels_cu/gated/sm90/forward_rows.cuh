@@ -162,7 +162,7 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
 // chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends: of one arrival and the
 // bytes that tensor maps copy, or of an arrival for each thread that copies rows (forward.cu initialises the barriers).
 // For all threads of the group. tokens: of the block's sequence or segment; thread: its number in the group. The first
-// channel is args.channel, that of the launch; where K_RANKS blocks share the channels, each has BK, in order of rank.
+// channel is args.channel, the launch's first one; if K_RANKS blocks share the channels, each has BK, in order of rank.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {

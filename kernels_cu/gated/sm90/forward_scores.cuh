@@ -23,8 +23,8 @@ __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
-// Stores two scores x and y of neighbouring keys at (base XOR flip) + offset, in bytes, and, if SPLIT_SCORES (a score
-// is two numbers of type T), their rounding errors 32 columns later, which in the swizzle is an XOR with 64 bytes.
+// Stores two scores x and y of neighbouring keys at (base XOR flip) + offset, in bytes. If SPLIT_SCORES, a score is two
+// numbers of type T: the rounding errors are stored 32 columns later, which in the swizzle is an XOR with 64 bytes.
 template <class Schedule, typename T>
 __device__ __forceinline__ void put_scores(void* base, int flip, int offset, float x, float y) {
   const u32 two = pack<T>(x, y);

@@ -199,9 +199,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   static constexpr int K_RANKS = Schedule::K_RANKS;
   // The chunks of v, for each consumer warpgroup, that shared memory has room for.
   static constexpr int VALUE_SLOTS = HAS_OUTPUTS && !IS_BFLOAT16<T> ? 2 : sizeof(G) <= 2 ? 4 : 3;
-  // The producer groups of a block: two. One if the other block makes half of the operands (K_RANKS), or if BK = 128
-  // and shared memory has no room for two, because LARGE, the number of these properties that take more of it, is 2 or
-  // 3.
+  // GROUPS: the producer groups of a block. Two, but one if the cluster's other block makes half of the operands
+  // (K_RANKS), or if BK = 128 and shared memory has no room for two. It has none if LARGE is 2 or 3: how many of these
+  // three properties the instance has, each of which takes more of it.
   static constexpr int LARGE = (sizeof(G) == 4) + !IS_BFLOAT16<T> + (Schedule::CHUNK_RANKS > 1);
   static constexpr int GROUPS = HAS_OUTPUTS && (K_RANKS > 1 || BK == 128 && LARGE > 1) ? 1 : 2;
   // MAKERS: the producer groups of the cluster that make whole chunks in turn. Each stage is filled by one of them

@@ -108,10 +108,10 @@ __device__ __forceinline__ u32 identity_of_lane() {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   return token == i ? 0x3c00u : token + 1 == i ? 0x3c000000u : 0;
 }
-// Adds to x, dg of this lane, the share of a chunk whose gates do not grow, and state_term, the term of dg that is the
-// same for all tokens of the chunk, of channels h = 0, 1. sums: of these channels over the chunk, with their units.
-// identity: from identity_of_lane(). Multiples of a unit are converted to float32, and the state's term is added, by a
-// product with the identity: 4 instructions instead of 32 conversions and additions.
+// Completes x, this lane's dg of a chunk whose gates do not grow: adds the share, and state_term, a term for each of
+// the lane's channels h that all tokens of the chunk have. sums: of these channels over the chunk, with their units.
+// identity: from identity_of_lane(). A product with the identity converts multiples of a unit to float32 and adds the
+// state's term: 4 instructions instead of 32 conversions and additions.
 template <typename G>
 __device__ __forceinline__ void add_query_share(Chunk& x, G (*panels)[CHUNK][PANEL<G>], const float (&state_term)[2],
                                                 const float (&sums)[2], int offset, u32 identity) {

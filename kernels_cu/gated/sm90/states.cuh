@@ -10,9 +10,9 @@
 //           stores S every CHECKPOINT_EVERY tokens, and the second pass computes anew from each stored S what it
 //           carries. A chunk's addition to a state is a product in T. In bfloat16 its queries or keys are two numbers:
 //           the gate's gradient is a difference of what both passes compute from them, and a rounding error of one pass
-//           alone would remain in it. float16 has no numbers below 6e-8: where queries are added to dS they are
-//           multiplied by a power of 2 that depends on the chunk's first gate (QueryScale), and where dS is read, it is
-//           multiplied by one that depends on its largest value (scale_to_float16).
+//           alone would remain in it. float16 has no numbers below 6e-8. So queries that are added to dS are multiplied
+//           by a power of 2 that depends on the chunk's first gate (QueryScale). And dS is multiplied by a power of 2
+//           that depends on its largest value before a product reads it (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
 //
 // From wgmma.cuh: wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in registers and b
@@ -36,10 +36,10 @@ template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float
 }
 
 // The segment of a sequence that a block of a pass computes; WorkTile::sequence counts segments, P of each sequence.
-// `joined`: a sequence has three segments; one block computes the segment that the pass starts with, another block the
-// other two as one, so that only the pass's first segment needs a summary (the state that it leaves if it starts from
-// zero; backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the number, as
-// WorkTile::sequence_head, of the block's last segment in time.
+// `joined`: a sequence has three segments. One block computes the segment that the pass starts with, another block the
+// other two as one. So only the pass's first segment needs a summary: the state that it leaves if it starts from zero
+// (backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the sequence_head of
+// the block's last segment in time; WorkTile::sequence_head: of its first one.
 struct Segment : WorkTile {
   i64 last_sequence_head;
 };

@@ -37,9 +37,9 @@
 //           over v, partner . o over the partner, and inputs have been read; summed: those products have been read
 // numerics  products of bfloat16 numbers in float32. S is multiplied as the sum of two bfloat16 numbers in Whole,
 //           rounded to one in gradients; A and the decayed v are rounded to one. The exponent of each decay is a sum of
-//           gates, never a difference of sums, so no gate is too strong. In dg_t the contributions of a pair (i, j)
-//           with i >= t and j >= t cancel: but for float32 rounding if i and j are in one chunk, since dq and dk use
-//           the same rounded A, else but for bfloat16 rounding
+//           gates, never a difference of sums, so no gate is too strong. In dg_t the two contributions of a pair (i, j)
+//           with i >= t and j >= t cancel. If i and j are in one chunk, what remains is float32's rounding, since dq
+//           and dk use the same rounded A; otherwise it is bfloat16's
 // source    Yang et al., 2024, "Gated Linear Attention Transformers", sections 4 and 4.4; Sun et al., 2023, "Retentive
 //           Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
