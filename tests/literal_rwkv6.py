@@ -10,8 +10,9 @@ def logits_of(weights, tokens):
     return logits_and_state(weights, tokens)[0]
 
 
-def moved_by_rounding(weights, tokens, rng, draws=8, literal=None):
-    """How far logits, and each array of the state, move at most when every weight moves by half of float32's last bit.
+def moved_by_rounding(weights, tokens, rng, draws=4, literal=None):
+    """How far logits, and each array of the state, move when every weight moves by half of float32's last bit: the rms
+    of their numbers and of the draws.
 
     A model whose arithmetic is float32's may be off by some times as much, and by no more: a norm makes the rounding
     of a few tokens larger, those whose values nearly cancel.
@@ -19,16 +20,14 @@ def moved_by_rounding(weights, tokens, rng, draws=8, literal=None):
     literal : another version's `logits_and_state`
     """
     literal = literal or logits_and_state
-    exact = literal(weights, tokens)
-    most = np.zeros(len(exact))
+    exact, squares = literal(weights, tokens), []
     for _ in range(draws):
         moved = {
             name: np.asarray(x, np.float64) * (1 + 2.0**-24 * rng.choice([-1, 1], x.shape))
             for name, x in weights.items()
         }
-        found = literal(moved, tokens)
-        most = np.maximum(most, [np.abs(x - y).max() for x, y in zip(found, exact)])
-    return most
+        squares.append([np.mean((x - y) ** 2) for x, y in zip(literal(moved, tokens), exact)])
+    return np.sqrt(np.mean(squares, axis=0))
 
 
 def logits_and_state(weights, tokens):
@@ -52,7 +51,8 @@ def logits_and_state(weights, tokens):
 
 class Layer:
     def __init__(self, w, name, H, N):
-        self.w, self.name, self.S = w, name, np.zeros((H, N, N))
+        self.w, self.name = w, name
+        self.S = np.swapaxes(w.get(f"{name}.att.time_state", np.zeros((H, N, N))), 1, 2)
         self.att_before = self.ffn_before = np.zeros(H * N)
 
     def __call__(self, x):

@@ -8,6 +8,7 @@ import literal_rwkv7
 import numpy as np
 import pytest
 from checkpoint_files import zipped_pth
+from reference import rms
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError, ContractTypeError
@@ -56,21 +57,36 @@ def weights(kind, rng):
     return layout.named((layout.initial(0) + 0.2 * rng.standard_normal(layout.size)).astype(np.float32))
 
 
+@pytest.fixture
+def begun(weights, rng):
+    """The same, whose sequences start from a tuned state.
+
+    From zeros, a head's first output is v times one number. If that nearly cancels, the head's norm multiplies its
+    rounding alone, and a few draws of rounded weights may miss how much.
+    """
+    return weights | tuned_state(rng)
+
+
+def tuned_state(rng):
+    return {f"blocks.{i}.att.time_state": rng.standard_normal((4, 8, 8), np.float32) for i in range(3)}
+
+
 # -- logits ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("loops", [True, False], ids=["Numba", "NumPy"])
 @pytest.mark.parametrize("lengths", [[20], [1] * 8, [9, 1, 1, 5]], ids=str)
-def test_logits_and_states_are_the_literal_ones(kind, weights, lengths, loops, rng, monkeypatch):
-    """Within 6 times what rounding the weights to float32 does: at most 3.5 times were seen in 360 draws."""
+def test_logits_and_states_are_the_literal_ones(kind, begun, lengths, loops, rng, monkeypatch):
+    """Within 6 times what rounding the weights to float32 does. In 265 draws the ratio's logarithm was -.05 +- .25, and
+    the ratio 2.2 at most."""
     monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops and bool(matrices.loops()))
-    model, tokens, state, found = kind(weights), rng.integers(0, V, sum(lengths)), None, []
+    model, tokens, state, found = kind(begun), rng.integers(0, V, sum(lengths)), None, []
     for part in np.split(tokens, np.cumsum(lengths)[:-1]):
         logits, state = model.forward(part[None], state)
         found.append(logits[0])
     literal = LITERAL[kind].logits_and_state
-    wanted = literal(weights, tokens)
-    most = literal_rwkv6.moved_by_rounding(weights, tokens, rng, draws=4, literal=literal)
-    for x, y, moved in zip((np.concatenate(found), *(part[:, 0] for part in state.arrays)), wanted, most, strict=True):
-        assert np.abs(x - y).max() <= 6 * moved
+    wanted = literal(begun, tokens)
+    moved = literal_rwkv6.moved_by_rounding(begun, tokens, rng, literal=literal)
+    for x, y, of in zip((np.concatenate(found), *(part[:, 0] for part in state.arrays)), wanted, moved, strict=True):
+        assert rms(x - y) <= 6 * of
 
 
 @pytest.mark.parametrize("by_loops", [False, True])
@@ -87,35 +103,39 @@ def test_decays_near_1_have_all_digits(by_loops):
     assert (abs(found / wanted - 1) < 2e-6).all()
 
 
-def test_packed_prompts_and_slots_are_each_alone(kind, weights, rng):
-    """Both within 6 times what rounding the weights does, as above."""
-    model, lengths = kind(weights), [5, 1, 12]
+def test_packed_prompts_and_slots_are_each_alone(kind, begun, rng):
+    """Both within 6 times what rounding the weights does to the same token's logits, as above."""
+
+    def of_two_tokens(weights, tokens):
+        return LITERAL[kind].logits_of(weights, tokens)[-2:]
+
+    model, lengths = kind(begun), [5, 1, 12]
     tokens, pool = rng.integers(0, V, sum(lengths)), model.initial_state(5)
     bounds, slots = np.cumsum([0, *lengths]), [4, 0, 2]
     together, _ = model.forward(tokens[None], pool, cu_seqlens=bounds, slots=slots, last=True)
     step, _ = model.forward([[1], [2], [3]], pool, slots=slots)
     for n, (first, end) in enumerate(zip(bounds, bounds[1:])):
         own = [*tokens[first:end], n + 1]
-        moved = literal_rwkv6.moved_by_rounding(weights, own, rng, draws=4, literal=LITERAL[kind].logits_and_state)[0]
+        of_prompt, of_step = literal_rwkv6.moved_by_rounding(begun, own, rng, literal=of_two_tokens)
         alone, state = model.forward(tokens[None, first:end], last=True)
-        assert np.abs(together[n] - alone[0]).max() <= 2 * 6 * moved
+        assert rms(together[n] - alone[0]) <= 2 * 6 * of_prompt
         alone, _ = model.forward([[n + 1]], state)
-        assert np.abs(step[n] - alone[0]).max() <= 2 * 6 * moved
+        assert rms(step[n] - alone[0]) <= 2 * 6 * of_step
 
 
 @pytest.mark.parametrize("dtype, times", [("bfloat16", 5), ("int8", 5), ("int4", 50)])
-def test_fewer_bits_are_float32_arithmetic_on_the_rounded_weights(kind, weights, dtype, times, rng, tmp_path):
+def test_fewer_bits_are_float32_arithmetic_on_the_rounded_weights(kind, begun, dtype, times, rng, tmp_path):
     """Products may be off by so many times what float32's are: see `LIMIT` of test_few_bits."""
-    save_file(kind.quantise(weights, dtype), tmp_path / "small.safetensors")
+    save_file(kind.quantise(begun, dtype), tmp_path / "small.safetensors")
     model = load(tmp_path / "small.safetensors")
     assert type(model) is kind and str(model.layers.dtype) == dtype
     tokens, state, found = rng.integers(0, V, 14), None, []
     for part in np.split(tokens, [9, 10, 11, 12, 13]):
         logits, state = model.forward(part[None], state)
         found.append(logits[0])
-    wide, literal = widened(model, weights, dtype), LITERAL[kind].logits_and_state
-    most = literal_rwkv6.moved_by_rounding(wide, tokens, rng, draws=4, literal=literal)[0]
-    assert np.abs(np.concatenate(found) - literal(wide, tokens)[0]).max() <= 6 * times * most
+    wide, literal = widened(model, begun, dtype), LITERAL[kind].logits_and_state
+    moved, *_ = literal_rwkv6.moved_by_rounding(wide, tokens, rng, literal=literal)
+    assert rms(np.concatenate(found) - literal(wide, tokens)[0]) <= 6 * times * moved
 
 
 def widened(model, weights, dtype):
@@ -202,15 +222,13 @@ def test_text_batches_and_states_are_the_same_text(kind, tmp_path):
 
 
 def test_a_tuned_state_is_where_sequences_start(kind, weights, rng, tmp_path):
-    tuned = {f"blocks.{i}.att.time_state": rng.standard_normal((4, 8, 8), np.float32) for i in range(3)}
-    wanted = LITERAL[kind].logits_of(weights | tuned, [1, 2, 3]) if kind is RWKV7 else None
+    tuned = tuned_state(rng)
     found, _ = kind(weights | tuned).forward([[1, 2, 3]])
     (tmp_path / "state.pth").write_bytes(zipped_pth(tuned))
     model = kind(weights)
     again, _ = model.forward([[1, 2, 3]], model.on_device(State.load(tmp_path / "state.pth")))
     np.testing.assert_array_equal(again, found)
-    if wanted is not None:
-        np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found[0], LITERAL[kind].logits_of(weights | tuned, [1, 2, 3]), rtol=0, atol=1e-4)
 
 
 def test_a_state_belongs_to_a_version(tmp_path):
