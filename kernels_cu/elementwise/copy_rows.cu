@@ -40,7 +40,9 @@ template <typename E> __device__ __forceinline__ const E* row_at(const Copy& x, 
   return there ? reinterpret_cast<const E*>(x.from_) + b * x.stride_b + h * x.stride_h + t * x.stride_t : nullptr;
 }
 
-// Copies a block's share of an array of elements E, in pieces of 16 bytes.
+// Copies a block's share of an array of elements E, in pieces of 16 bytes of `to`. The share begins in row `row` of
+// `to`, of the rows of all b, h and t, after `before` of its numbers; `head` is the number of the row's (b, h). `down`:
+// rows after that row.
 template <typename E> __device__ __forceinline__ void copy_pieces(const Copy& x, i64 block) {
   constexpr int N = 16 / sizeof(E);
   const i64 start = block * (THREADS * AT_ONCE * N), row = start / x.C, head = row / x.T;

@@ -1,4 +1,5 @@
-// what      A feature map of every number, for queries and keys of linear attention. The identity copies arrays.
+// what      A feature map of every number, for queries and keys of linear attention. The identity copies arrays. Phi:
+//           the map (feature.cuh).
 // math      y = phi(x):  x,  elu(x) + 1,  max(x, 0)  or  exp(x)
 // shapes    x y [B, H, T, C]; a stride of x may be 0: x is then repeated along that axis
 // grid      a thread for every PIECE neighbouring numbers of y, or for every number if `vectors` is 0

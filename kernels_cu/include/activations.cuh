@@ -3,7 +3,8 @@
 #include "training.cuh"
 
 struct ReluSquared {
-  // In units of UNIT_OF_SQUARES<T>; its gradient is that of the number of units.
+  // y is in units of UNIT_OF_SQUARES<T> (decode.cuh: float16 ends below 256^2); the slope is that of the number of
+  // units.
   template <typename T> static __device__ __forceinline__ float value(float x) { return relu_squared<T>(x); }
   template <typename T> static __device__ __forceinline__ float slope(float y) {
     return 2.f * sqrtf(y * (1.f / UNIT_OF_SQUARES<T>));

@@ -5,7 +5,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// The sum over the block, the same bits in every thread; `s_parts` is not used again before a barrier.
+// The sum over the block of WARPS warps, the same bits in every thread; all threads call this, and it has one barrier.
+// s_parts: a number for each warp in shared memory, which the caller does not use again before another barrier.
 template <int WARPS> __device__ __forceinline__ float block_sum(float x, float* s_parts) {
   x = warp_sum(x);
   if ((threadIdx.x & 31) == 0) s_parts[threadIdx.x >> 5] = x;
@@ -16,7 +17,7 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float x, float* 
   return sum;
 }
 
-// Two such sums with one barrier.
+// Two such sums with one barrier; without one if WARPS is 1.
 template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float2* s_parts) {
   x = {warp_sum(x.x), warp_sum(x.y)};
   if constexpr (WARPS == 1) return x;
@@ -37,8 +38,8 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return fmaf(-2.f, inverse(1.f + exp2_approx(2.f * LOG2E * x)), 1.f);
 }
 
-// Four columns of one channel of the time mix's state: returns them after a token, and adds the channel's terms to the
-// token's o. old: before the token; ku: k times the bonus u.
+// Four columns of one channel of RWKV-6's state: returns them after a token, decay old + k v, and adds the channel's
+// terms r (old + k u v) to the token's o in these columns. old: before the token; ku: k times the bonus u.
 __device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, float k, float r, float decay,
                                                float ku) {
   o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),

@@ -2,8 +2,9 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int PIECE = 8;  // numbers that a thread moves at once
+constexpr int PIECE = 8;  // numbers that a thread moves at once: 16 bytes of 16-bit numbers, more of others
 
+// N neighbouring numbers, on 16 bytes if there are several.
 template <typename T, int N> struct alignas(N == 1 ? sizeof(T) : 16) Piece {
   T x[N];
 };

@@ -38,8 +38,9 @@ template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
 
 template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) { store8(to, from.x); }
 
-// Iterates over a block's tokens, per_block of the `tokens` in all. t: the current token; last: the one after the
-// block's last token; place: t's number in its sequence of T tokens.
+// Iterates over a block's tokens: `per_block` of `tokens` in all, from blockIdx.x * per_block on. t: the current token;
+// last: the one after the block's last token; place: t's number in its sequence of T tokens. starts(), ends(): whether
+// t is its sequence's first, or last token.
 struct Tokens {
   i64 t, last, place, T;
 
@@ -74,8 +75,9 @@ __device__ __forceinline__ uint4 philox(uint4 counter, u32 key0, u32 key1) {
   return counter;
 }
 
-// Sets some of eight channels of an array, from number `index` on, a multiple of 8, to zero, and scales the others up.
-// 16 random bits decide for each.
+// Sets some of eight channels of an array, from number `index` on, a multiple of 8, to zero, and scales the others up,
+// so that sums stay as they are on average. 16 random bits decide for each: it becomes 0 if they are below rate 2^16.
+// Equal seeds, site and index give the same bits: the backward pass drops what the forward pass did.
 __device__ __forceinline__ void dropped(Eight& x, const Dropout& drop, i64 index) {
   if (!drop.seeds) return;
   const u64 n = u64(index) / 8;

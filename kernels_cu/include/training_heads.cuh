@@ -7,7 +7,7 @@ __device__ __forceinline__ float head_sum(float x, int N) {
   return x;
 }
 
-// x becomes (x - mean) / deviation over its head; the result is 1 / deviation.
+// x becomes (x - mean) / deviation over its head; the result is 1 / deviation. All lanes of the warp call this.
 __device__ __forceinline__ float normalise(Eight& x, int N, float eps) {
   float sum = 0.f, squares = 0.f;
 #pragma unroll

@@ -5,7 +5,9 @@ constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
 constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
 
-// Products of the time mix [tokens, H, N] and parameters [H, N], as training/keys_forward.cu has them.
+// Products of the time mix, k to value_logits, and the first layer's values first_v [tokens, H, N]; parameters, from
+// decay_base on, [H, N]. training/keys_forward.cu says what they are; the first layer has no value_logits, first_v and
+// value_base: null.
 template <typename T> struct Keys {
   const T* k;
   const T* v;

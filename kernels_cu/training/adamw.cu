@@ -43,7 +43,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
               one_minus_b2 = float(1 - args.beta2);
   const float eps = float(args.eps);
 
-  const i64 step = 8 * args.blocks * THREADS;
+  const i64 step = 8 * args.blocks * THREADS;  // elements of all blocks at a time
   for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
     Eight w = load8(args.weights + index), first = load8(args.first + index), second = load8(args.second + index);
     const Eight gradient = load8(args.gradient + index);

@@ -30,6 +30,9 @@ template <typename T> struct Args {
   double eps;
 };
 
+// The kinds of change, of which the kernel's template argument is one. residual() returns channels j ... j + 7 of token
+// t's y; index: their place in [tokens, D]. dropped (training.cuh) makes some channels 0 and scales the others up; a
+// training step's backward pass draws the same ones.
 struct Added {
   template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
     Eight change = load8(args.first + index), x = load8(args.x + index);

@@ -3,7 +3,8 @@
 // math      with n = GroupNorm_H(o), score = sum_N r key bonus, ungated = n weight + bias + score v, y = ungated gate:
 //           dgate = dy ungated, dungated = dy gate, do = the norm's pullback of dungated weight,
 //           dscore = sum_N dungated v;
-//           parts = sums over a warp's tokens: dweight = dungated n, dbias = dungated, dbonus = dscore r key
+//           parts = sums over a warp's tokens: dweight = dungated n, dbias = dungated, dbonus = dscore r key, which
+//           column_sums.cu adds up; keys_backward.cu makes the gradients of r, key and v from scores
 // shapes    dy o gate r key v do dgate [tokens, H, N]; weight bias bonus [H, N]; scores [tokens, H]: pairs (score,
 //           dscore); parts [blocks of tokens, 3, H, N]
 // grid      a warp a head of `tokens_per_block` tokens, one after the other, a lane PAIRS pairs of neighbouring
@@ -37,6 +38,7 @@ template <typename T> struct Args {
 
 template <typename T, int PAIRS>
 __global__ void __launch_bounds__(THREADS) training_bonus_norm_backward(const Args<T> args) {
+  // `block` counts blocks of tokens_per_block tokens, each of which a warp takes for one head.
   const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, head = task % args.H, block = task / args.H;
   const i64 begin = block * args.tokens_per_block;
   if (begin >= args.tokens) return;

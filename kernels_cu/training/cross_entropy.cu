@@ -28,6 +28,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_cross_
   if (t >= args.tokens) return;
   const int lane = threadIdx.x % 32;
   T* logits = args.logits + t * V;
+  // The token after t: each sequence has one id more than T.
   const i64 wanted = args.token_ids[t + t / args.T_ + 1];
   float largest = to_float(logits[0]), sum = 0.f;
   for (i64 v = lane; v < V; v += 32) largest = fmaxf(largest, to_float(logits[v]));

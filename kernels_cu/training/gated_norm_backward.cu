@@ -44,11 +44,13 @@ __global__ void __launch_bounds__(THREADS) training_gated_norm_backward(const Ar
       gate = load8(args.gate + index);
       dy = load8(args.dy + index);
     }
+    // o becomes n; scale: 1 / deviation. A head's N / 8 neighbouring lanes, all of the warp's, call this and head_sum.
     const float scale = normalise(o, N, float(args.eps));
     float sum = 0.f, product = 0.f;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float opening = sigmoid(gate.x[n]), silu = gate.x[n] * opening, da = dy.x[n] * silu;
+      // dgate, in the place of gate.
       gate.x[n] = dy.x[n] * fmaf(o.x[n], weight.x[n], bias.x[n]) * fmaf(silu, 1.f - opening, opening);
       dweight.x[n] = fmaf(da, o.x[n], dweight.x[n]);
       dbias.x[n] += da;

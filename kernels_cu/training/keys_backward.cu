@@ -51,6 +51,7 @@ template <typename T> struct Args {
 
 template <typename T, int PAIRS>
 __global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_backward(const Args<T> args) {
+  // `block` counts blocks of tokens_per_block tokens, each of which a warp takes for one head.
   const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, head = task % args.H, block = task / args.H;
   const i64 begin = block * args.tokens_per_block;
   if (begin >= args.tokens) return;
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_bac
   float2 sums[PARAMETERS][PAIRS] = {};
   for (i64 t = begin; t < end; ++t) {
     const i64 token_head = t * args.H + head;
-    const float2 score = args.scores[token_head];
+    const float2 score = args.scores[token_head];  // x: score; y: dscore
     float2 k[PAIRS], icl[PAIRS], removed[PAIRS], dkappa[PAIRS], dkey[PAIRS], db[PAIRS];
     float squares = 0.f, along = 0.f;  // of removed: its square, its product with dkappa
 #pragma unroll
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_bac
                    icl_logits = load2(args.keys.icl_logits + index) + load2(args.keys.icl_base + channel);
       k[n] = load2(args.keys.k + index), db[n] = load2(args.b_gradient + index);
       float2 change = {}, value_logits = {};
-      if (args.keys.first_v) {
+      if (args.keys.first_v) {  // not the first layer
         change = load2(args.keys.first_v + index) - load2(args.keys.v + index);
         value_logits = load2(args.keys.value_logits + index) + load2(args.keys.value_base + channel);
       }
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_bac
       squares += sum(removed[n] * removed[n]);
       along += sum(removed[n] * dkappa[n]);
       dkey[n] = key_gradient + r * bonus * score.y;
+      // k times kept, 1 + (icl - 1) replacement, is key.
       store2(args.dr + index, r_gradient + k[n] * kept(icl[n], replacement) * bonus * score.y);
 
       const float2 ddecay_logits = w_gradient * decay * (1.f - decay) * -DECAY;

@@ -3,8 +3,7 @@
 //           mixed_v = v + (first_v - v) sigmoid(value_base + value_logits);
 //           kappa = k removal / max(|k removal|, 1e-12), the norm over each head;  a = -kappa;  b = kappa icl;
 //           key = k (1 + (icl - 1) replacement). icl is the paper's a, the in-context learning rate; first_v is v of
-//           the
-//           first layer; removal and replacement are the paper's xi and alpha
+//           the first layer; removal and replacement are the paper's xi and alpha
 // shapes    k v decay_logits icl_logits value_logits first_v w key mixed_v a b [tokens, H, N]; bases, removal and
 //           replacement [H, N]. The first layer has no first_v, value_logits, value_base and mixed_v: they are null
 // grid      a warp a (token, head), a lane PAIRS pairs of neighbouring channels, the pairs 64 channels apart; 128
@@ -45,7 +44,7 @@ template <typename T, int PAIRS> __global__ void __launch_bounds__(THREADS) trai
                  decay_logits = load2(args.keys.decay_logits + index) + load2(args.keys.decay_base + channel),
                  icl_logits = load2(args.keys.icl_logits + index) + load2(args.keys.icl_base + channel);
     float2 v = {}, first_v = {}, value_logits = {};
-    if (args.keys.first_v) {
+    if (args.keys.first_v) {  // not the first layer
       v = load2(args.keys.v + index), first_v = load2(args.keys.first_v + index);
       value_logits = load2(args.keys.value_logits + index) + load2(args.keys.value_base + channel);
     }
@@ -54,7 +53,7 @@ template <typename T, int PAIRS> __global__ void __launch_bounds__(THREADS) trai
     removed[n] = k * removal;
     squares += sum(removed[n] * removed[n]);
     store2(args.w + index, sigmoid(decay_logits) * -DECAY);
-    store2(args.key + index, k * kept(icl[n], replacement));
+    store2(args.key + index, k * kept(icl[n], replacement));  // kept: 1 + (icl - 1) replacement
     if (args.keys.first_v) store2(args.mixed_v + index, v + (first_v - v) * sigmoid(value_logits));
   }
   const float inverse = 1.f / fmaxf(sqrtf(warp_sum(squares)), LEAST_NORM);

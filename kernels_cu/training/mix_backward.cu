@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
     for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + j, load8(args.maa + c * D + j));
   __syncthreads();  // keeps the compiler from holding maa in registers, which loads under way need
   if (j >= D) return;
+  // The block's tokens, one after the other: starts(): whether it is its sequence's first.
   Tokens token(args.tokens_per_block, args.tokens, args.T_);
   Eight sums[MIXES] = {}, before = {};
   if (!token.starts()) before = load8(args.xx + (token.t - 1) * D + j);

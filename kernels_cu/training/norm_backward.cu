@@ -111,6 +111,8 @@ template <int WARPS> struct Shared {
   float2 sums[2][WARPS];
 };
 
+// Launch bounds: registers for up to 288 threads of a multiprocessor (224 a thread), for 256 if blocks have 64; none
+// for wider blocks.
 template <typename T, int THREADS, template <typename> class Change, int C>
 __global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
     training_norm_backward(const Args<T> args) {
@@ -150,12 +152,12 @@ __global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
         product = fmaf(G.x[n], x.x[n], product);
       }
     }
-    const float2 sums = block_sum<WARPS>(float2{sum, product}, s.sums[parity]);
+    const float2 sums = block_sum<WARPS>(float2{sum, product}, s.sums[parity]);  // over all D channels; a barrier
     if (!inside) continue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - x.x[n] * (sums.y / D));
     store8(args.dx + index, dx);
-    dropped(dx, args.drop, index);
+    dropped(dx, args.drop, index);  // the channels that the forward pass made 0 become 0; the others are scaled up
     change.pull(args, index, dx);
   }
   if (!inside) return;

@@ -24,7 +24,7 @@ struct Shared {
 __global__ void __launch_bounds__(THREADS) training_square_sums(const Args args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   float sum = 0.f;
-  const i64 step = 8 * args.blocks * THREADS;
+  const i64 step = 8 * args.blocks * THREADS;  // elements of all blocks at a time
 #pragma unroll 2
   for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
     const Eight x = load8(args.x + index);
