@@ -1,6 +1,7 @@
 // what      Shared by the backward kernels of every card: copies of chunks of tokens, and the layout in memory of the
 //           states between chunks, which one kernel writes for another.
-// shapes    A warp has some channels of all tokens; a lane has pairs of tokens as in decays.cuh.
+// shapes    A warp has some channels of all tokens of a chunk; a lane has channel lane / 4 of 8, and of every 8 tokens
+//           the pair 2 (lane % 4) and the next, as in decays.cuh.
 //           states [direction, B, heads, NC, tiles of K, tiles of V, 8, 8, 8, 8]: 64 x 64 in matrices of 8 x 8
 #include "decays.cuh"
 #include "fragments.cuh"
@@ -44,8 +45,9 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
   }
 }
 
-// The factor of scores within a sub-chunk that one kernel stores for another, if channels and columns have gates: e^-20
-// of both, times e^-70 about the middle, would leave float32's range.
+// The factor of scores within a sub-chunk that one kernel stores for another, if channels and columns have gates. The
+// columns' decays may make such a score as small as e^-20, and the channels' factors about the sub-chunk's middle are
+// e^-70 at least (decays.cuh): e^-90 is below float32's normal numbers, which end at e^-87. 2^22 is e^15.
 constexpr float NEAR_SCALE = 4194304.f;  // 2^22
 
 // The width of rows that one kernel stores for another: a multiple of 8, with zeros after `width`.
@@ -76,8 +78,9 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
 
 // ---- states in memory -------------------------------------------------------------------------------------------
 
-// The index of a tile of 64 x 64 numbers of a state. A tile consists of 8 x 8 matrices, first the eight of the upper 8
-// rows, then the next eight: matrix_at is the index in a tile of the matrix in matrix row `row` and column `column`.
+// tile_at: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state. A tile
+// consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next eight: matrix_at is the index in a
+// tile of the matrix in matrix row `row` and column `column`, 0 to 7.
 __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head, i64 chunk,
                                        int k_tile, int v_tile) {
   const i64 k_tiles = (shape.K + TILE - 1) / TILE, v_tiles = (shape.V + TILE - 1) / TILE;
@@ -92,7 +95,8 @@ template <typename E> __device__ __forceinline__ int row_place(int row) {
   return sizeof(E) == 4 ? row ^ row >> 2 : row;
 }
 
-// Loads two right operands side by side from a tile of a state in shared memory.
+// Loads two right operands [16 rows, 8 columns] side by side (Pairs, fragments.cuh) from a tile of a state in shared
+// memory: 16 rows, which the product sums over, and 16 columns, from those of `tile` on.
 template <class R, typename E> __device__ __forceinline__ void load_matrices(R (&b)[2], const E* tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {

@@ -1,6 +1,6 @@
 // what      Shared by Hopper's backward kernels, beside warpgroup.cuh: products of tokens, sums over the lanes of a
-//           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk. Of
-//           WorkTile::sequence here segments are counted, P of each sequence.
+//           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk, before it
+//           includes this file. Of WorkTile::sequence here segments are counted, P of each sequence.
 // limits    sm_90a
 #include "half_products.cuh"
 #include "lanes.cuh"
@@ -13,8 +13,8 @@
 __device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
 __device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
 
-// d = block `block` of a b^T [queries, keys], of all columns: d[n] is [16 queries, 8 keys], keys 8n on. a, b: the tiles
-// of a chunk's queries and keys, or of what takes their place (do and v).
+// d = block `block` of a b^T [queries, keys], summed over all columns of the panels: d[n] is [16 queries, 8 keys], keys
+// 8n on. a, b: the tiles of a chunk's queries and keys, or of what takes their place (do and v).
 template <typename T, int PANELS>
 __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
                                               int block, int lane) {

@@ -1,4 +1,5 @@
-// what      What every forward kernel of the gated family takes.
+// what      What every forward kernel of the gated family takes: GLA, and RWKV-6, whose u is the bonus of a token's own
+//           key.
 #include "tensor.cuh"
 
 template <typename T, typename G> struct ForwardArgs {

@@ -3,7 +3,7 @@
 // math      with D_ij = prod_{j<m<=i} a_m (RWKV-6: j < m < i), a = exp g, j < i:
 //           A_ij = sum_c q_i D_ij k_j;   dq_i = sum_j dA_ij D_ij k_j,   dk_j = sum_i dA_ij D_ij q_i,
 //           dg_t = sum of q_i D_ij k_j dA_ij over j < t <= i  (RWKV-6: j < t < i)
-//           A, dA: [query, key]; c a channel, for which q, k, a, D and dg are
+//           A, dA: [query, key]; c is a channel: q, k, a, D and dg have a number for each
 // numerics  float32. The decay between two tokens is a product from one to the other: it overflows only if the growth
 //           between them exceeds 88 nats, and a reset between them makes it 0.
 #include "read_order.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ TokenPair pair_of(int n) {
 
 // Returns to lane n of a warp the score of pair n; 0 if the pair's query is not one of the sub-chunk's `rows` tokens,
 // and to lanes 28 to 31, which have no pair. The pointers are to the first of these tokens, in any memory; strides: of
-// tokens. A lane computes its score alone, with few registers, since callers have no free ones.
+// tokens. A lane computes its score alone, channel by channel, with few registers, since callers have no free ones.
 template <class ReadOrder, typename T, typename G>
 __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, i64 q_stride, i64 k_stride,
                                             i64 g_stride, int rows, int channels) {

@@ -4,7 +4,8 @@
 //           operand overflows. If one operand is EXACT and the other 16-bit data, two products.
 #include "tf32.cuh"
 
-// An operand's registers: N values as tf32 numbers; if SPLIT, also what rounding to them left.
+// An operand's registers: a lane's N values as tf32 numbers (4 of a left operand, 2 of a right one); if SPLIT, also
+// what rounding to them left.
 template <bool SPLIT, int N> struct Operand {
   static constexpr bool EXACT = SPLIT;
   u32 high[N];
@@ -33,7 +34,7 @@ template <class A, class B> __device__ __forceinline__ void multiply(float (&d)[
   mma_tf32(d, a.high, b.high);
 }
 
-// a = rows 0...15, columns 0...7 of a row-major tile.
+// a = rows 0...15, columns 0...7 of a row-major tile, whose rows are `ld` numbers apart, as a left operand.
 template <class A> __device__ __forceinline__ void load_a(A& a, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   a.set(0, tile[g * ld + t]);
@@ -42,7 +43,8 @@ template <class A> __device__ __forceinline__ void load_a(A& a, const float* til
   a.set(3, tile[(g + 8) * ld + t + 4]);
 }
 
-// b = rows 0...7, columns 0...7 of a row-major tile.
+// b = rows 0...7, columns 0...7 of a row-major tile, whose rows are `ld` numbers apart, as a right operand: rows are
+// summed over.
 template <class B> __device__ __forceinline__ void load_b(B& b, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   b.set(0, tile[t * ld + g]);

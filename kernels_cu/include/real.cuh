@@ -1,4 +1,5 @@
-// what      The type in which numbers of a storage type are computed: float64 in itself, all others in float32.
+// what      The type in which numbers of a storage type are computed: float64 in itself, all others in float32; and
+//           functions that have the same names for both.
 #include "ptx.cuh"
 #include "tensor.cuh"
 

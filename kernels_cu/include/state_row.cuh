@@ -1,4 +1,5 @@
-// what      A row of a recurrence's state in float64, in the registers of a warp; a lane has every 32nd column.
+// what      A row of a recurrence's state in float64, in the registers of a warp; a lane has every 32nd column. A block
+//           has WARPS rows, a warp each.
 // math      X_t = a_t (b_t * X_{t-1}) + x_t y_t, for one row's numbers x and a and vectors y and b over the columns;
 //           kernels multiply X_t by vectors z over the columns
 // shapes    x a of the rows and y z b of the columns, [B, H, T, R] and [B, H, T, C]: the state is [K, V] with k as x, v
@@ -11,7 +12,7 @@
 constexpr int WARPS = 4;  // of a block; each has a row
 
 struct StateRow {
-  i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state
+  i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state, which may be `rows` or more: no row
   Span span;
 
   __device__ StateRow(const Shape& shape, i64 rows) {

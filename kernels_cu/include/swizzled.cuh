@@ -1,4 +1,5 @@
-// what      Addresses in the tensor cores' 128-byte swizzle: tiles are panels whose rows have 128 bytes.
+// what      Addresses in the tensor cores' 128-byte swizzle: tiles are panels whose rows have 128 bytes, 8 pieces of 16
+//           bytes; piece p of row r is in the place of piece p ^ r % 8.
 // limits    panels start on 1024 bytes
 #include "ptx.cuh"
 

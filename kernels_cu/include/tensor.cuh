@@ -86,8 +86,9 @@ __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 
   }
 }
 
-// A thread's place in a ring of N buffers that have mbarriers: the current buffer, and the parity that a wait for its
-// mbarrier takes. The parity changes with every round.
+// A thread's place in a ring of N buffers that have mbarriers: `stage`, the current buffer, and the parity that a wait
+// for its mbarrier takes: 0 in the first round of the ring, then 1, and so on. A wait with parity ^ 1 is for the end of
+// the round before, and returns at once in the first round.
 template <int N> struct Ring {
   int stage = 0;
   u32 parity = 0;

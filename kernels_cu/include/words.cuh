@@ -52,13 +52,14 @@ template <typename Word, int N> __device__ __forceinline__ u32 other_epoch(const
   return other;
 }
 
-// Loads words, or groups of neighbouring words, of whichever epoch.
+// Loads N words, or groups of neighbouring words (arrays of 16 bytes), of whichever epoch, from `from`.
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void load_words(Words (&words)[N], const Word* const (&from)[N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) load_word(words[n], from[n]);
 }
-// Loads words, which load_words has loaded before, again until all are of this epoch. take_words: without load_words.
+// settle_words loads words, which load_words has loaded before, again until all are of this epoch. take_words does
+// both.
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void settle_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>) load_words(words, from);
