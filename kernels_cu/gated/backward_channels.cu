@@ -49,6 +49,17 @@
 // source    Yang et al., 2024, "Gated Linear Attention Transformers", section 4.4; Peng et al., 2024, "Eagle and
 //           Finch", eq. 18-19
 // limits    none
+//
+// Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory; SPLIT,
+// whether an operand is two tf32 numbers. A product is D[16, 8] += A[16, 16] B[16, 8]: Left and Right are a lane's part
+// of A and B, in pairs p; LeftData, RightData: of data as they are in memory; Held: a Left in few registers. load_left,
+// load_right (two B side by side) and load_channels read tiles in shared memory; `take` sets a pair without rounding.
+// decays.cuh: with a the decays of a lane's two tokens, PairDecays(a) has those from the sub-chunk's start (start) and
+// to its end (end), MiddleFactors(a) the factors about its middle; whole_decay is the decay over the sub-chunk;
+// lane_sums(x) has the sums of x over the four lanes of a channel: `all`, `before` this lane, `after` it.
+// product_over(x, first, end, factor) is factor times x[first ... end - 1]. backward.cuh: fetch_rows starts to copy
+// rows to a tile, zeros where there are none; store_rows stores those that exist. CHUNK = 64 and SUB = 8 tokens, SUBS =
+// 8; TILE = 64 channels or columns; LD: the distance of neighbouring rows of a tile
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"

@@ -18,6 +18,12 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
 //           `sums`
+//
+// Names. CHUNK<T>: tokens of a chunk; OperandOf<T>::Type: the type of operands in shared memory; NUMBERS, LDA: numbers
+// of which a score is the sum, and the distance of A's rows. WarpShare (forward_operands.cuh): a share of a warp, a
+// span of 4 tokens, of which a lane has LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the
+// chunk; exists(): whether there is one. TokenDecays: e^g of a lane's tokens and channels. State, Output: a lane's
+// numbers of S and o in accumulators. state_q, state_k: the chunk's queries and keys, decayed for products with S
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"

@@ -17,6 +17,11 @@
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Blelloch, 1990, section 1.4.1
 // limits    K, V <= D; D of 8, 16
+//
+// Names (small_heads.cuh). Tile: a step's rows of all heads of a warp; load_row reads a row of one head as floats.
+// LaneCoord: a lane's head and its number in it; Work: that head's tokens; HEADS: heads of a warp; largest_of_warp: the
+// most tokens of a head. fetch copies a lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp
+// of the gates that a lane has copied
 #include "gated/small_heads.cuh"
 
 constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own

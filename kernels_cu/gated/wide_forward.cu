@@ -13,6 +13,10 @@
 // numerics  S in float32 accumulators; products in bfloat16, scores as two numbers; outputs of tiles add up in float32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16; K up to 128 TILES
+//
+// Names. WIDE = 128: channels of a tile; TILE_SIZE: numbers of a tile [CHUNK = 32 tokens, WIDE]; SCORES: numbers of a
+// chunk's scores; STAGES = 2: chunks in shared memory. copy_tile, copy_rows, copy_unaligned_rows start copies of
+// neighbouring numbers, or of rows. State, Output: a lane's numbers of S and o in accumulators
 #include "gated/forward_copies.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/wide_storage.cuh"

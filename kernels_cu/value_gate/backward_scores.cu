@@ -21,6 +21,14 @@
 //           largest sum of one channel's positive gates over the chunk if a gate is above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
+//
+// Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory;
+// load_column reads a lane's tokens of a channel from a tile. decays.cuh: with a the decays of a lane's two tokens,
+// PairDecays(a) has those from the sub-chunk's start (start) and to its end (end), MiddleFactors(a) the factors about
+// its middle; product_over(x, first, end) is the product of x[first ... end - 1]. backward.cuh: fetch_rows starts to
+// copy rows to a tile, zeros where there are none; store_rows stores those that exist. CHUNK = 64 and SUB = 8 tokens,
+// SUBS = 8; LD: the distance of neighbouring rows of a tile. ChunkScores (gated/backward_scores.cuh): a warp's blocks
+// of 16 x 16 scores; CHANNELS = 32; ChannelTokens: a tile [channel, token]
 #include "gated/backward_scores.cuh"
 #include "value_gate/by_token.cuh"
 #include "growth.cuh"

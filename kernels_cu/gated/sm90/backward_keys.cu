@@ -40,6 +40,15 @@
 //           computed token by token, whose growth may have made dS so large that D sum_v S dS is more than rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+//
+// Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens; Values, accumulators [channel,
+// token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh: Chunk and SubChunk, a lane's numbers of a chunk
+// or sub-chunk; Gates, its log gates; Counts, which gates a sum has; PairReader, products of queries with dA
+// (add_queries); Across, operands at borders of sub-chunks; SubChunkDecays. decays_from_middle, decays_from_start,
+// decays_to_end, decay_within, decay_queries, decay_keys: decays of tokens, and tokens times decays. states.cuh:
+// read_part, start_write start products that read dS or add to it; scale_state, decay_state multiply dS by numbers of
+// channels; scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`; StateOperand, decayed queries as
+// start_write takes them. backward_scores.cuh: multiply_within, multiply_across, put_within, put_across, put_state
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }

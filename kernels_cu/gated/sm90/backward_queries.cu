@@ -37,6 +37,15 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV of a launch, multiples of 8; BK and BV of 64, 128; rows start
 //           on 16 bytes
+//
+// Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens; Values, accumulators [channel,
+// token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh: Chunk and SubChunk, a lane's numbers of a chunk
+// or sub-chunk; Gates, its log gates; Counts, which gates a sum has; Pairs, numbers of pairs of tokens, which
+// PairReader multiplies by keys (add_keys) or queries (add_queries); Across, operands at borders of sub-chunks;
+// SubChunkDecays. decays_from_middle, decays_from_start, decays_to_end, decay_within, decay_queries, decay_keys: decays
+// of tokens, and tokens times decays. states.cuh: FloatTile, a tile in float32; start_read, start_write start products
+// that read S or add to it; decay_state; StateOperand, decayed keys as these products take them; load_state;
+// checkpoint_at
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

@@ -20,6 +20,14 @@
 // numerics  S and dS in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+//
+// Names. decays.cuh: Chunk, a lane's numbers of a chunk's tokens; Operand, the same in 16 bits; Gates, its log gates;
+// Counts, which gates a sum has; SubChunkDecays, over each sub-chunk, with before(n), after(n), all();
+// decays_from_start, decays_to_end: of tokens, from or to the border of their sub-chunk. states.cuh: start_write starts
+// S += x^T values; decay_state, scale_down multiply S by numbers of channels; QueryScale: powers of 2, `up` and its
+// inverse `down`. growth.cuh: exceeds_growth, whether gates are too far above 0 for products; update_state_by_token,
+// update_gradient_by_token. backward_tokens.cuh: is_first, is_last segment of its sequence in a direction; slot_of, its
+// index in `states`
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

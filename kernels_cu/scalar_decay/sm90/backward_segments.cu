@@ -15,6 +15,12 @@
 // numerics  products of bfloat16 numbers in float32: decayed ones as the sum of two
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16; K and V multiples of 8, V <= BV; BV of 64, 128; rows start on 16 bytes
+//
+// Names (warpgroup.cuh, backward_tokens.cuh). Operand: a lane's keys of a chunk, [channel, token], two bfloat16 numbers
+// a register; each_two calls f for each pair of tokens; load_channels loads an Operand; load_token_factors loads a
+// number for each of the lane's tokens; low, high: the two numbers of a register; remainder_of: their rounding errors.
+// gate_of: a token's log gate, 0 outside of the sequence. is_last: whether a segment is its sequence's last one in a
+// direction; slot_of: its index in `states`
 constexpr int CHUNK = 32, CHANNELS = 64;  // of a block
 #include "backward_tokens.cuh"
 
