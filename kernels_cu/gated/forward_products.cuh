@@ -5,6 +5,12 @@
 //           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix, and
 //           likewise of a tile of scores [16 queries, 8 keys]
 // numerics  sums in float32; products with S read it rounded
+//
+// Names. PRODUCTS: tf32 products for each product of float32, 1 or 3. A product is D[16, 8] += A[16, 16] B[16, 8]: Left
+// and Right are a lane's part of A and B. Readers load them from tiles in shared memory: LeftReader and RowsReader for
+// sums over columns, TransposedReader (A) and RightReader (two B) for sums over rows; load(x, tile, row, col) starts at
+// (row, col). OperandOf<T>::Type: the type of operands in tiles; MiddleOf: of those about a sub-chunk's middle.
+// ScoreStorage: the part of shared memory that has scores A and their operands; NUMBERS: of which a score is the sum
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"

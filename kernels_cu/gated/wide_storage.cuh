@@ -7,9 +7,9 @@
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-constexpr int WIDE = 128;                      // channels of a tile
-constexpr int TILE_SIZE = CHUNK<bf16> * WIDE;  // numbers
-using WideScores = ScoreStorage<SinglePass, bf16, WIDE>;
+constexpr int WIDE = 128;                                     // channels of a tile
+constexpr int TILE_SIZE = CHUNK<bf16> * WIDE;                 // numbers
+using WideScores = ScoreStorage<SinglePass, bf16, WIDE>;      // its member A is a chunk's scores
 constexpr int SCORES = sizeof(WideScores::A) / sizeof(bf16);  // numbers of scores of a chunk
 
 // Starts copying NUMBERS neighbouring numbers to shared memory.

@@ -4,6 +4,10 @@
 //           by8, by16: backward_keys_storage.cuh. Queries and keys "within sub-chunks" are those times their decays
 //           from the middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16
+//
+// Names. swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel; at_offset: the address
+// there. multiply_halves: a warp's product of 16-bit operands. wgmma_tile, wgmma, wgmma_fence, _commit, _wait, _keep:
+// products of a warpgroup, see states.cuh
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 

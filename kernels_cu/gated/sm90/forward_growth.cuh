@@ -15,6 +15,13 @@
 // make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero: 33
 // fills, or 65. The number is odd: so the phases of `full` and `empty` have the same parity afterwards as after a
 // single fill.
+//
+// Names. T: the type of q and k; G: of the gates, ScalarDecay if all channels of a token have one. GATES: a lane's
+// gates of a token, 4 or 1. ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels;
+// LANES: lanes of a sub-chunk; THREADS: of a producer group. InputStage: a chunk's q, k and g. in_tile, put_key,
+// put_state_query store 4 channels of a row in a tile of operands; put_decays: decays of 4 channels; load_gates: a
+// token's log gates. MAKERS: producer groups that take chunks in turn. K_RANKS = 2: two blocks have half of the
+// channels each
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"

@@ -19,6 +19,12 @@
 //           within a sub-chunk a gate counts as LEAST_GATE = -16 at least, so that e^(growth - 16) of a token would
 //           outlast a gate of -inf, and float16 ends at e^11. The results here overflow only where the recurrence
 //           itself does.
+//
+// Names. Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels; PANEL<X>:
+// of 128 bytes. decays.cuh: Gates, a lane's log gates; each_neighbours, neighbours_of: its pairs of tokens; Chunk, its
+// numbers; Pairs, pair_at: dA. query_share.cuh: IN_UNITS, ONE, power_of_two, sum_with_unit, query_share_value.
+// backward_tokens.cuh: channel_sum(x), the sum over the four lanes of a channel. S[4n + 2h + p]: channel h of the
+// lane's two, column 8n + 2t + p, t = lane % 4
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 

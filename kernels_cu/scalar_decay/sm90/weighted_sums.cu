@@ -44,6 +44,13 @@
 //           Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
 //           bytes. So for gradients the layer's K and V are both at most BK
+//
+// Names. warpgroup.cuh: Values, accumulators of an output; Operand, two bfloat16 numbers a register; matrix_row and
+// swizzled, addresses in a panel of 64 numbers of each token; load_channels, store_values: of a warp's 16 columns of
+// it; read_state starts o = S q, write_state S += v k^T, multiply_pairs o += v A^T, all of which wgmma_wait completes;
+// each_transposed calls f for the lane's numbers of S and their addresses in a state in memory; gate_of: a token's log
+// gate, 0 outside of the sequence. weighted_sums_storage.cuh: first_token_of, the first token of an iteration's chunk;
+// ends_stretch, whether a chunk is its stretch's last one; Registers, a thread's registers by role
 #include "lanes.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
