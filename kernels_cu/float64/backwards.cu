@@ -52,8 +52,8 @@ constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE
 
 // ReadOrder: AfterWrite, or BeforeWrite for RWKV-6 (read_order.cuh). COLUMNS: 32 times a lane's columns (Row in
 // state_row.cuh): lane l has columns l, l + 32, ...; X.each(columns, f) calls f(number, column) for those that exist.
-// Chunks are taken from the last to the first: of each, X_{t-1} of all its tokens is computed forwards and kept in
-// `states`, then gradients are computed backwards.
+// StateRow: the warp's row r, of head h of sequence n of batch row b. Chunks are taken from the last to the first: of
+// each, X_{t-1} of all its tokens is computed forwards and kept in `states`, then gradients are computed backwards.
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_backwards(const Args args) {
   const StateRow row(args.shape, args.R);

@@ -43,6 +43,7 @@ constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_
 
 // ReadOrder: AfterWrite, or BeforeWrite for RWKV-6 (read_order.cuh). COLUMNS: 32 times a lane's columns (Row in
 // state_row.cuh): lane l has columns l, l + 32, ...; X.each(columns, f) calls f(number, column) for those that exist.
+// StateRow: the warp's row r, of head h of sequence n, whose tokens are `span` of batch row b.
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
   const StateRow row(args.shape, args.R);

@@ -22,7 +22,8 @@
 
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
-// The type of the arithmetic, for data T and states S. Gates G do not decide: they are float64 only if T is.
+// The type of the arithmetic, for data T and states S: double if one of them is (Real), else float. Gates G do not
+// decide: they are float64 only if T is.
 template <typename T, typename S> using Wider = decltype(Real<T>() + Real<S>());
 // The least number of blocks on a multiprocessor: the compiler gives a thread no more registers than that allows.
 // Without this bound it orders the loads of a half-precision state so that they take a sixth longer. From sm_100 on

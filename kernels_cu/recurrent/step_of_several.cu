@@ -29,6 +29,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// The largest number of pending tokens; and the type of the arithmetic: double if the data or the state are, else
+// float.
 constexpr int TOKENS = 8;
 template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
 

@@ -17,6 +17,13 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
 //           columns of V, BK and BV 64 or 128; rows start on 16 bytes
+//
+// Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
+// that make chunks in turn; rank_of, the block's number in its cluster. Of Shared: GROUPS, producer groups; STAGES,
+// chunks of operands; VALUE_SLOTS, chunks of v of a warpgroup. PANEL = 64: columns of a warpgroup. SENT: copies of a
+// chunk that arrive from the other block. WHOLE_CHUNK: a header's mark that the stage has a whole chunk. narrow_work:
+// of a segment leaves out the tokens that are forgotten at its end. threads_copy_rows: whether tokens have a negative
+// stride
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"

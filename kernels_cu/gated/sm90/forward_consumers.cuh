@@ -17,7 +17,9 @@
 // the descriptor wgmma_tile(address, leading, stride) of a swizzled tile; adding bytes / 16 to b moves the tile;
 // TRANSPOSED: the tile is [depth, N], else [N, depth]. wgmma_commit closes a group of products, wgmma_wait<n> waits
 // until n groups are unfinished, wgmma_fence comes before products that read registers written since; wgmma_keep keeps
-// the compiler from moving accesses of d over it.
+// the compiler from moving accesses of d over it. From forward_storage.cuh: SPLIT_SCORES, whether a score is two
+// numbers; headers[stage].row[0], WHOLE_CHUNK or a single token's row; threads_copy_rows, whether tokens have a
+// negative stride, so that there is no tensor map.
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 #include "wgmma.cuh"
