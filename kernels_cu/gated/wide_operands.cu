@@ -38,8 +38,7 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: bfloat16; G: the type of g. Share, Gates,
-// span decays and make_operands: forward_operands.cuh; tasks and scores: forward_products.cuh.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: bfloat16; G: the type of g.
 template <class ReadOrder, typename T, typename G>
 __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> args) {
   constexpr int THREADS = 256, BT = CHUNK<T>, PRODUCTS = 1;

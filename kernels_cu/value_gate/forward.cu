@@ -1,10 +1,10 @@
 // what      GLA with a gate for each channel of K and one for each column of V, forward: every input is read once, o is
 //           written once.
 // math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T, * number by number;  o_t = scale q_t^T S_t.  Per chunk,
-//           with E_i the decay of channels, F_i of columns, from the chunk's start to token i, D_ij and F_ij from token
-//           j to i:  A_ij = sum over channels of q_i D_ij k_j, j <= i;  o_i = scale (F_i * (E_i q_i)^T S +
-//           sum_j A_ij F_ij * v_j);  S <- diag(decay of channels) S diag(decay of columns) +
-//           (k decayed to the chunk's end)^T (v decayed to it), with the decays over the chunk
+//           with E_i the decay of channels, F_i of columns, from the chunk's start through token i, D_ij and F_ij those
+//           from after token j through i:  A_ij = sum over channels of q_i D_ij k_j, j <= i;
+//           o_i = scale (F_i * (E_i q_i)^T S + sum_j A_ij F_ij * v_j);  S <- diag(decay of channels) S diag(decay of
+//           columns) + (k decayed to the chunk's end)^T (v decayed to it), with the decays over the chunk
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
 //           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms (nats)
 // schedules (gated/forward_storage.cuh) SinglePass: o and the final state, one launch for all channels. SplitChannels:
@@ -54,7 +54,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   float* sums;             // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
-  float* channel_decays;   // SegmentState: the sums of gates over all tokens; a second row of zeros, which is added
+  float* channel_decays;   // SegmentState: sums of gates over all tokens, and zeros: scan_segments.cu adds both rows
   float* column_decays;    // SegmentState: the same of the columns, one row
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed

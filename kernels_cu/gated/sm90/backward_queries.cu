@@ -209,7 +209,8 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 // A lane's results of a chunk. query_share holds terms of single tokens first, and after the sum over tokens
 // query_share_t. With query_term_i = q_i (sum_j dA_ij D_ij k_j + from_state_i) and key_term_j = k_j sum_i dA_ij D_ij
 // q_i the term of token i is query_term_i - key_term_i in GLA. In RWKV-6 it is query_term_i, and key_term_i is in
-// key_terms: there query_share_t sums the query_term of tokens from t + 1 on and the key_term of tokens from t on.
+// key_terms: there query_share_t is the sum of query_term over tokens from t + 1 on less that of key_term over tokens
+// from t on.
 struct Gradients {
   Chunk dq, query_share, key_terms;
 };

@@ -307,8 +307,9 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& from_s
 // float32 arithmetic, too, as the first pass does for dg, both computations have the same number.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// Sets `queries` and `keys` to their factors in sub-chunk n: e^(sum of gates from the middle), and e^-(that sum).
-// LOADED_CLAMPED: `gates` were loaded with CLAMPED.
+// Sets `queries` and `keys` to their factors in sub-chunk n: e^(the sum of gates from the middle to the state that
+// query i reads), and e^-(the sum from the middle through the key's own gate). LOADED_CLAMPED: `gates` were loaded with
+// CLAMPED.
 template <bool LOADED_CLAMPED = false, class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
                                                    const Counts& counts, int n) {

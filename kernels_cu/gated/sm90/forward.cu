@@ -21,9 +21,9 @@
 // Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
 // that make chunks in turn; rank_of, the block's number in its cluster. Of Shared: GROUPS, producer groups; STAGES,
 // chunks of operands; VALUE_SLOTS, chunks of v of a warpgroup. PANEL = 64: columns of a warpgroup. SENT: copies of a
-// chunk that arrive from the other block. WHOLE_CHUNK: a header's mark that the stage has a whole chunk. narrow_work:
-// of a segment leaves out the tokens that are forgotten at its end. threads_copy_rows: whether tokens have a negative
-// stride
+// chunk that arrive from the other block. WHOLE_CHUNK: a header's mark that the stage has a whole chunk. narrow_work
+// sets s.work to this block's part of a segment, without the tokens that are forgotten at the segment's end.
+// threads_copy_rows: whether tokens have a negative stride, for which there is no tensor map
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
