@@ -1,5 +1,6 @@
 """The NumPy backend: the reference recurrences in any float dtype, and the chunked forms on BLAS."""
 
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -63,8 +64,8 @@ def run(problem):
             else:
                 recurrent.step_of_several(problem, STEPS[name], o)
             return o
-        final = compute(problem, o)
-        return o, finished_states(problem, final)
+        compute, _ = computation(problem, o)
+        return o, finished_states(problem, compute(o))
 
 
 def output(problem):
@@ -75,21 +76,19 @@ def output(problem):
     return np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)
 
 
-def compute(problem, o):
-    """Fills o; returns the final state's parts in the dtype of the arithmetic."""
+def computation(problem, o):
+    """(run, vjp) of a call, two functions of o. Both fill o. run(o) returns the final state's parts in the dtype of the
+    arithmetic, vjp(o) returns (these parts, pull)."""
     if problem.op.name == "softmax_attention":
-        return softmax_attention.run(problem, o)
-    equation = EQUATIONS[problem.op]
-    recurrently = is_recurrent(problem, o)
+        return partial(softmax_attention.run, problem), partial(softmax_attention.vjp, problem)
+    equation, recurrently = EQUATIONS[problem.op], is_recurrent(problem, o)
     if recurrently and not linear_attention.is_out_of_range(problem):
-        return recurrent.run(problem, equation, o)
+        return partial(recurrent.run, problem, equation), partial(recurrent.vjp, problem, equation)
     if problem.op in OWN_CHUNKS:
-        return OWN_CHUNKS[problem.op].run(problem, o)
+        chunks = OWN_CHUNKS[problem.op]
+        return partial(chunks.run, problem), partial(chunks.vjp, problem)
     member = equation.member(problem)
-    buffer = member.buffer(o)
-    final = recurrent.run(member.as_gla(), gla, buffer)[0] if recurrently else FORMS[problem.mode].run(member, buffer)
-    member.output(o, buffer)
-    return member.split(final)
+    return partial(run_member, member, recurrently), partial(vjp_member, member, recurrently)
 
 
 def is_recurrent(problem, o):
@@ -121,7 +120,8 @@ def vjp(problem):
     """((o, the final state's parts or None), pull). The pullback is the same in all modes but "recurrent"."""
     o = output(problem)
     with np.errstate(all="ignore"):
-        final, pull_arrays = gradients(problem, o)
+        _, compute = computation(problem, o)
+        final, pull_arrays = compute(o)
 
     def pull(do, dht):
         with np.errstate(all="ignore"):
@@ -137,17 +137,19 @@ def pullback(problem):
     return vjp(problem)[1]
 
 
-def gradients(problem, o):
-    """Fills o; returns (the final state's parts, pull), in the dtype of the arithmetic."""
-    if problem.op.name == "softmax_attention":
-        return softmax_attention.vjp(problem, o)
-    equation = EQUATIONS[problem.op]
-    recurrently = is_recurrent(problem, o)
-    if recurrently and not linear_attention.is_out_of_range(problem):
-        return recurrent.vjp(problem, equation, o)
-    if problem.op in OWN_CHUNKS:
-        return OWN_CHUNKS[problem.op].vjp(problem, o)
-    member = equation.member(problem)
+def run_member(member, recurrently, o):
+    """`run` of a member of the gated family; `recurrently`: token by token, as gla."""
+    buffer = member.buffer(o)
+    if recurrently:
+        (final,) = recurrent.run(member.as_gla(), gla, buffer)
+    else:
+        final = FORMS[member.problem.mode].run(member, buffer)
+    member.output(o, buffer)
+    return member.split(final)
+
+
+def vjp_member(member, recurrently, o):
+    """`vjp` of a member of the gated family."""
     buffer = member.buffer(o)
     if recurrently:
         (final,), pull_tokens = recurrent.vjp(member.as_gla(), gla, buffer)
@@ -156,7 +158,7 @@ def gradients(problem, o):
     member.output(o, buffer)
 
     def pull(do, dht):
-        do, dht = member.output_vjp(cast(do, problem.compute_dtype)), member.state_vjp(dht)
+        do, dht = member.output_vjp(cast(do, member.problem.compute_dtype)), member.state_vjp(dht)
         if recurrently:
             results, (initial,) = pull_tokens(do, (dht,))
             results = *results, None

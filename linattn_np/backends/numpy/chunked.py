@@ -23,7 +23,7 @@ from .chunking import Chunking
 from .cores import in_parallel, workers
 from .loop_choice import loops
 from .packing import Scratch, Segment, row_blocks, thread_scratch
-from .scores import LEAST, LIMIT, Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
+from .scores import LEAST, LIMIT, Gates, blas_ready, decay_vjp, diagonal, gated_scores, gated_scores_vjp, mask_future
 
 SEGMENT_ELEMENTS = 1 << 18  # of each of a segment's arrays: larger ones leave the cache, smaller ones cost more calls
 MATERIALIZED_BYTES = 1 << 30  # of all chunks' states: more are kept only if the caller asks for `materialize`
@@ -394,7 +394,7 @@ class ChunkProducts:
         diagonal_dA = diagonal(dA).copy()[..., None]  # dA_ii: no gate multiplies A_ii
         mask_future(dA, exclusive=True)
         dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, dh_after.swapaxes(-1, -2))
-        dlog_decay = self.flow(h, dh_after)
+        dlog_decay = decay_vjp(scores.decay, h, dh_after)
         gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, dlog_decay, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):
             weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))  # dqg is not needed any more
@@ -404,15 +404,6 @@ class ChunkProducts:
             if u is None
             else (diagonal_dA.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
         )
-
-    def flow(self, h, dh_after):
-        """The gradient of each chunk's log decay through the states: decay * sum_v h dh, [B, H, n, K or 1].
-
-        `h`: the states before the chunks; `dh_after`: the gradients of the states after them.
-        """
-        decay = self.scores.decay
-        flow = decay * np.vecdot(h, dh_after)
-        return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
 def backward_token_by_token(schedule, rows, do, states, final_gradient, initial_gradient, gradients):

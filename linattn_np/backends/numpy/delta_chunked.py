@@ -30,7 +30,7 @@ from . import by_token, delta_rule, recurrent, rwkv7
 from .chunked import Schedule
 from .cores import in_parallel
 from .packing import thread_scratch
-from .scores import Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
+from .scores import Gates, blas_ready, decay_vjp, diagonal, gated_scores, gated_scores_vjp, mask_future
 
 GROWTH = 4.0  # the most that a chunk's gates above 0 sum to: e^4 times the rounding error of float32 is 3e-6
 FEW = 8  # up to so many tokens are faster one after the other than in a chunk
@@ -241,12 +241,6 @@ class Chunks:
         """The adjoint of `written`: ad^T (Zb dS)."""
         return self.ad[:, :, c].swapaxes(-1, -2) @ (self.Zb[:, :, c] @ dS)
 
-    def through(self, h, dh_after):
-        """The gradient of each chunk's log decay through the states, [B, H, n, K or 1]. `h`: the states before the
-        chunks; `dh_after`: the gradients of the states after them."""
-        flow = self.decay * np.vecdot(h, dh_after)
-        return flow.sum(-1, keepdims=True) if self.decay.shape[-1] == 1 else flow
-
 
 class DeltaRuleChunks(Chunks):
     """`Chunks` of the delta rules of q, k, v, maybe g, and beta."""
@@ -268,7 +262,7 @@ class DeltaRuleChunks(Chunks):
         U = self.N @ (self.v + self.ad @ h)  # the values that tokens write along beta k
         h_T, U_T = h.swapaxes(-1, -2), U.swapaxes(-1, -2)
         dto_end = U @ dh_after.swapaxes(-1, -2)
-        dq, dwritten, dg = self.q_pairs.vjp(do @ U_T, do @ h_T, dto_end, self.through(h, dh_after))
+        dq, dwritten, dg = self.q_pairs.vjp(do @ U_T, do @ h_T, dto_end, decay_vjp(self.decay, h, dh_after))
         da, dwritten_by_a, dg_by_a = self.a_pairs.vjp(R @ U_T, R @ h_T)
         dwritten += dwritten_by_a
         dg += dg_by_a
@@ -298,7 +292,8 @@ class Rwkv7Chunks(Chunks):
         dv += self.B.swapaxes(-1, -2) @ do
         P = self.N @ (self.ad @ h + self.ak_pairs.A @ self.v)  # the values that tokens write along b
         h_T, dh_after_T, v_T, P_T = (x.swapaxes(-1, -2) for x in (h, dh_after, self.v, P))
-        dr, dk, dw = self.rk_pairs.vjp(do @ v_T, do @ h_T, self.v @ dh_after_T, self.through(h, dh_after))
+        through = decay_vjp(self.decay, h, dh_after)
+        dr, dk, dw = self.rk_pairs.vjp(do @ v_T, do @ h_T, self.v @ dh_after_T, through)
         da, db, dw_by_ab = self.ab_pairs.vjp(R @ P_T, R @ h_T, P @ dh_after_T)
         dw += dw_by_ab
         for pair, dA, drows, dcolumns in ((self.rb_pairs, do @ P_T, dr, db), (self.ak_pairs, R @ v_T, da, dk)):

@@ -15,29 +15,25 @@ import numpy as np
 from .packing import thread_scratch
 
 
-def run(problem, equation, o):
-    """Writes o [B, H, T, V]; returns the parts of the final state."""
+def run(problem, equation, o, before=None):
+    """Writes o [B, H, T, V]; returns the parts of the final state. before : a dictionary that receives the state before
+    each token, no copy: where the problem wants gradients, no step overwrites a state."""
     inputs = cast_inputs(problem)
     final = initial_states(problem)
     for s, (start, stop) in enumerate(problem.spans):
         state = state_of_sequence(final, s, problem)
         for t in range(start, stop):
+            if before is not None:
+                before[t] = state
             state, o[:, :, t] = equation.step(problem, state, *tokens(problem, inputs, t))
         put_state(final, s, problem, state)
     return final
 
 
 def vjp(problem, equation, o):
-    """Writes o; returns (the parts of the final state, the pullback). The state before each token is kept, no copy: the
-    problem wants gradients, so that no step overwrites it."""
-    inputs = cast_inputs(problem)
-    final, before = initial_states(problem), {}
-    for s, (start, stop) in enumerate(problem.spans):
-        state = state_of_sequence(final, s, problem)
-        for t in range(start, stop):
-            before[t] = state
-            state, o[:, :, t] = equation.step(problem, state, *tokens(problem, inputs, t))
-        put_state(final, s, problem, state)
+    """Writes o; returns (the parts of the final state, the pullback)."""
+    inputs, before = cast_inputs(problem), {}
+    final = run(problem, equation, o, before)
 
     def pull(do, dht):
         gradients = [np.zeros_like(x) for x in inputs]

@@ -277,6 +277,14 @@ def channels_of(g, x):
     return x.sum(-1, keepdims=True) if g.shape[-1] == 1 else x
 
 
+def decay_vjp(decay, h, dh_after):
+    """The gradient of each chunk's log decay through the states: decay * sum_v h dh, [B, H, n, K or 1].
+
+    h, dh_after : the states before the chunks, the gradients of the states after them, [B, H, n, K, V]
+    """
+    return channels_of(decay, decay * np.vecdot(h, dh_after))
+
+
 # -- by halves --------------------------------------------------------------------------------------------------------
 
 
