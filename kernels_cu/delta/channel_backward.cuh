@@ -48,7 +48,7 @@ template <int COLUMN_KINDS, typename X> struct BlockSums {
   // [1], over the two borders after 8 of 16: rows of blocks 1 and 3, columns of blocks 0 and 2; of these (1, 0) and (3,
   // 2) are pairs, and the other two quarters are 0.
   Number pairs_across[2][ROWS * COLUMNS][NUMBERS][HALF * HALF];
-  float block_decays[BLOCKS][TILE];
+  float block_decays[BLOCKS][TILE];  // over each block; stored by the caller
   // Sums over a block of rows times their terms of S, and of columns times their terms of dS.
   float row_sums[BLOCKS][TILE], column_sums[BLOCKS][TILE];
   // Row sum of the last block, [0], and column sum of the first, [1], including pairs over the border after 16 tokens.

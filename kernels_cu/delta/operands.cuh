@@ -1,27 +1,32 @@
 // what      Operands of the delta rules' products in chunks, for data of 16 bits and for float32 data, which kernels
-//           call `single`: these have three products in tf32 for one.
+//           call `single`: one product of these is three products in tf32.
 // math      A *word* is two neighbouring numbers of a row. An operand's words are those of the products of 16-bit types
-//           (ptx.cuh); the tf32 instruction, which contracts 8 numbers in some order, takes 2t for its number t and
-//           2t + 1 for its number t + 4. So accumulators are operands without any move, of either type
+//           (ptx.cuh); the tf32 instruction sums over 8 numbers, of which a lane has numbers t and t + 4: it is given
+//           2t as its number t and 2t + 1 as its number t + 4, in both operands (t = lane % 4). So accumulators are
+//           operands without any move, of either type
 // numerics  a `single` is the sum of two tf32 numbers, to 21 bits; of their four products three are added
 #include "gated/forward_tiles.cuh"
 #include "half_products.cuh"
 #include "tf32.cuh"
 
+// float32 data, as the kernels' template argument T: a type of its own, which chooses the functions below.
 struct single {
   float x;
 };
 __device__ __forceinline__ float to_float(single x) { return x.x; }
 template <> __device__ __forceinline__ single from_float<single>(float x) { return {x}; }
 
+// OfSingle if T is `single`, otherwise OfHalf.
 template <typename T, typename OfSingle, typename OfHalf> struct Chosen {
   using Type = OfHalf;
 };
 template <typename OfSingle, typename OfHalf> struct Chosen<single, OfSingle, OfHalf> {
   using Type = OfSingle;
 };
+// Two neighbouring numbers of type T.
 template <typename T> using Word = typename Chosen<T, float2, u32>::Type;
-// The type of operands that are Half for 16-bit data T, since others would not hold them.
+// The type of operands for data T: `single` for float32 data, Half for 16-bit data of either type, where only Half has
+// the range or the precision that they need.
 template <typename T, typename Half> using Operand = typename Chosen<T, single, Half>::Type;
 
 // Two numbers as a word, rounded to T.
@@ -37,7 +42,8 @@ template <typename T> __device__ __forceinline__ float2 unpack_pair(const T* x) 
 }
 __device__ __forceinline__ void put_pair(single* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
 
-// A matrix of 8 x 8 numbers transposed: x = M[g][2t,+1] becomes M[2t,+1][g].
+// A matrix of 8 x 8 numbers transposed, of which a lane has two: x = M[g][2t], M[g][2t + 1] becomes M[2t][g], M[2t +
+// 1][g].
 __device__ __forceinline__ float2 transpose_pairs(float2 x) {
   const int lane = own_lane(), first = (lane & 3) * 8 + (lane >> 3);
   const auto from = [&](int other) {
@@ -47,7 +53,8 @@ __device__ __forceinline__ float2 transpose_pairs(float2 x) {
   return {from(first), from(first + 4)};
 }
 
-// D[16, 8] += A[16, 16] B[16, 8].
+// D[16, 8] += A[16, 16] B[16, 8], as multiply_halves of 16-bit types (half_products.cuh): words a[m] are row g + 8 (m %
+// 2), columns 8 (m / 2) + 2t and the next; b[m] rows 8m + 2t and the next, column g.
 __device__ __forceinline__ void multiply_halves(float (&d)[4], const float2 (&a)[4], const float2 (&b)[2], single) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -63,17 +70,22 @@ __device__ __forceinline__ void multiply_halves(float (&d)[4], const float2 (&a)
 
 // ---- tiles of `single` ----------------------------------------------------------------------------------------------
 
-// Without conflicts of banks: a piece of eight rows; two pieces side by side of rows 0 to 3, of 4 to 7, of even rows
-// and of odd rows.
+// The permutation of 16-byte pieces in tiles of `single` (see row_swap in gated/forward_tiles.cuh). These reads have no
+// bank conflicts: one piece of eight rows; two neighbouring pieces of rows 0 to 3, of rows 4 to 7, of the even rows, or
+// of the odd rows.
 template <> __device__ __forceinline__ constexpr int row_swap<single>(int row) {
   return ((row ^ row >> 2) & 3) * 2 | row >> 2;
 }
 template <> __device__ __forceinline__ constexpr int row_swap<const single>(int row) { return row_swap<single>(row); }
 
 // How the four matrices of 8 x 8 numbers that a warp loads at a time follow each other: matrix 1 is below matrix 0
-// (DOWN) or to its right; ALONG: all are side by side.
+// (DOWN) or to its right (ACROSS), and matrices 2 and 3 are beside, or below, them; ALONG: all four are side by side.
 enum Order { DOWN, ACROSS, ALONG };
 
+// Loads four matrices of a tile of `single` with rows of COLS numbers, from row `row` and column `col` (multiples of
+// 8), and `column`, on: r[m] are two neighbours of matrix m: row g, columns 2t and 2t + 1; or, TRANSPOSED, column g,
+// rows 2t and 2t + 1. g = lane / 4, t = lane % 4. The four readers below are those of 16-bit tiles
+// (gated/forward_tiles.cuh) for `single`.
 template <int COLS, Order ORDER, bool TRANSPOSED> struct SingleReader : Reader<COLS, single> {
   __device__ __forceinline__ SingleReader(int column, int lane)
       : Reader<COLS, single>(TRANSPOSED ? 2 * (lane & 3) : lane >> 2,

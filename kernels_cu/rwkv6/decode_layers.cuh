@@ -3,11 +3,14 @@
 //           K. The *finishing warp* adds the warps' sums of a tile, and stores the results. Other warps copy weights to
 //           a ring of stages (decode_weights.cuh). The *staging area* is the shared memory for the vectors that are
 //           multiplied, as operands of tensor cores. `epoch` is the number of the layer, over all launches
-// math      A layer is a sequence of phases. Most are products W x of weights [rows, K] with vectors: x is LN(x) mixed
-//           with the previous token's, or what an earlier phase has computed. Rows are computed in tiles of ROWS = 16;
-//           a block has some tiles of each phase (s.tiles)
-// shapes    args.x [D]: the residual stream. args.xx [6, D]: see normed_words. args.staged: how many numbers of a
-//           vector the staging area holds at a time
+// math      A layer is a sequence of phases (decode_phases.cuh). Most are products W x of weights [rows, K] with
+//           vectors: x is LN(x) mixed with the previous token's, or what an earlier phase has computed. Rows are
+//           computed in tiles of ROWS = 16; a block has some tiles of each phase (s.tiles). OUTPUT ends the time mix
+//           and FFN_VALUE the channel mix: they add to the residual stream; FFN_INPUTS begins the channel mix; HEAD,
+//           after all layers, gives the logits
+// shapes    args.x [D]: the residual stream; att_shift, ffn_shift: the previous token's LN(x) of the time and of the
+//           channel mix. args.xx [6, D]: see normed_words. args.staged: how many numbers of a vector the staging area
+//           holds at a time
 // smem      Shared (decode_weights.cuh); behind it the staging area, with the operands of vectors
 // barriers  mbarriers. full, empty: a stage of weights has been copied, has been read by all lanes; summed: the warps'
 //           sums of a tile are in tile_sums; taken: the finishing warp has read them. Results reach other blocks as
@@ -16,8 +19,10 @@
 //           columns of one product, and are added at the end
 #include "rwkv6/decode_operands.cuh"
 
-// Version: the class of the version's phases. It stores the results of its products (`finish`), fetches their vectors
-// (`fetch`), and computes what is no product of weights (`compute`). T: the type of weights, S: of the state.
+// Version: the class of the version's phases, which is derived from this one. It stores the results of its products
+// (`finish`), fetches their vectors (`fetch`), and computes what is no product of weights (`compute`). T: the type of
+// weights, S: of the recurrent state. From its decode_phases.cuh come Phase, Args, VECTORS (mixes of a norm that a
+// block computes at once), KEEPS_NORM and HOLDS_WEIGHTS.
 template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
   typedef DecodeOperands<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;

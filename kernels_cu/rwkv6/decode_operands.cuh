@@ -3,7 +3,9 @@
 //           shared memory, or words of other blocks in global memory, which carry the number of the layer they are of,
 //           `epoch`
 // smem      the staging area: operands of one or two vectors [TERMS, count], the terms of their numbers
-//           (decode_split.cuh); after them the floats [D] of a norm
+//           (decode_split.cuh); after them the floats [D] of a norm. Columns of weights (Lane<T>, decode_tiles.cuh): a
+//           stage has STAGE; in each of its STEPS steps a warp has STEP neighbours, warps STEP apart, steps STRIDE
+//           apart
 // barriers  __syncwarp only
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
