@@ -33,6 +33,16 @@
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
+// From the includes:
+//   BT = 32 tokens, TILE = 64
+//   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
+//     operands of tensor cores
+//   Word<T>: two neighbouring numbers, which unpack_pair and put_pair load and store as floats
+//   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
+//     is token 16 m + 8 down + g, column 8 across + 2t + p
+//   own_lane(): this thread's lane
+//   padded(V): V rounded up to 64
+
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_, e, w;  // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
   Rows<const G> g, beta;          // of each token a row of one number

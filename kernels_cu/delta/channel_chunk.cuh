@@ -15,6 +15,9 @@
 //           product of the decays of the tokens in between, so that any gate is exact
 #include "delta/chunk.cuh"
 
+// From chunk.cuh:
+//   BT = 32 tokens; place, LeftReader, RowsReader, multiply_rows, put_split_pair, Matrix and Word
+
 constexpr int BLOCK = 4;  // tokens of a block
 // Pairs of a block's tokens with j < i; with j <= i; and both.
 constexpr int PAIRS = BLOCK * (BLOCK - 1) / 2, PAIRS_WITH_SELF = PAIRS + BLOCK, PAIRS_OF_BOTH = PAIRS + PAIRS_WITH_SELF;

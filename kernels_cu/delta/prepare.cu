@@ -23,6 +23,17 @@
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
+// From the includes:
+//   BT = 32 tokens
+//   unpack_four, put_four: four neighbours as floats; times, add_product: of four
+//   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
+//   copy_pieces, copy_numbers: copy a chunk's rows to a tile
+//   store_channels: the warp's 16 channels of a tile to global memory; store_pieces: a whole array; clear_padding:
+//     zeros between a matrix's rows there
+//   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
+//     is token 16 m + 8 down + g, column 8 across + 2t + p
+//   UPPER, LOWER: the half of a matrix that is not 0
+
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
   Rows<const G> g, beta;  // rows of one number, for each token

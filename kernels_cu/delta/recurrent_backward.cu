@@ -35,6 +35,14 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
+//   Real<T>: float, or double for float64; to_real, from_real convert
+//   BlockWork: the block's sequence, head and columns
+//   Tokens::fetch starts copies; TokenGates: gates and betas on their way; prepare_tokens: decays and TokenScalars
+//   load_neighbours, store_neighbours: N numbers at once
+//   segment_of, is_whole: segments.cuh
+
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   Rows<const T> do_;
   Rows<T> dv;               // this, kept, parts and token_parts: null without OUTPUTS

@@ -33,6 +33,14 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
+//   Real<T>: float, or double for float64; to_real, from_real convert
+//   BlockWork: the block's sequence, head and columns
+//   Tokens::fetch starts copies; TokenGates: gates and betas on their way; prepare_tokens: decays and TokenScalars
+//   load_neighbours, store_neighbours: N numbers at once
+//   segment_of, is_whole: segments.cuh
+
 constexpr int CHANNELS = 16;  // of a lane
 // Tokens of a stage: so many that the stage's q, and its k, are at most 4 KB for every type and BK.
 template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);

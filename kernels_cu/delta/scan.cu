@@ -20,6 +20,17 @@
 #include "delta/prepared.cuh"
 #include "delta/walk.cuh"
 
+// From the includes:
+//   BT = 32 tokens
+//   State<BK>: a warp's 16 columns of a state
+//   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
+//     sums y; add_packed: y += x; multiply_packed: sums += M x
+//   store_tokens: the warp's columns of the tokens to memory
+//   each_number: calls f for the lane's numbers of S. copy_prepared, copy_chunk: start copies
+//   segment_of, is_whole: segments.cuh
+//   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
+//     is token 16 m + 8 down + g, column 8 across + 2t + p
+
 template <typename T> struct Args {
   Rows<const T> v;
   Rows<T> o;                  // null without OUTPUTS

@@ -19,6 +19,17 @@
 #include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
+// From the includes:
+//   launch_next: the next kernel may begin; wait_for_previous: the previous one has ended
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
+//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   tensor_load: starts copying a box; _once: of data that are read once
+//   Stack, RowTile, Steps, Finish: products.cuh
+//   store_terms, store4_terms: numbers as sums of TERMS terms; relu_squared: in units of UNIT_OF_SQUARES.
+//     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory
+
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
 
 struct Args {

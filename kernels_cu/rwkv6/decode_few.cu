@@ -33,6 +33,13 @@
 #include "rwkv6/decode_phases.cuh"
 #include "rwkv6/decode_layers.cuh"
 
+// From the includes:
+//   put_word: stores a number for other blocks; take_words: waits for words of this epoch; number: a word's number
+//   ROWS = 16: of a tile; tiles_of: tiles of so many rows
+//   sync: the barrier of the 256 computing threads
+//   state_row: the row of the states of all layers
+//   Norm, StatePart, TimeMixScratch, time_mix_head: time_mix.cuh and decode_tiles.cuh
+
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<DecodeFew<T, S, STAGES>, T, S, STAGES> {
   typedef DecodeLayers<DecodeFew, T, S, STAGES> Layers;
   using Layers::args, Layers::s, Layers::staging, Layers::D, Layers::tid, Layers::epoch, Layers::tile_count;

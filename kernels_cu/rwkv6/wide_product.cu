@@ -17,6 +17,18 @@
 #include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
+// From the includes:
+//   launch_next: the next kernel may begin; wait_for_previous: the previous one has ended
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
+//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   tensor_load: starts copying a box; _once: of data that are read once
+//   Stack, RowTile, Steps, Finish: products.cuh
+//   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
+//   arrive_at_block: at another block's barrier
+//   relu_squared: in units of UNIT_OF_SQUARES
+
 constexpr int DEPTH = 64;  // numbers of K in a step
 constexpr int AHEAD = 4;   // steps by which a cluster's blocks copy weights to L2 ahead of their stages
 

@@ -29,6 +29,14 @@
 #include "rwkv6/decode_layers.cuh"
 #include "rwkv7/time_mix.cuh"
 
+// From the includes:
+//   put_word: stores a number for other blocks; take_words: waits for words of this epoch; number: a word's number
+//   ROWS = 16: of a tile; tiles_of: tiles of so many rows
+//   sync: the barrier of the 256 computing threads
+//   state_row: the row of the states of all layers
+//   add_scaled: a + x b of four numbers
+//   Token, Scratch, KeyParameters, time_mix_head: rwkv7/time_mix.cuh
+
 union HeadScratch {
   float group_sums[OPENINGS][4 * THREADS];  // of the openings' products, by group of threads: [groups, N] each
   Scratch of_token;                         // after the openings

@@ -22,6 +22,15 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// From softmax.cuh:
+//   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
+//   fetch, store: copy a tile of tokens to shared memory, results from it
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each,
+//     each_of_two: call f for the lane's values
+//   needs_mask, mask_rows: hide tokens that a row does not see
+//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
+//   piece_of: the address of 8 numbers of a tile's row
+
 constexpr int QUERIES = 128, KEYS = 32;
 
 template <typename T> struct Args {

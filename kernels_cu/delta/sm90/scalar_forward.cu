@@ -27,6 +27,17 @@
 #include "delta/segments.cuh"
 #include "delta/sm90/scalar_forward_storage.cuh"
 
+// From the includes:
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   Ring: a stage and its parity
+//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
+//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
+//     each_two: calls f for their pairs
+//   each_transposed: calls f for the lane's numbers of a state
+//   segment_of, is_whole: segments.cuh
+
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
 // A warpgroup with 64 columns of V: X, o and the state S of each chunk. S is transposed in registers (see

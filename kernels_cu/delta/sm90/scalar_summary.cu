@@ -25,6 +25,17 @@
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
+// From the includes:
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   Ring: a stage and its parity
+//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
+//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
+//     each_two: calls f for their pairs
+//   each_transposed: calls f for the lane's numbers of a state
+//   segment_of: segments.cuh
+
 template <typename T> struct Args {
   TensorMap k, v;  // boxes of a chunk's tokens and 64 columns, swizzled
   Rows<const T> k_rows, v_rows;

@@ -19,6 +19,22 @@
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; K of 64, 128, 192, V of 64, 128, at most K
 #include "softmax_sm90.cuh"
 
+// From the includes:
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   Ring: a stage and its parity
+//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
+//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   fetch_work, take_work: the next entry of `works`
+//   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
+//   zero_rows: zeros in rows of other sequences
+//   uniform: a number that is the same in all lanes
+//   before_next_copy: orders reads before a later copy
+//   needs_mask, mask_rows: hide tokens that a row does not see
+//   tanh_of: tanh
+//   RowMaximum, row_end: a row's largest score, its results at the end; row_max, row_sum: over the four lanes of a row
+//   consume_and_produce: gives the warpgroups their roles
+
 constexpr float SLACK = 8.f;  // in base 2: weights are at most 2^8
 
 template <typename T> struct Args {

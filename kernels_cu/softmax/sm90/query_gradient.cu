@@ -14,6 +14,18 @@
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
+// From the includes:
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   Ring: a stage and its parity
+//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
+//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   fetch_work, take_work: the next entry of `works`
+//   load_tile: starts the copies of a tile; copy_once: of bytes that are read once; store_rows: stores a warp's 16 rows
+//   zero_rows: zeros in rows of other sequences
+//   uniform: a number that is the same in all lanes
+//   before_next_copy: orders reads before a later copy
+
 constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
 template <typename T> struct Args {
