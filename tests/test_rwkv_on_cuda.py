@@ -410,8 +410,9 @@ def test_a_tuned_state_is_where_sequences_start(on_cuda, kind, rng):
 
 @pytest.mark.pairwise
 @versions
-def test_joining_and_leaving_is_the_cpus(on_cuda, kind, rng):
-    weights, how = random_weights(kind, rng), Sampling(temperature=1, seed=1)
+def test_joining_and_leaving_is_the_cpus(on_cuda, kind):
+    """Of weights that draw the same tokens when each is changed by a thousandth: of others rounding may turn a draw."""
+    weights, how = random_weights(kind, np.random.default_rng(1)), Sampling(temperature=1, seed=1)
     batches = [Batch(model, 3) for model in (on_cuda(weights), kind(weights))]
     for batch in batches:
         (first,) = batch.join([[1, 2, 3]], how)
@@ -428,8 +429,9 @@ def test_joining_and_leaving_is_the_cpus(on_cuda, kind, rng):
 
 
 @pytest.mark.pairwise(half="device")
-def test_generating_is_the_cpus(on_cuda, rng):
-    weights = synthetic(rng, SMALL)
+def test_generating_is_the_cpus(on_cuda):
+    """Of weights as in `test_joining_and_leaving_is_the_cpus`."""
+    weights = synthetic(np.random.default_rng(1), SMALL)
     texts = [list(islice(model.generate([1, 2, 3], temperature=0), 8)) for model in (on_cuda(weights), RWKV6(weights))]
     assert texts[0] == texts[1]
 
@@ -614,9 +616,10 @@ def test_shifts_of_narrow_and_wide_rows(device, D, rng):
 
 
 def test_warming_up_runs_what_is_asked_for(on_cuda, rng):
-    weights = synthetic(rng, SMALL)
-    model = on_cuda(weights)
+    weights = random_weights(RWKV6, rng)
+    model, reference = on_cuda(weights), RWKV6(weights)
     model.warm_up(batches=(2, 9), prompt=5)
     assert {2, 9} <= set(model.layers.steps) and len(model.layers.prompts) == 1
     for tokens in ([[1, 2, 3]], [[4], [5]]):
-        close(host(model.forward(tokens)[0]), RWKV6(weights).forward(tokens)[0], 1e-5)
+        state = begun(reference, len(tokens), rng)
+        close(host(model.forward(tokens, model.on_device(state.copy()))[0]), reference.forward(tokens, state)[0], 1e-5)
