@@ -32,6 +32,15 @@
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
+// From the includes:
+//   BT = 32 tokens, TILE = 64
+//   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair: two numbers, each as the sum
+//     of two
+//   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
+//   LeftReader: left operands from a tile; StateReader: operands from matrices of a state
+//   Accumulators: a warp's sums [32 tokens, 16 columns] (chunk.cuh)
+//   own_lane(): this thread's lane
+
 // TILE: 64 channels. BT: 32 tokens.
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk

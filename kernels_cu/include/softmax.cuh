@@ -7,6 +7,11 @@
 #include "half_products.cuh"
 #include "softmax_work.cuh"
 
+// From the includes:
+//   ldmatrix_x4: loads four matrices of 8 x 8, `_trans` transposed; multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
+//   RowMaximum, row_max: softmax_work.cuh
+//   SINCE_SM100: whether the kernel is translated for such cards
+
 constexpr int THREADS = 128;
 
 // The address of the 16-byte piece `piece` of a row of a tile. Pieces are permuted within 128 bytes: ldmatrix reads the

@@ -4,6 +4,13 @@
 #include "softmax_work.cuh"
 #include "wgmma.cuh"
 
+// From the includes:
+//   Barrier: an mbarrier
+//   tensor_load, tensor_store: start copying a box
+//   ldmatrix_x4, stmatrix_x4: load or store four matrices of 8 x 8
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   registers_up, registers_down: set a warpgroup's registers
+
 // A tile [ROWS, D] of 16-bit values, in panels [ROWS, 64 columns] whose rows have 128 bytes, in the hardware's 128-byte
 // swizzle: piece p (16 bytes) of row r is in the place of piece p ^ r % 8.
 constexpr int PANEL = 64;

@@ -4,6 +4,12 @@
 // barriers  named barrier 1 of the threads that compute; a comment at each says what is complete
 #include "rwkv6/decode_split.cuh"
 
+// From the includes:
+//   THREADS = 256 threads compute, WARPS = 8 warps; sync: their barrier
+//   ROWS = 16: of a tile; PHASES: of a layer
+//   Lane<T>: columns of weights of a lane; Split<T>: how numbers are split into terms
+//   share_of: the block's tiles of a phase; Norm: where a norm's parameters are
+
 template <typename T, typename S, int STAGES> struct DecodeBlock {
   static constexpr int EACH = Lane<T>::EACH, TERMS = Split<T>::TERMS;
 

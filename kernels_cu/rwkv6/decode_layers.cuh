@@ -19,6 +19,20 @@
 //           columns of one product, and are added at the end
 #include "rwkv6/decode_operands.cuh"
 
+// From the includes:
+//   THREADS = 256 threads compute, WARPS = 8 warps; tid: the thread's number; sync: their barrier
+//   Lane<T>: columns of weights of a lane (EACH), and of a stage (STAGE) in STEPS steps; PIECE: bytes of a row in a
+//     stage
+//   Split<T>: how numbers are split into terms; TERMS of them, PACKED numbers in a word of operands, DIGITS with int8
+//     weights
+//   put_word: stores a number for other blocks; load_words, settle_words, take_words: load words, until they are of
+//     this epoch; number: a word's number
+//   floats, kept_norm: a norm's numbers in the staging area; put_operands, put_vector: store operands there,
+//     load_stages loads them
+//   row_of_slot, next_slot: the lane's part of the next stage
+//   tiles_of: tiles of so many rows
+//   state_row: the row of the states of all layers
+
 // Version: the class of the version's phases, which is derived from this one. It stores the results of its products
 // (`finish`), fetches their vectors (`fetch`), and computes what is no product of weights (`compute`). T: the type of
 // weights, S: of the recurrent state. From its decode_phases.cuh come Phase, Args, VECTORS (mixes of a norm that a

@@ -10,6 +10,13 @@
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
+// From the includes:
+//   THREADS = 256 threads compute, WARPS = 8 warps; tid: the thread's number
+//   Lane<T>, STEPS: columns of weights (smem); Split<T>: how a number is split into TERMS terms, a lane's EACH numbers
+//     into WORDS words
+//   VECTORS, KEEPS_NORM: decode_phases.cuh
+//   take_words: waits for words of this epoch; number: a word's number; Handed<T>: the type of words
+
 template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, STAGES> {
   typedef DecodeBlock<T, S, STAGES> Block;
   using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::TERMS;

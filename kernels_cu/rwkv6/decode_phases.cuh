@@ -35,10 +35,12 @@ template <typename T, typename S> struct Args {
   const float *maa_down_scales, *decay_down_scales, *kvrg_scales, *output_scales, *ffn_key_scales,
       *ffn_receptance_scales, *ffn_value_scales, *head_scales;
   const Up *maa_up, *decay_up;
+  // Norms [L, 2, D], weight and bias: of the time mix, of the channel mix, of heads (ln_x); ln_out [2, D] of the head.
+  // Mixes: maa_x [L, D] for MIX_DOWN, maa [L, 5, D], ffn_maa [L, 2, D] for key and receptance. decay, bonus [L, D].
   const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
-  float *att_shift, *ffn_shift;
-  S* wkv;
-  const i64* slots;  // which of the pool's P states is the sequence's; null: the first
+  float *att_shift, *ffn_shift;  // [L, P, D]: the previous token's LN(x) of the time mix, of the channel mix
+  S* wkv;                        // [L, P, H, N, N]: the recurrent states
+  const i64* slots;              // which of the pool's P states is the sequence's; null: the first
   // Results that blocks hand to each other, in words: numbers that carry the layer they are of.
   // [6, D]: LN(x) of the time mix, of the channel mix; x after each; x after the last layer, in words of 8 bytes.
   Handed<T>* xx;

@@ -8,6 +8,10 @@
 #include "decode.cuh"
 #include "product.cuh"
 
+// From product.cuh:
+//   Operand, Data: a lane's numbers of an operand as tf32 numbers, split or not; load_a, load_b: from a tile; multiply:
+//     d[16, 8] += a b
+
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
 constexpr int UNIT = 32;  // numbers of the rank that are multiplied at a time; there are zeros behind its end
 

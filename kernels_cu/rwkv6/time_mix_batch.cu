@@ -16,6 +16,14 @@
 #include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
 
+// From the includes:
+//   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
+//   load_four: four numbers of the state, as they are in memory (Four)
+//   step_channel: a channel's new state, and its terms of o
+//   decays_of_channels, group_norm, gated: time_mix_heads.cuh
+//   store4_terms: four numbers as sums of TERMS terms
+//   prefetch_l2: starts a copy to L2
+
 template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {
   i64 P;
 };

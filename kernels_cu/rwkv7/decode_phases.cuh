@@ -24,7 +24,8 @@ enum Phase : int { INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD
 // Functions of the data by products of low rank: the decay, the learning rate, the gate, and the share of the first
 // layer's value in v.
 enum Opening : int { DECAY, RATE, GATE, SHARE, OPENINGS };
-constexpr int MIXES = 6;  // of the four openings, of which the share's is also the value's; of key and receptance
+// Mixes by number: 0 to 3 of the openings, 3, the share's, also of the value; 4 of the key, 5 of the receptance.
+constexpr int MIXES = 6;
 
 // S is the type of the recurrent state. L: layers; P: states of a pool; D: channels; H: heads, of N channels; W, A, G,
 // Q: ranks of the openings DECAY, RATE, GATE and SHARE; F: channels inside the channel mix; V: tokens of the
@@ -37,10 +38,12 @@ template <typename T, typename S> struct Args {
   // int8: a scale for each row; otherwise null.
   const float *down_scales, *vkr_scales, *output_scales, *ffn_key_scales, *ffn_value_scales, *head_scales;
   const Up* up;
+  // Norms [L, 2, D], weight and bias: of the time mix, of the channel mix, of heads (ln_x); ln_out [2, D] of the head.
+  // mix [L, MIXES, D], ffn_mix [L, D]: the mixes' maa; bases [L, 3, D]: of decay, rate and share; the others [L, D].
   const float *ln1, *ln2, *ln_x, *ln_out, *mix, *ffn_mix, *bases, *removal, *replacement, *bonus;
-  float *att_shift, *ffn_shift;
-  S* wkv;
-  const i64* slots;  // which of the pool's P states is the sequence's; null: the first
+  float *att_shift, *ffn_shift;  // [L, P, D]: the previous token's LN(x) of the time mix, of the channel mix
+  S* wkv;                        // [L, P, H, N, N]: the recurrent states
+  const i64* slots;              // which of the pool's P states is the sequence's; null: the first
   // Results that blocks hand to each other, in words: numbers that carry the layer they are of.
   // [6, D]: LN(x) of the time mix, of the channel mix; x after each; x after the last layer, in words of 8 bytes.
   Handed<T>* xx;

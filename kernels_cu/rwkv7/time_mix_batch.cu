@@ -20,6 +20,12 @@
 #include "rwkv6/time_mix_heads.cuh"
 #include "rwkv7/time_mix_arguments.cuh"
 
+// From the includes:
+//   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
+//   load_four: four numbers of the state, as they are in memory (Four)
+//   add_scaled: a + x b of four numbers
+//   store4_terms: four numbers as sums of TERMS terms
+
 // Of each channel of the key.
 struct Shared {
   float2 reads[N];   // x: kappa before its division by the norm; y: r times the decay

@@ -13,6 +13,11 @@
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
 
+// From training.cuh:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   block_sum: a sum over the block, by one barrier
+//   UNIT_OF_SQUARES: 2048 for float16, otherwise 1
+
 template <typename T> struct Args {
   const float* x;
   const T* first;

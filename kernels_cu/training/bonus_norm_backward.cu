@@ -16,6 +16,10 @@
 // limits    N even, up to 64 PAIRS
 #include "training_keys.cuh"
 
+// From training_keys.cuh:
+//   THREADS = 128, WARPS = 4
+//   sum: of both numbers of a float2; warp_sum: over the warp
+
 constexpr int PARAMETERS = 3;  // of which parts are summed
 
 template <typename T> struct Args {

@@ -11,6 +11,10 @@
 // limits    N 8, 16, 32, 64, 128 or 256; D up to 8 THREADS
 #include "training_heads.cuh"
 
+// From training_heads.cuh:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   head_sum: a sum over the lanes of a head; normalise: x becomes (x - mean) / deviation over its head
+
 template <typename T> struct Args {
   const T* dy;
   const T* o;

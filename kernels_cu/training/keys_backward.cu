@@ -23,6 +23,11 @@
 // limits    N even, up to 64 PAIRS
 #include "training_keys.cuh"
 
+// From training_keys.cuh:
+//   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
+//   sum: of both numbers of a float2; kept: 1 + (icl - 1) replacement
+//   warp_sum: over the warp
+
 constexpr int PARAMETERS = 5;  // of which parts are summed
 
 template <typename T> struct Args {

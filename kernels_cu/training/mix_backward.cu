@@ -11,6 +11,11 @@
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
 
+// From training.cuh:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   Stored: eight neighbours as they are in memory
+//   Tokens: goes over the block's tokens
+
 constexpr int MIXES = 5;
 
 template <typename T> struct Args {

@@ -17,6 +17,13 @@
 // limits    D a multiple of 8, up to 8 THREADS; dy may be dx; null: no gradient comes from later operations
 #include "training.cuh"
 
+// From training.cuh:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   Stored: eight neighbours as they are in memory
+//   Tokens: goes over the block's tokens
+//   block_sum: a sum over the block, by one barrier
+//   dropped: the residual's dropout
+
 template <typename T> struct Args {
   const T* dxx;
   const T* dd;

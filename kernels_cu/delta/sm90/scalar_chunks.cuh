@@ -51,6 +51,17 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "fragments.cuh"
 #include "half_products.cuh"
 
+// From the includes:
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   Ring: a stage and its parity
+//   wgmma_tile: a tile's descriptor; wgmma_fence: before products whose registers were written; wgmma_commit closes a
+//     group of products, wgmma_wait<N> waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   fence_async: orders accesses before asynchronous copies and wgmma
+//   ldmatrix_x4, stmatrix_x4: load or store four matrices of 8 x 8, `_trans` transposed
+//   swizzled_offset, at_offset: the offset of a piece of a panel, and the address there
+//   fetch_chunk, store_chunk: copy a chunk's rows of several arrays; WorkTile: the block's sequence and head
+//   each_two: calls f for a lane's pairs of Values and Operands
+
 enum Pass { FORWARD, SUMMARY, BACKWARD_STATES, BACKWARD_TOKENS };
 // Whether the states of a pass go forwards by N diag(beta): Z has beta.
 template <class S> constexpr bool HAS_BETA = S::PASS == FORWARD || S::PASS == SUMMARY;
