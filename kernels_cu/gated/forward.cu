@@ -143,6 +143,8 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     const bool grows = __syncthreads_or(store_span_decays<Share, BK>(s, decays));
     const bool has_next = token + BT < tokens;
     if (has_next) fetch(token + BT, stage ^ 1);
+    // Stores the operands of the warp's shares, and the chunk's decay in s.decay. If T is the type of operands
+    // (bfloat16, float32), the queries and keys for products with S replace s.q[stage] and s.k[stage].
 #pragma unroll
     for (int n = 0; n < Share::SHARES_PER_WARP; ++n) {
       const Share coord(n);
@@ -151,6 +153,8 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     if (has_next) fetch_next_gates(token + BT);
     __syncthreads();  // the operands and the chunk's decay are in shared memory
 
+    // forward_products.cuh: s.A = the chunk's scores, some by each warp; o = q S; S <- diag(s.decay) S + k^T v. After
+    // the barrier o += A v.
     Output<T> o = {};
     score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     add_state_outputs<PRODUCTS, T, BK>(o, S, state_q(s, stage));

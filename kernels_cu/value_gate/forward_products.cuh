@@ -9,6 +9,11 @@
 // numerics  sums in float32; the state is rounded to an operand, and so are decayed values. If gates grow, the values
 //           of a sub-chunk of 8 tokens are added one by one. PRODUCTS: tf32 products for each product of float32 data,
 //           1 or 3; Math, Left, Right, multiply, multiply_half: fragments.cuh
+//
+// Names. CHUNK<T>: tokens of a chunk; OperandOf<T>::Type: the type of operands in shared memory. State, Output: a
+// lane's numbers of S and o. Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader
+// values and gates. state_q, state_k: the chunk's queries and keys, decayed for products with S. product_over(x, first,
+// end): the product of x[first ... end - 1]
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"

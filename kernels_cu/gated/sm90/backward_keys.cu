@@ -48,7 +48,10 @@
 // decays_to_end, decay_within, decay_queries, decay_keys: decays of tokens, and tokens times decays. states.cuh:
 // read_part, start_write start products that read dS or add to it; scale_state, decay_state multiply dS by numbers of
 // channels; scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`; StateOperand, decayed queries as
-// start_write takes them. backward_scores.cuh: multiply_within, multiply_across, put_within, put_across, put_state
+// start_write takes them; state_values, keys with the values that they have in a product with a state. Segment,
+// segment_of, each_segment: what a block computes; load_state and each_of_state read and write a state in memory;
+// checkpoint_at: where a stored state is. backward_scores.cuh: multiply_within and multiply_across compute scores;
+// put_within, put_across and put_state store operands; multiply_rows computes dA. wgmma_wait<0> waits for all products
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }

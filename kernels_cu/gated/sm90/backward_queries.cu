@@ -44,8 +44,10 @@
 // PairReader multiplies by keys (add_keys) or queries (add_queries); Across, operands at borders of sub-chunks;
 // SubChunkDecays. decays_from_middle, decays_from_start, decays_to_end, decay_within, decay_queries, decay_keys: decays
 // of tokens, and tokens times decays. states.cuh: FloatTile, a tile in float32; start_read, start_write start products
-// that read S or add to it; decay_state; StateOperand, decayed keys as these products take them; load_state;
-// checkpoint_at
+// that read S or add to it, wgmma_wait<0> waits for them; decay_state multiplies S by the chunk's decays; StateOperand,
+// decayed keys as start_write takes them; state_values, queries with the values that they have in the second pass.
+// Segment, segment_of, each_segment: what a block computes; load_state and each_of_state read and write a state in
+// memory; checkpoint_at: where a stored state is. query_share.cuh: units_for, sum_with_unit, store_query_share
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

@@ -27,7 +27,8 @@
 // S += x^T values; decay_state, scale_down multiply S by numbers of channels; QueryScale: powers of 2, `up` and its
 // inverse `down`. growth.cuh: exceeds_growth, whether gates are too far above 0 for products; update_state_by_token,
 // update_gradient_by_token. backward_tokens.cuh: is_first, is_last segment of its sequence in a direction; slot_of, its
-// index in `states`
+// index in `states`; load_initial_state: loads and stores what a sequence's first segment starts with. each_of_state
+// calls f for the lane's numbers of S, two at a time, and their address; wgmma_wait<0> waits for all products
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

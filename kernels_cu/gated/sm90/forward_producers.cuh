@@ -219,8 +219,8 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
                                             const Scales& scales, const float (&earlier_decay)[GATES],
                                             const float (&u)[4], float (&self_scores)[BC], Direct& direct) {
   constexpr int INCLUSIVE = !Order::reads_before_write;  // whether query i's state has had the decay of token i
-  // from_start, from_middle: the decays from the sub-chunk's start, or middle, to the state that query i reads.
-  // inverse_decay[i]: what query i before the middle, or key i after it, is multiplied by.
+  // from_start: the decay from the sub-chunk's start to the state that query i reads; from_middle: the decay between
+  // that state and the middle. inverse_decay[i]: what query i before the middle, or key i after it, is multiplied by.
   float from_start[GATES], from_middle[GATES], inverse_decay[BC][GATES];
 #pragma unroll
   for (int c = 0; c < GATES; ++c) from_start[c] = from_middle[c] = 1.f;
