@@ -215,7 +215,8 @@ template <int W, typename X> struct Piece {
   }
 };
 
-// The address of a lane's W neighbouring values in tiles with rows of COLS values: row `row` modulo 8, column `col`.
+// A Spot is the address of a lane's W neighbouring values in tiles with rows of COLS values: row `row` modulo 8, column
+// `col`; `get` loads them and `put` stores them.
 // Other groups of 8 rows, and constant numbers of rows in a group, are reached by one addition and one XOR.
 template <int COLS, int W, typename X> struct Spot {
   static constexpr int PIECE = 16, SIZE = sizeof(X);

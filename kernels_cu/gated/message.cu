@@ -24,12 +24,13 @@ struct Args {
 
 __global__ void __launch_bounds__(256) gated_message(const Args args) {
   const u32 size = u32(args.H * args.K * args.V), states = u32(args.N) * size, channels = u32(args.channels);
-  u32 index = blockIdx.x * 256 + threadIdx.x;
+  u32 index = blockIdx.x * 256 + threadIdx.x;  // of a number of the message, then of a number of total
   if (args.state) {
     if (index < states) args.message[index] = args.state[index / size * args.state_stride + index % size];
     if (index < states || channels == 0) return;
     index -= states;
   }
+  // stride: from a head's decays to the next one's; `from` moves from part to part.
   const u32 row = index / channels, n = row / u32(args.H), h = row % u32(args.H), stride = u32(args.factors * args.K);
   if (n >= u32(args.N)) return;
   const float* from = args.decays + n * args.decays_stride + h * stride + index % channels;

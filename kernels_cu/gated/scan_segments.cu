@@ -21,6 +21,7 @@ struct Args {
   i64 P, R, H, K, V;
 };
 
+// A thread's WIDTH neighbouring columns of one channel of a state, loaded at once.
 template <int WIDTH> struct alignas(4 * WIDTH) Values {
   float x[WIDTH];
 };
@@ -31,6 +32,7 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
   const u32 index = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
   const i64 h = head % H, n = head / H;
+  // parts: of all segments that are joined, in order; state, decays, column_decays move on from part to part.
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (index >= size) return;
   const float* state = args.states + (n * P * R * args.H + h) * size + index;

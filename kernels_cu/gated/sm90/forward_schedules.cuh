@@ -62,6 +62,8 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const u32 segment = batch * count + s, part = segment * parts + head_index / H % parts;
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
+  // continues: the tokens start from the final state of the segment before; last: they end their sequence, or each part
+  // has a final state.
   const bool continues = args.segment_states && segment % segments;
   const bool last = !Schedule::has_outputs || segment % segments == segments - 1;
   // Whether args.initial has a state for each sequence, not for each segment.
