@@ -42,6 +42,13 @@
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   own_lane(): this thread's lane
 //   padded(V): V rounded up to 64
+//   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: d += Matrix tile. TokenFactors: decays, betas,
+//     inverse lengths of the chunk's tokens
+//   sum_over_lanes<4>: over the lanes of a row; sum_of_lower_lanes, sum_of_this_and_higher_lanes: over such lanes of
+//     the warp
+//   state_index: where chunk_states has a chunk's state; prefetch_line: starts loading 128 bytes to L2
+//   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
+//     shared memory holds
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_, e, w;  // a row of e: padded(V) numbers, then rounding errors of 16-bit ones

@@ -17,6 +17,8 @@
 
 // From chunk.cuh:
 //   BT = 32 tokens; place, LeftReader, RowsReader, multiply_rows, put_split_pair, Matrix and Word
+//   own_lane(): this thread's lane, computed again at each call, where a value of threadIdx.x & 31 would be held in a
+//     register
 
 constexpr int BLOCK = 4;  // tokens of a block
 // Pairs of a block's tokens with j < i; with j <= i; and both.

@@ -35,6 +35,11 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   LeftReader, RowsReader: operands of tensor cores from a tile
+//   multiply_states: adds the products with 64 columns of S and dS; store_diagonals: the sum of S dS;
+//     add_terms_of_blocks: dg's sums over other blocks; term_at: two channels of s.terms
+//   SINCE_SM100: whether the kernel is translated for such cards, whose assembler needs more registers
+//   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
+//     shared memory holds
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four

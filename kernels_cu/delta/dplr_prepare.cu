@@ -40,6 +40,11 @@
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
 //   UPPER, LOWER: the half of a matrix that is not 0
+//   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
+//     blocks; score_borders: scores across borders; solve_column: forward substitution; put_column: stores a lane's
+//     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
+//   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
+//     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b;

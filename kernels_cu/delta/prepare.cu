@@ -33,6 +33,10 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   UPPER, LOWER: the half of a matrix that is not 0
+//   multiply_squares: products of 16 rows with 16 rows; solve_column: forward substitution; put_column: stores a lane's
+//     column as a row; multiply_triangles: products of lower triangles
+//   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, bf16>: bf16 for 16-bit data,
+//     else `single`
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;

@@ -30,6 +30,7 @@
 //   segment_of, is_whole: segments.cuh
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
+//   decay_state: S <- diag(decay) S; word_of: two numbers as a Word
 
 template <typename T> struct Args {
   Rows<const T> v;

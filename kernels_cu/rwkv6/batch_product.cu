@@ -20,7 +20,6 @@
 #include "wgmma.cuh"
 
 // From the includes:
-//   launch_next: the next kernel may begin; wait_for_previous: the previous one has ended
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it

@@ -39,6 +39,9 @@
 //   sync: the barrier of the 256 computing threads
 //   state_row: the row of the states of all layers
 //   Norm, StatePart, TimeMixScratch, time_mix_head: time_mix.cuh and decode_tiles.cuh
+//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; wait_for_place: the sums that
+//     were there have been read; take_number: waits for one word; normed_words: the words of LN(x); load_words,
+//     settle_words: as take_words, in two steps
 
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<DecodeFew<T, S, STAGES>, T, S, STAGES> {
   typedef DecodeLayers<DecodeFew, T, S, STAGES> Layers;

@@ -15,6 +15,13 @@
 //           Arrays are aligned to 16 bytes, for bulk copies and prefetches
 #include "rwkv6/decode_tiles.cuh"
 
+// From decode_tiles.cuh:
+//   THREADS = 256 threads compute; ROWS = 16: of a tile; tiles_of: tiles of so many rows
+//   Tiles: a block's share of a phase's tiles; PlaceOfTile: matrices of all layers, and a tile's number there
+//   Handed<T>: the type of words; MultipliedAs: the type in which weights are multiplied
+//   Norm: where a norm's parameters are; state_row: the row of the states of all layers; prefetch_...: start copies to
+//     L2
+
 // A unit of the phase MIX is CHANNELS channels of one of the five mixes; SPLITS threads share a channel's sum over A.
 constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;
 constexpr int VECTORS = 2;             // how many mixes of a norm a block computes at once (FFN_INPUTS has two)

@@ -9,6 +9,14 @@
 // while the other warps wait for other blocks. At most FLIGHT stages are being copied at a time, since other reads of
 // memory wait for them.
 
+//
+// From the includes:
+//   THREADS = 256 threads compute, WARPS = 8 warps; ROWS = 16: of a tile; PIECE: bytes of a row in a stage
+//   Lane<T>::STAGE: columns of a stage; tiles_of: tiles of so many rows; Tiles, TileRows, PlaceOfTile: decode_tiles.cuh
+//   Args, PHASES, OUTPUT, FFN_VALUE, HEAD, own_place_of, prefetch_inputs: decode_phases.cuh
+//   Barrier: an mbarrier; barrier_expect: arrives and announces bytes; copy_once: starts copying bytes that are read
+//   once fence_async: orders accesses before asynchronous copies; prefetch_l2: starts a copy to L2
+
 constexpr int COPIERS = 3;  // warps that copy weights
 constexpr int FLIGHT = 3;   // stages that are being copied at a time
 

@@ -14,6 +14,10 @@
 // limits    D a multiple of 8; A even, up to RANK; all arrays start on 16 bytes. The host launches it on sm_90 only
 #include "decode.cuh"
 
+// From the includes:
+//   ldmatrix_x4: loads four matrices of 8 x 8, `_trans` transposed; multiply_halves: d[16, 8] += a[16, 16] b[16, 8];
+//     tanh_approx: tanh to 2e-7
+
 constexpr int COLUMNS = 128, INPUTS = 5;
 constexpr int PARTS = 4;  // arrays whose sum is `low`
 constexpr int TERMS = 2;  // numbers of type T whose sum is a number of tanh(low)

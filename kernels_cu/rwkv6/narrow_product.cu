@@ -15,6 +15,10 @@
 // Weights are loaded to registers before the previous kernel has completed x: no kernel of a decoding step writes them.
 #include "decode.cuh"
 
+// From the includes:
+//   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two of four int8 numbers so; multiply_halves:
+//     d[16, 8] += a[16, 16] b[16, 8]
+
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32, PARTS = 4;
 constexpr int STEP = 32;                     // numbers of K that a warp multiplies in a step
 constexpr int STEPS = 2;                     // steps of a warp in a slice

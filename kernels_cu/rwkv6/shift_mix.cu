@@ -12,6 +12,9 @@
 // limits    D a multiple of 4, up to 2048 EACH
 #include "decode.cuh"
 
+// From the includes:
+//   block_sum: two sums over the block, by one barrier
+
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename X> struct Args {

@@ -14,6 +14,12 @@
 #include "rwkv6/time_mix_arguments.cuh"
 #include "cards.cuh"
 
+// From the includes:
+//   THREADS = 256; sync: their barrier
+//   StatePart: a thread's part of the state; ChannelOfHead: of its channel; time_mix_head: decay, state and y
+//   store_terms: a number as a sum of TERMS terms; prefetch_l2: starts a copy to L2
+//   BEFORE_SM90: whether the kernel is translated for such cards
+
 // Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
 // fewer registers and spill.
 constexpr int BLOCKS = BEFORE_SM90 ? 4 : 0;

@@ -36,6 +36,8 @@
 //   state_row: the row of the states of all layers
 //   add_scaled: a + x b of four numbers
 //   Token, Scratch, KeyParameters, time_mix_head: rwkv7/time_mix.cuh
+//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; load_four: four numbers as they
+//     are in memory
 
 union HeadScratch {
   float group_sums[OPENINGS][4 * THREADS];  // of the openings' products, by group of threads: [groups, N] each

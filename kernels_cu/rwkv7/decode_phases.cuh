@@ -14,6 +14,13 @@
 // limits    H N = D, a multiple of 8. Outputs of a matrix that is multiplied in tiles are padded to whole tiles of 16
 #include "rwkv6/decode_tiles.cuh"
 
+// From decode_tiles.cuh:
+//   THREADS = 256 threads compute; ROWS = 16: of a tile; tiles_of: tiles of so many rows
+//   Tiles: a block's share of a phase's tiles; PlaceOfTile: matrices of all layers, and a tile's number there
+//   Handed<T>: the type of words; MultipliedAs: the type in which weights are multiplied
+//   Norm: where a norm's parameters are; state_row: the row of the states of all layers; prefetch_...: start copies to
+//     L2
+
 constexpr int VECTORS = 1;         // how many mixes of a norm a block computes at once
 constexpr bool KEEPS_NORM = true;  // whether a block keeps LN(x) to compute other mixes of it later
 // Whether lanes load the first weights of OUTPUT and FFN_INPUTS to registers before the vector is there. When it comes

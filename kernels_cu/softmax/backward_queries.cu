@@ -30,6 +30,7 @@
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
 //   piece_of: the address of 8 numbers of a tile's row
+//   exp2_approx: 2^x; minus_infinity: -inf
 
 constexpr int QUERIES = 128, KEYS = 32;
 

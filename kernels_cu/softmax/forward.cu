@@ -24,6 +24,7 @@
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   tanh_of: tanh; weigh: scores to weights
 //   RowMaximum, row_end: a row's largest score, its results at the end; row_sum: over the four lanes of a row
+//   exp2_approx: 2^x; minus_infinity: -inf
 
 constexpr int KEYS = 64;
 

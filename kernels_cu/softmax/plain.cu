@@ -20,6 +20,11 @@
 #include "real.cuh"
 #include "softmax_work.cuh"
 
+// From the includes:
+//   Real<T>: float, or double for float64; to_real, from_real convert
+//   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
+//   CHUNK_QUERIES = 64; minus_infinity: -inf
+
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
 constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`, queries or keys

@@ -11,6 +11,10 @@
 // limits    16-bit data; rows of whole 16 bytes
 #include "softmax_work.cuh"
 
+// From softmax_work.cuh:
+//   CHUNK_QUERIES = 64; LOG2E = log2 e; minus_infinity: -inf
+//   add_dot: adds the products of two pairs; row_sum: over four neighbouring lanes
+
 template <typename T> struct Args {
   Rows<const T> o, do_;
   const Work* works;

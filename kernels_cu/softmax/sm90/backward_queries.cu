@@ -36,6 +36,12 @@
 //   load_rows: 64 rows of a tile as operands
 //   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
 //   consume_and_produce: gives the warpgroups their roles
+//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
+//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
+//   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
+//   matrix_row: the lane's address for ldmatrix; add_dot: adds the products of two pairs; row_sum: over the four lanes
+//     of a row
 
 constexpr int QUERIES = 128, KEYS = 64;
 

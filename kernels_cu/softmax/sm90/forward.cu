@@ -34,6 +34,11 @@
 //   tanh_of: tanh
 //   RowMaximum, row_end: a row's largest score, its results at the end; row_max, row_sum: over the four lanes of a row
 //   consume_and_produce: gives the warpgroups their roles
+//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
+//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
+//   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
+//   barrier_sync: waits at a named barrier; barrier_pass: arrives there without waiting
 
 constexpr float SLACK = 8.f;  // in base 2: weights are at most 2^8
 

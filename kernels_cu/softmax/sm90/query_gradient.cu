@@ -25,6 +25,9 @@
 //   zero_rows: zeros in rows of other sequences
 //   uniform: a number that is the same in all lanes
 //   before_next_copy: orders reads before a later copy
+//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
+//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
 
 constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
