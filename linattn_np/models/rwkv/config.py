@@ -42,7 +42,7 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
                 version.refuse(
                     f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed"
                 )
-        layer_eps = eps(version, config, "norm_eps", version.fla_eps)
+        layer_eps = positive(version, config, "norm_eps", version.fla_eps)
         completed_weights[NORM_EPS_NAME] = np.array([layer_eps, layer_eps * version.fla_group_eps_factor(weights)])
         if not config.get("norm_bias", True):
             for name, array in weights.items():
@@ -52,8 +52,8 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
                     completed_weights[f"{norm}.bias"] = np.zeros(array.shape, array.dtype)
         table, head = "model.embeddings.weight", "lm_head.weight"
     else:
-        layer_eps = eps(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
-        divisor = eps(version, config, "head_size_divisor", 8)
+        layer_eps = positive(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
+        divisor = positive(version, config, "head_size_divisor", 8)
         # Hugging Face's group norm has 1e-5 divisor^2, whatever layer_norm_epsilon is
         completed_weights[NORM_EPS_NAME] = np.array([layer_eps, LAYER_NORM_EPS * divisor**2])
         table, head = "rwkv.embeddings.weight", "head.weight"
@@ -77,7 +77,7 @@ def check_sizes(version: Version, weights: Mapping, config: Mapping | None, size
             version.refuse(f"config.json has {field} {shown(value)}, but the weights have {size}")
 
 
-def eps(version, config, field, default) -> float:
+def positive(version, config, field, default) -> float:
     """A field of the config that is a number above 0."""
     return real(
         version.owner, f"config.json's {field}", config.get(field, default), "a number above 0", lambda x: x > 0

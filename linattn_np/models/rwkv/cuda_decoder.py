@@ -11,6 +11,8 @@ Sizes: L layers, D channels, F channels of the channel mix, H heads of N channel
     parts       arrays whose sum is a product: a kernel may divide the K columns among blocks. P is their number
     added       the parts [P, B, D] of a mix's product, which the next norm adds to the residual x
     pool        states with more rows than sequences; of a state's array, P is the number of rows
+    draft       the plan that is being written: the launches of a step in their order; "adds" means to this plan
+    fitting     (of a kernel's class) the best instance of its template for the arguments, or None if there is none
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
 from . import names
 from .cuda_prompts import MixOperations
-from .cuda_weights import FLOAT32, SCALES, array_of, first_of, split_scales, stacked, widened
+from .cuda_weights import FLOAT32, SCALES, array_of, entries, first_of, split_scales, stacked, widened
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state, shapes_and_dtypes
 from .version import Version
 
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 PHASE_BLOCKS = 16  # blocks that compute a phase of the kernel of all layers, where each phase is a launch of its own
-DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
+DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)  # of matrices
+HOPPER = 90  # the compute capability, times ten, of Hopper cards
 
 
 class CudaDecoder(NotCopied):
@@ -85,23 +88,20 @@ class CudaDecoder(NotCopied):
         self.state_dtype = version.checked_dtype(state_dtype, STATE_DTYPES, " for the state")
         # the dtype of embeddings, and of vectors in products that round them
         self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices
-        if self.matrices == INT8 and device.capability != 90:
+        if self.matrices == INT8 and device.capability != HOPPER:
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = checked_sizes(version, sizes, self.matrices, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
-        load = partial(stacked, device, version, weights, loaded)
+        load = partial(stacked, device, version, weights, loaded)  # copies weights to the device
         self.model_weights = split_scales(
             version.model_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight)))
         )
         self.all_layers = split_scales(
             version.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
         )
-        self.layers = [
-            SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
-            for i in range(sizes["L"])
-        ]
+        self.layers = [entries(self.all_layers, i) for i in range(sizes["L"])]
         self.allocate_buffers(batch)
-        self.bound_key, self.launches, self.graph = None, (), None
+        self.bound_key, self.launches, self.graph = None, (), None  # of the latest `bind`, and of `capture`
 
     def resized(self, batch: int) -> CudaDecoder:
         """A decoder of `batch` sequences with the same weights."""
@@ -119,12 +119,12 @@ class CudaDecoder(NotCopied):
     def allocate_buffers(self, batch):
         """Allocates the arrays of a step for `batch` sequences and chooses how products are computed."""
         self.batch = batch
-        # of all layers: (the kernel, its bytes of shared memory), or None
-        self.kernel = self.kernel_of_one() if batch == 1 and self.device.capability == 90 else None
+        # the result of `kernel_of_one`, the kernel of all layers; None if each product has a kernel of its own
+        self.kernel = self.kernel_of_one() if batch == 1 and self.device.capability == HOPPER else None
         few = batch <= model_products.Matvec.COLUMNS
         widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST  # for cuBLAS
-        has_batch_product = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
-        in_terms = few and not self.kernel and has_batch_product  # that kernel takes float32 vectors as terms
+        has_batch_product = self.device.capability == HOPPER and self.matrices in model_products.BatchProduct.DTYPES
+        in_terms = few and not self.kernel and has_batch_product  # `BatchProduct` takes float32 vectors as terms
         self.by_rows = few and not in_terms  # whether `Matvec`, or the kernel of all layers, computes the products
         terms = model_products.FLOAT_TERMS if in_terms else 1
         X = FLOAT32 if self.by_rows else self.dtype
@@ -137,6 +137,7 @@ class CudaDecoder(NotCopied):
             hidden=None if few else buffer(1, B, F),  # cuBLAS's product, of which `activated` is the squared relu
             # one int8 matrix at a time, scaled
             wide=buffer(self.widest(self.model_weights, self.layers[0]), dtype=self.dtype) if widens_int8 else None,
+            # as many parts as the norm can add
             added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=buffer(terms, 1, B, D, dtype=X),  # the head's input
             logits=buffer(1, B, V),
@@ -171,8 +172,8 @@ class CudaDecoder(NotCopied):
     def words(self, **shapes) -> dict:
         """The arrays of these shapes, and xx, y and `activated`, by which the blocks of the kernel of all layers
         exchange numbers, by argument. Each number is a word that also holds the epoch in which it was written: the
-        number of layers computed so far, 0 at first. `arrived` has each block's epoch; `brought` and `likeliest` are
-        for the most likely token."""
+        number of layers computed so far, 0 at first. `arrived` has each block's epoch. `likeliest` and `brought`: the
+        most likely token among the blocks that have brought theirs, and how many have."""
         shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
         word = INT64 if self.dtype == FLOAT32 else UINT32  # the last layer's x takes two of these per number
@@ -252,6 +253,7 @@ class CudaDecoder(NotCopied):
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
         """Functions, one per launch, that enqueue a step through the first `layers` layers on these arrays."""
         plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
+        # None in place of arrays, which only copies and fills read: a decoder's plan has neither
         return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
     def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
@@ -268,8 +270,8 @@ class CudaDecoder(NotCopied):
 
     def compile(self):
         """Starts to compile the kernels of a step in the background."""
-        parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)
-        state = State(**{name: caller_array(name, *how) for name, how in parts.items()})
+        parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)  # one layer has all kernels
+        state = State(**{name: caller_array(name, *shape_and_dtype) for name, shape_and_dtype in parts.items()})
         plan, _ = self.plan_of(caller_array("tokens", (self.batch,), INT64), state, None, False, 1)
         self.device.compile(plan.kernels)
 
@@ -307,37 +309,40 @@ class DecodingStep:
     def steps(self, greedy, layers) -> tuple:
         """The steps of the plan, in order."""
         decoder, buffers = self.decoder, self.buffers
+        # x = the layer norms of the tokens' rows of the embedding
         norm = self.model.ln0
         kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, decoder.layer_eps)
         if decoder.kernel:
             self.launch_all_layers(layers, greedy)
         else:
             self.launch_each_product(layers)
-        if greedy and not decoder.kernel:
-            self.draft.launch(kernels.Argmax(), decoder.batch, logits=buffers.logits, tokens=self.tokens)
+            if greedy:
+                self.draft.launch(kernels.Argmax(), decoder.batch, logits=buffers.logits, tokens=self.tokens)
         return tuple(self.draft.steps)
 
     def launch_each_product(self, layers):
         """Adds the steps of all layers and the head, each product by a kernel of its own."""
         buffers, added = self.buffers, None  # the previous layer's product that the next norm adds to x
         for i in range(layers):
-            layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
+            layer = entries(self.layers, i)
             added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
             added = self.channel_mix(layer, self.state.ffn_shift[i], added)
-        self.norm_shift(self.model.ln_out, buffers.normed, added=added, squares=True)
+        self.norm_shift(self.model.ln_out, buffers.normed, added=added, after_channel_mix=True)
         self.matmul(self.model, ("head", buffers.normed, buffers.logits, WRITE))
 
     def launch_all_layers(self, layers, greedy):
         """Adds all layers, the head and, if `greedy`, the most likely token by the decoder's `kernel`: in one launch if
         all blocks can run at the same time, else in one per phase."""
-        kernel, more_shared = self.decoder.kernel
+        kernel, more_shared = self.decoder.kernel  # more_shared: bytes of shared memory for the inputs of products
         # if weights have a buffer's name, the kernel's argument for the buffer ends in _out, as kvrg_out
         outputs = {f"{name}_out": array for name, array in vars(self.buffers).items()}
         arrays = outputs | vars(self.buffers) | vars(self.layers) | vars(self.state) | vars(self.model)
         arrays |= {"slots": self.slots, "tokens": self.tokens if greedy else None}
         names = [member.name for member in kernel.arguments if member.kind == "pointer"]
+        # scales are null if matrices are not int8
         pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in names}
         count = layers * kernel.PHASES + 1  # the head is the last phase
+        # cooperative: the device can run all blocks of a launch at the same time
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
                 kernel,
@@ -347,7 +352,7 @@ class DecodingStep:
                 **pointers,
                 L=layers,
                 P=self.state.wkv.shape[1],
-                staged=self.staged(kernel, more_shared),
+                staged=self.staged(kernel, more_shared),  # numbers of an input that fit in it at a time
                 first=first,
                 last=last,
                 eps=self.decoder.layer_eps,
@@ -375,7 +380,7 @@ class DecodingStep:
         """Adds products that may leave parts; returns the number of parts of each, at most `most`.
 
         Each product is named as (the name of w, x, y [P, C, B, M]). Its parts are the first of the P arrays of y, and
-        the kernel that reads y adds them up. `early`: see `BatchProduct.fitting`.
+        the kernel that reads y adds them up. `early` is as in `matmul`.
         """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
         kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
@@ -409,25 +414,27 @@ class DecodingStep:
         self.draft.launch(kernel, blocks, more_shared=more_shared, **norm, **args)
         return self.product_for_residual(layer, "output", y, self.x)
 
-    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
+    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, after_channel_mix=False, xx=None):
         """Adds the kernel that adds `added` [P, B, D] (or None) to x, normalises x, and writes the C mixes of the
         normed x with the previous token's, by the weights `maa` [C, D].
 
         mixed : the array of the mixes, [terms, C, B, D]; without `maa` and `shift` the normed x itself
         shift : the previous token's normed x, replaced by this one's
-        squares : whether `added` is the channel mix's product, which is multiplied by that mix's gate if there is one
-        xx : the array for the normed x, or None if only the mixes are needed
+        after_channel_mix : whether `added` is the channel mix's product: the kernel multiplies it by that mix's gate,
+            if there is one, and by `version.unit_of_squares`
+        xx : the array for the normed x, or None if only the mixes are needed; with xx the kernel also writes the
+            previous token's less xx to the buffer `d`
         """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
-        shares = kernels.NormShift.SHARES if B <= kernels.NormShift.FEW else 1
+        shares = kernels.NormShift.SHARES if B <= kernels.NormShift.FEW else 1  # blocks per sequence
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
             B * shares,
             x=self.x,
             sum=self.sum if parts else None,
             value=added,
-            gate=self.gate if squares and parts else None,
+            gate=self.gate if after_channel_mix and parts else None,
             **kernels.affine(norm),
             maa=maa,
             shift=shift,
@@ -437,7 +444,7 @@ class DecodingStep:
             mixed=mixed,
             C=C,
             P=parts,
-            squares=squares,
+            squares=after_channel_mix,
             shares=shares,
             eps=self.decoder.layer_eps,
         )
@@ -446,7 +453,8 @@ class DecodingStep:
 
     def matmul(self, weights, *named, early=False):
         """Adds products with the same B and K, each named as (the name of w, x, y [C, B, M], finish). finish is WRITE,
-        ADD or RELU_SQUARED: y = x w^T, y += x w^T, or y = relu(x w^T)^2. `early`: see `BatchProduct.fitting`.
+        ADD or RELU_SQUARED: y = x w^T, y += x w^T, or y = relu(x w^T)^2. `early`: whether small kernels run just
+        before; the product's kernel can copy weights meanwhile.
         """
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
@@ -483,7 +491,7 @@ class DecodingStep:
             for stack, _, vectors, sums, finish in products
             for w, x, y in zip(stack, vectors[0], sums)
         ]
-        no_entry = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
+        no_entry = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}  # the kernel takes PRODUCTS entries
         blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
         self.draft.launch(
             model_products.Matvec.fitting(self.decoder.dtype, blocks, self.decoder.device),
@@ -510,7 +518,7 @@ def matrix_of(weights, name) -> tuple:
 
 def checked_sizes(version, sizes, dtype, limits):
     """Returns `sizes`; ContractError if the kernels do not support them. `limits`: {axis: the largest size}."""
-    multiple = 16 if dtype == INT8 else 8
+    multiple = 16 if dtype == INT8 else 8  # columns that kernels load at a time
     for axis in "DF":
         if sizes[axis] % multiple:
             version.refuse(

@@ -25,21 +25,21 @@ from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 THREADS_PER_MULTIPROCESSOR = 1024
 
 
-def loss(version, mixes, weights, tokens, products, dropout, recompute=False, cut=WHOLE):
+def loss(version, mix_classes, weights, tokens, products, dropout, recompute=False, cut=WHOLE):
     """``(value, pull)`` as `grad.loss` describes them and its other arguments, for arrays on a device.
 
-    version, mixes : the RWKV version, and its subclasses of `Mix` in the order of a layer
+    version, mix_classes : the RWKV version, and its subclasses of `Mix` in the order of a layer
     products : a `CudaProducts`, which multiplies matrices
     dropout : a `dropout.Dropout`, or None for no dropout
     recompute : whether a layer stores only its residuals and computes its other activations again for the gradients
     """
     step = TrainingStep(version, weights, tokens, products, dropout, cut)
     table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
-    x, change = None, Change("Embedded", table)
+    x, change = None, Change("Embedded", table)  # the residual is x + change, or the change alone at first
     blocks: list[Block] = []
     for i, layer in enumerate(weights.layers):
-        for mix in mixes:
-            block = Block(step, mix(step, layer), i, 1 + len(blocks))
+        for mix_class in mix_classes:
+            block = Block(step, mix_class(step, layer), i, 1 + len(blocks))
             x, change = block.forward(x, change)
             if recompute and blocks:
                 blocks[-1].forget()
@@ -49,18 +49,18 @@ def loss(version, mixes, weights, tokens, products, dropout, recompute=False, cu
     value = step.cross_entropy(logits)
 
     def pull(gradients, layer_done=lambda i: None):
-        step.gradient(xx, logits, gradients.head)  # `cross_entropy` wrote their gradient to `logits`
+        step.weight_gradient(xx, logits, gradients.head)  # `cross_entropy` wrote their gradient to `logits`
         head_gradients = InputGradients(dxx=step.product(logits, transposed(weights.head)))
         dx, dchange = step.norm_backward(
             x, moments, None, head_gradients, None, change, weights.ln_out, gradients.ln_out
         )
-        while blocks:  # a block's arrays are freed after its pullback
+        while blocks:  # a block's arrays are freed after its pullback; dchange: the gradients of its result
             block = blocks.pop()
             layer_gradients = gradients.layers[block.layer]
             pulled = step.with_gradient_of_next_rank(block.mix.pull(dchange, layer_gradients))
             if recompute and blocks:
                 blocks[-1].forward_again()
-            previous_change = blocks[-1].change if blocks else Change("Embedded")
+            previous_change = blocks[-1].change if blocks else Change("Embedded")  # what the block's norm has added
             dx, dchange = step.norm_backward(
                 block.x,
                 block.moments,
@@ -117,12 +117,13 @@ class Mix:
     """The time mix or channel mix of a layer. `forward` stores the arrays that `pull`, called later, needs.
 
     NORM : the name of the layer norm before the mix
+    layer : a layer of `Layout.tree`, a namespace of weights
     """
 
     NORM: str
 
-    def __init__(self, ops: TrainingStep, layer):
-        self.ops, self.layer = ops, layer
+    def __init__(self, step: TrainingStep, layer):
+        self.step, self.layer = step, layer
 
     def forward(self, xx, previous_xx, site) -> Change:
         """The term of the residual, from the normed input `xx` and `TrainingStep.previous_rank_xx`."""
@@ -142,26 +143,26 @@ class Block:
     layer, site : the layer's index; the index of the dropout, see `Change`
     """
 
-    def __init__(self, ops, mix, layer, site):
-        self.ops, self.mix, self.layer, self.site = ops, mix, layer, site
+    def __init__(self, step, mix, layer, site):
+        self.step, self.mix, self.layer, self.site = step, mix, layer, site
         self.norm = getattr(mix.layer, mix.NORM)
 
     def forward(self, x, change):
         """(the residual x + `change`, the mix's `Change`, which the next norm adds)."""
-        self.x, self.moments, self.xx = self.ops.add_norm(x, change, self.norm)
-        self.previous_xx = self.ops.previous_rank_xx(self.xx)
+        self.x, self.moments, self.xx = self.step.add_norm(x, change, self.norm)
+        self.previous_xx = self.step.previous_rank_xx(self.xx)
         self.change = self.mix.forward(self.xx, self.previous_xx, self.site)
         return self.x, self.change
 
     def forget(self):
         """Drops the arrays that `forward_again` computes from the residual: xx, the change, and those in the mix."""
         self.xx = self.change = None
-        self.mix = type(self.mix)(self.ops, self.mix.layer)
+        self.mix = type(self.mix)(self.step, self.mix.layer)
 
     def forward_again(self):
         """Computes again the arrays that `forget` has dropped."""
         if self.xx is None:
-            _, self.moments, self.xx = self.ops.add_norm(self.x, Change("Kept"), self.norm)
+            _, self.moments, self.xx = self.step.add_norm(self.x, Change("Kept"), self.norm)
             self.change = self.mix.forward(self.xx, self.previous_xx, self.site)
 
 
@@ -189,7 +190,7 @@ class TrainingStep:
             version.refuse(f"width is {self.D}, {wanted}")
         self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
         self.first_v_gradient: Any = None  # the sum of those layers' gradients of it, in float32
-        self.threads = kernels.width(self.D)
+        self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
         most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
         self.tokens_per_block = ceil_div(self.tokens, most_blocks)  # in kernels that sum over tokens
         self.blocks = ceil_div(self.tokens, self.tokens_per_block)
@@ -200,7 +201,7 @@ class TrainingStep:
         out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
         return self.products.matmul(x, w, out, add)
 
-    def gradient(self, x, dy, out):
+    def weight_gradient(self, x, dy, out):
         """Writes x^T dy, the gradient of w in the product x w, to `out`."""
         self.products.matmul(transposed(x), dy, out)
 
@@ -228,13 +229,14 @@ class TrainingStep:
         return y, moments, xx
 
     def mix(self, xx, previous_xx, maa, m=None):
-        """xx + d (maa + m) [n, tokens, D] for maa [n, D] and d = (previous token's xx) - xx."""
+        """xx + d (maa + m) [n, tokens, D] for maa [n, D] and d = (previous token's xx) - xx; m is [n, tokens, D], or
+        None for 0. `previous_xx` is the result of `previous_rank_xx`."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.dtype, maa.size // self.D)
         self.run_kernel(kernel, self.blocks_for(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
         if previous_xx is not None:  # the kernel takes 0 before a sequence's first token
-            first_xx, share = self.first_tokens(xx), maa[..., None, :] + (0 if m is None else self.first_tokens(m))
-            self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * share
+            first_xx, weight = self.first_tokens(xx), maa[..., None, :] + (0 if m is None else self.first_tokens(m))
+            self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * weight
         return mixed
 
     def activated(self, kind, x):
@@ -253,7 +255,7 @@ class TrainingStep:
         """The group norm of o over each head of N channels, times silu(gate)."""
         y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.dtype, N, BONUS=False), self.D // N
         arrays, rows = {"o": o, "gate": gate, "y": y, **affine(norm)}, self.tokens * heads
-        eps = GROUP_NORM_EPS * self.scale**2
+        eps = GROUP_NORM_EPS * self.scale**2  # o has the factor `scale`, which the norm removes
         self.run_kernel(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
         return y
 
@@ -267,7 +269,7 @@ class TrainingStep:
             token_ids=self.token_ids,
             losses=losses,
             V=self.V,
-            share=1 / self.tokens,
+            share=1 / self.tokens,  # of a token's loss in the mean
         )
         return losses.mean()
 
@@ -312,7 +314,7 @@ class TrainingStep:
         return dx, dchange
 
     def mix_backward(self, dmixed, m, maa, xx, previous_xx, maa_out):
-        """The pullback of `mix`: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
+        """The pullback of `mix` with m: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
         dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.partial_sums(5)
         self.run_kernel(
             kernels.MixBackward(self.dtype, self.threads),
@@ -347,7 +349,7 @@ class TrainingStep:
 
     def gated_norm_backward(self, dy, o, gate, norm, N, out):
         """The pullback of `gated_norm`: the gradients of o and gate; those of the norm's weights go to `out`."""
-        dout, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.partial_sums(2)
+        do, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.partial_sums(2)
         self.run_kernel(
             kernels.GatedNormBackward(self.dtype, self.threads),
             self.blocks,
@@ -355,14 +357,14 @@ class TrainingStep:
             o=o,
             gate=gate,
             **affine(norm),
-            do_=dout,
+            do_=do,
             dgate=dgate,
             parts=parts,
             N=N,
             eps=GROUP_NORM_EPS * self.scale**2,
         )
         self.sum(parts, out)
-        return dout, dgate
+        return do, dgate
 
     # -- tokens shared with other ranks --
     def tokens_at(self, position, x):
@@ -433,6 +435,7 @@ class TrainingStep:
 
     def run_kernel(self, kernel, blocks, **args):
         """Launches a kernel; `args` are the members of its argument struct, except for the step's sizes."""
+        # T_: tokens of a sequence; a kernel gets those of the sizes that it has as arguments
         sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "tokens_per_block": self.tokens_per_block}
         step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
         kernels.launch(self.device, kernel, blocks, **(step_sizes | args))

@@ -30,7 +30,7 @@ class CudaLayers(NotCopied):
         self.prompts: dict[tuple, Prompts] = {}
         self.decoder.compile()  # in the background, as compiling takes long and most calls begin with a prompt
         self.zeros, self.asarray = self.device.zeros, self.device.upload
-        self.Array = type(self.zeros((0,), FLOAT32))
+        self.Array = type(self.zeros((0,), FLOAT32))  # the class of arrays on this device
         self.initial_wkv = [self.asarray(array.astype(FLOAT32)) for array in initial_states(weights)]
         for array in initial_states(weights):
             loaded(array)
@@ -98,8 +98,8 @@ class Steps:
         return logits
 
     def run(self, state, slots):
-        """The decoder's logits after a step on `self.tokens`: by launches the first time for a state, then by a graph.
-        The next step overwrites them."""
+        """The decoder's logits after a step on `self.tokens`: by launches the first time for a state (its decoder has
+        no `bound_key` yet), then by a graph. The next step overwrites them."""
         key = slots is None, self.decoder.addresses_of(*state.arrays)
         decoder = cached(self.decoders, key, self.decoder.with_own_graph, most=MOST_STATES)
         if not decoder.bound_key:

@@ -1,9 +1,11 @@
 """Prompts of RWKV models on the GPU, all tokens in parallel.
 
-Calls with prompts of the same lengths share three plans: of the embedding, of a layer and of the head. All layers of a
-call read and write one allocation; the state is copied there before the layers run, and back afterwards. Hence the
-address of the allocation decides all addresses of the layers' launches. The second call whose allocation has the same
-address captures these launches in a CUDA graph; later calls launch the graph, which takes the host very little time.
+A plan is a list of launches on described arrays, `plan.Array`s, which a `Draft` collects; a `CompiledPlan` runs it on
+arrays of these descriptions. Calls with prompts of the same lengths share three plans: of the embedding, of a layer and
+of the head. All layers of a call read and write one allocation; the state is copied there before the layers run, and
+back afterwards. Hence the address of the allocation decides all addresses of the layers' launches. The second call
+whose allocation has the same address captures these launches in a CUDA graph; later calls launch the graph, which takes
+the host very little time.
 
 Sizes: L layers, T tokens of all prompts, D channels, H heads, V tokens of the vocabulary.
 """
@@ -38,7 +40,7 @@ class Prompts:
         parts = shapes_and_dtypes(decoder.sizes, len(sequences.first_tokens), FLOAT32)
         # {name: shape} of a layer's state before and after the call
         self.state = {f"{name}_{when}": shape[1:] for when in ("before", "after") for name, (shape, _) in parts.items()}
-        self.x = caller_array("x", (int(sequences.bounds[-1]), decoder.sizes["D"]), FLOAT32)
+        self.x = caller_array("x", (int(sequences.bounds[-1]), decoder.sizes["D"]), FLOAT32)  # the residual
         self.carried = decoder.operations.carried(decoder, self.x.shape[0])
         layer_arrays = {name: caller_array(name, shape, FLOAT32) for name, shape in self.state.items()}
         layer_arrays |= {name: caller_array(name, *array) for name, array in self.carried.items()}
@@ -86,7 +88,7 @@ class Prompts:
         if address in self.launches:
             if len(self.launches[address]) > 1:  # several launches: not yet captured in a graph
                 self.launches[address] = [self.device.captured(self.launches[address])]
-            self.launches[address][0](None)
+            self.launches[address][0](None)  # None in place of arrays, which only copies and fills would read
             return
         all_launches, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
         # A layer's launches are enqueued at once: the device computes the layer while the next one's launches are made.
@@ -103,9 +105,10 @@ class Prompts:
     def compiled(self, add_steps, arrays: dict) -> CompiledPlan:
         """A compiled plan with the steps that the method `add_steps` adds. It is called with arrays of the shapes,
         strides and dtypes of `arrays`, {name: array}, in their order."""
-        described, given, _ = describe_parts(self.device, every=arrays)
+        described, given, _ = describe_parts(self.device, arrays=arrays)
+        # the sizes are arguments of kernels by these names; some call the number of tokens T, others `tokens`
         draft = Draft(**self.decoder.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
-        add_steps(draft, described.every)
+        add_steps(draft, described.arrays)
         return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
 
     # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
@@ -179,7 +182,7 @@ class MixOperations:
         self.scale, self.arrays = output_scale(self.dtype), arrays
         self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
         self.spans, self.T = Spans(bounds), int(bounds[-1])
-        self.wide = None  # the buffer for int8 matrices converted to `dtype`
+        self.wide = None  # the buffer for one int8 matrix converted to `dtype`, of `widest` elements
         self.widest = decoder.widest(decoder.layers[0]) if decoder.matrices == INT8 else 0
         lengths = np.diff(bounds)
         starts, ends = np.full((2, self.T), -1)
@@ -251,6 +254,7 @@ class MixOperations:
     def recurrent(self, op, token_arrays: dict, wkv, o, **other_arrays):
         """Adds the operator `op`. `token_arrays`: its arrays with tokens by name, each [T, D], which are divided into
         heads; `other_arrays`: those without tokens. The output goes to `o` [T, D]."""
+        # [T, D] -> [T, H, N] -> [1, T, H, N] -> [1, H, T, N]
         *in_heads, o = (x.in_heads(self.sizes["H"])[None].swapaxes(1, 2) for x in (*token_arrays.values(), o))
         arrays = dict(zip(token_arrays, in_heads)) | other_arrays
         kernels.recurrence(self.draft, self.device, op, arrays, o, wkv, self.spans, self.scale)

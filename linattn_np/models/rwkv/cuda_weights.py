@@ -57,7 +57,7 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shapes = [weights[prefixes[-1] + name].shape[:: -1 if transposed else 1] for name in names]
-    most_rows, *columns = max(shapes)
+    most_rows, *columns = max(shapes)  # of a vector the only axis is called rows, too
     if min(shapes) != max(shapes):
         most_rows = ceil_div(most_rows, row_multiple) * row_multiple
 
@@ -78,9 +78,9 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
             except FloatingPointError:
                 expected = "expected dtype 'bfloat16' or 'float32' for them"
                 version.refuse(f"{prefix + name} has numbers beyond {dtype}, {expected}")
-            for stack, host in zip(stacks, arrays):
+            for stack, host_array in zip(stacks, arrays):
                 # a copy of bytes, which compiles no kernel
-                device.copy(device.upload(host), stack[layer, index, : len(host)])
+                device.copy(device.upload(host_array), stack[layer, index, : len(host_array)])
             loaded(array)
     return tuple(stacks) if dtype == INT8 else stacks[0]
 
@@ -113,3 +113,8 @@ def split_scales(weights) -> SimpleNamespace:
     for name, array in vars(weights).items():
         fields |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
     return SimpleNamespace(**fields)
+
+
+def entries(arrays, index) -> SimpleNamespace:
+    """The entry `index` of each array in the namespace `arrays`: of arrays of all layers, those of one layer."""
+    return SimpleNamespace(**{name: array[index] for name, array in vars(arrays).items()})

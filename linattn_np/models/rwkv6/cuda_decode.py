@@ -1,8 +1,9 @@
 """RWKV-6's steps on the GPU: a layer in nine launches, or on Hopper all layers of a single sequence in one.
 
-Sizes: B sequences, D channels, H heads of N channels; A and W are the ranks of the low-rank products for the five mixes
-and for the decay. An input of a product is the sum of `terms` arrays of dtype X (`mixed_x`, `mixed`, `ffn_mixed`). A
-product may leave *parts*, arrays whose sum it is (`low`, `kvrg`, `decay_low`). These are the first axes. Buffers:
+`rwkv.cuda_decoder` has what no version changes. Sizes: B sequences, D channels, H heads of N channels; A and W are the
+ranks of the low-rank products for the five mixes and for the decay. An input of a product is the sum of `terms` arrays
+of dtype X (`mixed_x`, `mixed`, `ffn_mixed`). A product may leave *parts*, arrays whose sum it is (`low`, `kvrg`,
+`decay_low`). These are the first axes. Buffers:
 
     xx, d       a token's normed channels; the previous token's less xx
     mixed_x     the static mix xx + d maa_x, from which the weights of the five mixes are computed
@@ -28,7 +29,10 @@ UNIT_NUMBERS = 2048  # the gated outputs whose int8 digits have one unit in rwkv
 
 
 class DecodingStep(cuda_decoder.DecodingStep):
-    """Makes the plan of a decoding step; see the base class."""
+    """Adds a layer's launches to the plan `draft` of a step. `layer` has the layer's arrays; `shift` and `wkv` are its
+    part of the state: the previous tokens' normed channels, and the recurrent state. `added` is the result of the mix
+    before, or None: parts of a product, which the norm that begins a mix adds to the residual. A mix returns its own.
+    """
 
     def staged(self, kernel, area):
         """With int8 matrices and more channels than UNIT_NUMBERS, at most these: rwkv6/decode_few.cu finds a unit for
@@ -40,23 +44,23 @@ class DecodingStep(cuda_decoder.DecodingStep):
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
         terms, X, (H, N) = buffers.mixed.shape[0], buffers.mixed.dtype, (decoder.sizes[axis] for axis in "HN")
-        self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, squares=True, xx=buffers.xx)
+        self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, after_channel_mix=True, xx=buffers.xx)
         self.data_mix(layer)
-        batch_kernel = None
+        batch_kernel = None  # (a `TimeMixBatch`, its bytes of shared memory beside those that it declares), if it fits
         if not decoder.by_rows:  # the products by rows take float32, and `TimeMixBatch` writes its y in `dtype`
             batch_kernel = kernels.TimeMixBatch.fitting(
                 decoder.dtype, decoder.state_dtype, terms, B, H, N, decoder.sizes["W"], decoder.device
             )
         one_part_kernel = kernels.TimeMixStep(decoder.dtype, X, decoder.state_dtype, terms)
         kernel, more_shared = batch_kernel or (one_part_kernel, 0)
-        parts = self.products_in_parts(
+        parts = self.products_in_parts(  # how many parts there are: at most as many as the kernel adds up
             layer,
             kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
-            early=True,
+            early=True,  # the product's kernel copies weights while the mixes' runs
         )
-        # the kernel finds the further parts of each behind the first
+        # the kernel gets the first part of each, and finds the others in the memory after it
         args = dict(zip(("k", "v", "r", "gate"), buffers.kvrg[0])) | ({"P": parts} if batch_kernel else {})
         args |= {"low": buffers.decay_low, "up": layer.decay_up, "decay": layer.decay, "u": layer.bonus}
         return self.launch_time_mix(kernel, kernel.blocks(B, H), layer, wkv, more_shared, **args)
@@ -72,14 +76,14 @@ class DecodingStep(cuda_decoder.DecodingStep):
         return self.product_for_residual(layer, "ffn_value", buffers.activated)
 
     def data_mix(self, layer):
-        """Adds the five mixes of the time mix, whose weights depend on the data: a product of low rank, and a
-        kernel."""
+        """Adds the five mixes of the time mix, whose weights depend on the data: the product with `maa_down`, and a
+        kernel that multiplies by `maa_up` and mixes."""
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
         D, A = (decoder.sizes[axis] for axis in "DA")
         arrays = {name: getattr(buffers, name) for name in ("low", "xx", "d", "mixed")}
         arrays |= {"up": layer.maa_up, "maa": layer.maa}
         kernel = decoder.mix_kernel(buffers.mixed.shape[0], buffers.mixed.dtype)
-        if isinstance(kernel, kernels.FiveMixes):  # reads the PARTS parts that `NarrowProduct` leaves
+        if isinstance(kernel, kernels.FiveMixes):  # reads the parts, always PARTS, that `NarrowProduct` leaves
             w, scales = matrix_of(layer, "maa_down")
             product, M = NarrowProduct.fitting(decoder.matrices, B), 5 * A
             operands = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
@@ -98,7 +102,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     """
 
     version, step_class, operations = VERSION, DecodingStep, MixOperations
-    size_limits: ClassVar = {"D": 8192, "N": 256, "W": 512}
+    size_limits: ClassVar = {"D": 8192, "N": 256, "W": 512}  # the largest that the kernels take
 
     def kernel_of_one(self):
         return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
@@ -112,7 +116,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         B, (D, A, W), buffer = self.batch, (self.sizes[axis] for axis in "DAW"), self.buffer
         mix_kernel = self.mix_kernel(terms, X)
         low_parts = NarrowProduct.PARTS if isinstance(mix_kernel, kernels.FiveMixes) else mix_kernel.most_parts
-        parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS  # the most that a time mix takes
+        parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS  # the most that any kernel of the time mix takes
         buffers = {
             "xx": buffer(B, D),
             "d": buffer(B, D),
@@ -124,7 +128,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "ffn_mixed": buffer(terms, 2, B, D, dtype=X),
             "gate": buffer(1, B, D),
         }
-        if not self.kernel:
+        if not self.kernel:  # each product has a kernel of its own
             return buffers
         # the kernel of all layers takes these as words, in place of the buffers of the same names
         return buffers | self.words(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))

@@ -1,7 +1,7 @@
 """RWKV-7's steps on the GPU: a layer in eight launches, or on Hopper all layers of a single sequence in one.
 
-Sizes: B sequences, D channels, H heads of N channels. An input of a product is the sum of `terms` arrays of dtype X
-(`mixed`, `ffn_mixed`: their first axis). Buffers:
+`rwkv.cuda_decoder` has what no version changes. Sizes: B sequences, D channels, H heads of N channels. An input of a
+product is the sum of `terms` arrays of dtype X (`mixed`, `ffn_mixed`: their first axis). Buffers:
 
     mixed       the six mixes w a g v k r: w a g v are the inputs of `down`, v k r those of `vkr`
     vkr         value, key and receptance
@@ -27,32 +27,35 @@ from .cuda_prefill import MixOperations
 from .names import VERSION
 from .weights import LAYER
 
-# Weights that the decoder stacks as its kernels read them, and (SHARED) those that are arrays as in `LAYER`. `down` and
-# `up` are of low rank. The first layer has no v1, v2 and v0: its v1 and v2 are zeros, and its v0 is -inf, by which the
-# kernels know that layer.
-OWN = {
+# A layer's arrays on the GPU: those of `LAYER` that UNCHANGED names, and STACKS, which the kernels read in place of the
+# others. `down` and `up` are of low rank, `bases` is added to the products with `up`. The first layer has no v0, v1
+# and v2: its v1 and v2 are zeros, and its v0 is -inf, by which the kernels know that layer.
+STACKS = {
     "vkr": linear("att", "value", "key", "receptance"),
     "down": Weight(("att.w1", "att.a1", "att.g1", "att.v1"), matrix=True, inputs_first=True),
     "up": Weight(("att.w2", "att.a2", "att.g2", "att.v2"), matrix=True, inputs_first=True),
     "mix": vector(*(f"att.x_{x}" for x in "wagvkr")),
     "bases": vector("att.w0", "att.a0", "att.v0"),
 }
-SHARED = "output ffn_key ffn_value ln1 ln2 ln_x removal replacement bonus ffn_mix".split()
+UNCHANGED = "output ffn_key ffn_value ln1 ln2 ln_x removal replacement bonus ffn_mix".split()
 
 
 class DecodingStep(cuda_decoder.DecodingStep):
-    """Makes the plan of a decoding step; see the base class."""
+    """Adds a layer's launches to the plan `draft` of a step. `layer` has the layer's arrays; `shift` and `wkv` are its
+    part of the state: the previous tokens' normed channels, and the recurrent state. `added` is the result of the mix
+    before, or None: parts of a product, which the norm that begins a mix adds to the residual. A mix returns its own.
+    """
 
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
         D, H, N = (decoder.sizes[axis] for axis in "DHN")
         terms, X = buffers.mixed.shape[0], buffers.mixed.dtype
-        self.norm_shift(layer.ln1, buffers.mixed, layer.mix, shift, added, squares=True)
+        self.norm_shift(layer.ln1, buffers.mixed, layer.mix, shift, added, after_channel_mix=True)
         self.matmul(
             layer,
             ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
-            early=True,
+            early=True,  # the product's kernel copies weights while the norm's runs
         )
         openings_kernel = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
         results = {"w": buffers.w, "openings": buffers.openings}
@@ -78,12 +81,9 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     last bit is dropped, so that it can say which layer the number is of (see `words`).
     """
 
-    version, step_class, operations = (
-        replace(VERSION, layer={name: LAYER[name] for name in SHARED} | OWN),
-        DecodingStep,
-        MixOperations,
-    )
-    size_limits: ClassVar = {"D": 8192, "N": 256}
+    version = replace(VERSION, layer={name: LAYER[name] for name in UNCHANGED} | STACKS)
+    step_class, operations = DecodingStep, MixOperations
+    size_limits: ClassVar = {"D": 8192, "N": 256}  # the largest that the kernels take
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -93,7 +93,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     @property
     def rank(self) -> int:
         """The rank of the four low-rank products: the largest of the model's, to which the others are padded."""
-        return self.all_layers.down.shape[2]
+        return self.all_layers.down.shape[2]  # [L, DOWNS, rank, D]
 
     def kernel_of_one(self):
         return kernels.DecodeOne.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
@@ -109,7 +109,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "openings": buffer(3, B, D),
             "first_v": buffer(B, D),
         }
-        if not self.kernel:
+        if not self.kernel:  # each product has a kernel of its own
             return buffers
         # the kernel of all layers takes these as words, in place of the buffers of the same names
         rows = kernels.padded(self.rank, kernels.DecodeOne.ROWS)  # whole tiles of a product
