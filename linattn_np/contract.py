@@ -55,7 +55,7 @@ class Op(Declaration):
     def bind(self, inputs, as_given=False, **arguments) -> Problem:
         """The checked call, with arrays as backends take them (see `conversions`), or `as_given` by the caller."""
         problem, addresses = checked(self, inputs, arguments)
-        if problem.out is not None or problem.options:
+        if problem.out is not None or problem.options:  # a step's state and `pending`, which it writes, are options
             aliasing.check_aliasing(problem, addresses)
             self.check_contents(problem)
         if problem.warnings or problem.home == "host":
@@ -99,7 +99,7 @@ class Op(Declaration):
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
-        if groups > 1:
+        if groups > 1:  # backends compute the heads of a group as one head with the columns of all
             sizes["V"] *= groups
         spans = spans.backwards() if self.flag("reverse", reverse) else spans
         problem = Problem(

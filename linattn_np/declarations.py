@@ -52,6 +52,7 @@ def gated(op: Op) -> Op:
     return op
 
 
+# The axes of an array with channels of keys, and {array: axes} of the arrays that several operators have.
 TOKENS = "B H T K"
 KEYS = {"q": TOKENS, "k": TOKENS}
 QGV = {"q": TOKENS, "g": TOKENS, "v": "B H T V"}
@@ -62,7 +63,8 @@ QKV = KEYS | {"v": "B H T V"}
 class SharedHeadsOp(Op):
     """The declaration of an operator whose arrays named in `shared` may have HK heads, a divisor of the others' H.
 
-    Head h of the others reads head ``h // (H // HK)`` of the shared arrays.
+    Head h of the others reads head ``h // (H // HK)`` of the shared arrays. A derived class has `refuse_heads(H, HK)`,
+    which raises the error for an H that HK does not divide.
     """
 
     shared: ClassVar[tuple[str, ...]]
@@ -178,7 +180,7 @@ class LinearAttentionOp(Op):
         self.one_of("feature_map", feature_map, FEATURE_MAPS)
         normalize = self.flag("normalize", normalize)
         declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttentionOp, declared).check(
+        return super(LinearAttentionOp, declared).check(  # `Op.check` of `declared`
             inputs, feature_map=feature_map, normalize=normalize, **arguments
         )
 
@@ -260,7 +262,7 @@ class SoftmaxAttentionOp(SharedHeadsOp):
     ):
         self.refuse_missing(dropout_p, block_table)
         declared = WITH_LSE.get(self, self) if self.flag("return_lse", return_lse) else self
-        problem = super(SoftmaxAttentionOp, declared).check(
+        problem = super(SoftmaxAttentionOp, declared).check(  # `Op.check` of `declared`
             inputs, cu_seqlens=cu_seqlens, output_final_state=return_lse, **arguments
         )
         causal = self.flag("causal", causal)
@@ -300,6 +302,7 @@ class SoftmaxAttentionOp(SharedHeadsOp):
         return -1 if left >= S - 1 else left, -1 if right >= T - 1 else right
 
     def pair(self, window):
+        """The checked argument `window` as two integers."""
         if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(x) and x >= -1 for x in window):
             self.refuse(
                 "window",
@@ -392,15 +395,15 @@ class StepOp(Op):
         return inspect.Signature([*parameters[:arrays], state, *parameters[arrays:]])
 
     def check(self, inputs, *, state=None, slots=None, pending=None, accepted=None, **arguments):
-        step = self if pending is None else self.of_several
-        problem = super(StepOp, step).check(inputs, mode="recurrent", **arguments)
+        declared = self if pending is None else self.of_several
+        problem = super(StepOp, declared).check(inputs, mode="recurrent", **arguments)
         B = problem.sizes["B"]
-        pool = problem.sizes | {"N": B if slots is None else size_of_axis(state, 0)}
+        pool_sizes = problem.sizes | {"N": B if slots is None else size_of_axis(state, 0)}  # N: rows of the state
         (axes,) = self.state
-        state = self.placed("state", state, axes, pool, problem.home, use="written")
+        state = self.placed("state", state, axes, pool_sizes, problem.home, use="written")
         self.writable("state", state, problem.home)
-        slots = self.slots(slots, B, pool["N"], problem.home)
-        pending = self.pending(pending, problem, pool, state.dtype)
+        slots = self.slots(slots, B, pool_sizes["N"], problem.home)
+        pending = self.pending(pending, problem, pool_sizes, state.dtype)
         accepted = self.accepted(accepted, pending, problem)
         options = {"state": state, "slots": slots, "pending": pending, "accepted": accepted}
         return problem.replace(options=problem.options | options)
@@ -417,12 +420,12 @@ class StepOp(Op):
         gates = K if any(self.arrays[name].endswith("K") for name in self.decays) else 1
         return gates, *keys * (K,), *keys * (V,)
 
-    def pending(self, pending, problem, pool, state_dtype):
-        """The checked argument `pending` [N, H, M, W]: M tokens of W numbers each; or None."""
+    def pending(self, pending, problem, pool_sizes, state_dtype):
+        """The checked argument `pending` [N, H, M, W]: M tokens of W numbers each, N rows as the state has; or None."""
         if pending is None:
             return None
         T, K, V = problem.shape("T K V")
-        sizes = pool | {"M": size_of_axis(pending, 2), "W": sum(self.numbers(K, V))}
+        sizes = pool_sizes | {"M": size_of_axis(pending, 2), "W": sum(self.numbers(K, V))}
         double = np.dtype(np.float64)
         dtype = double if double in (problem.dtype, state_dtype) else np.dtype(np.float32)
         pending = self.placed("pending", pending, "N H M W", sizes, problem.home, (dtype,), use="written")
@@ -450,8 +453,9 @@ class StepOp(Op):
         if accepted.min() < 0 or accepted.max() > M:
             self.refuse("accepted", f"runs from {accepted.min()} to {accepted.max()}, expected 0 to {M} pending tokens")
 
-    def slots(self, slots, count, pool, home):
-        """The argument `slots` as [B] int64, or None. Host values are checked; values on a device are not read."""
+    def slots(self, slots, count, rows_of_state, home):
+        """The argument `slots` as [B] int64, B = `count`, or None. Host values are checked; values on a device are not
+        read."""
         if slots is None:
             return None
         if array_kinds.kind(slots) == "cupy":
@@ -469,8 +473,10 @@ class StepOp(Op):
         if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
             self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
         rows = rows.astype(np.int64)
-        if count and not (0 <= rows.min() and rows.max() < pool):
-            self.refuse("slots", f"runs from {rows.min()} to {rows.max()}, but the state pool has {pool} slots")
+        if count and not (0 <= rows.min() and rows.max() < rows_of_state):
+            self.refuse(
+                "slots", f"runs from {rows.min()} to {rows.max()}, but the state pool has {rows_of_state} slots"
+            )
         if len(np.unique(rows)) != count:
             self.refuse("slots", "names a slot twice; two sequences cannot update one state")
         return rows

@@ -248,7 +248,7 @@ def test_a_board_says_when_it_is_over(size):
 def test_steps_of_more_sequences_than_the_loops_read_float32_for(weights, rng):
     """BLAS multiplies these, as many sequences' as it does a prompt's tokens."""
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((3, 16, 16), np.float32) for i in range(2)}
-    model, count = RWKV6(weights, dtype="float32"), matrices.FEW + 3
+    model, count = RWKV6(weights, dtype="float32"), matrices.MOST_BY_LOOPS + 3
     tokens, together, alone = rng.integers(0, 70, (count, 2)), None, [None] * count
     for part in tokens.T:
         logits, together = model.forward(part[:, None], together)

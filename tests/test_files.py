@@ -25,7 +25,7 @@ from linattn_np.models.files import (
     same_file,
     write_arrays,
 )
-from linattn_np.models.number_checks import real, shown, whole
+from linattn_np.models.number_checks import checked_int, checked_number, shown
 
 SHAPES = (2, 1, 6), (2, 1, 2, 3, 3), (2, 1, 6)
 SAVERS = {
@@ -224,15 +224,15 @@ def test_json_that_is_refused(text, complaint):
 @pytest.mark.parametrize("value", [-1, 10**400, 0.0, True, "1", None, [1], float("nan")], ids=shown)
 def test_whole_numbers_that_are_refused(value):
     with pytest.raises(ContractError, match="Op: name is .{1,40}, expected a whole number from 0 to 9$"):
-        whole("Op", "name", value, 0, 9)
-    assert type(whole("Op", "name", np.int64(3), 0, 9)) is int
+        checked_int("Op", "name", value, 0, 9)
+    assert type(checked_int("Op", "name", np.int64(3), 0, 9)) is int
 
 
 @pytest.mark.parametrize("value", [-1, 10**400, float("inf"), float("nan"), True, "1", None, 1j, np.ones(1)], ids=shown)
 def test_real_numbers_that_are_refused(value):
     with pytest.raises(ContractError, match="Op: name is .{1,40}, expected a number from 0 up$"):
-        real("Op", "name", value, "a number from 0 up", lambda x: x >= 0)
-    assert type(real("Op", "name", np.float32(0.5), "any", lambda x: True)) is float
+        checked_number("Op", "name", value, "a number from 0 up", lambda x: x >= 0)
+    assert type(checked_number("Op", "name", np.float32(0.5), "any", lambda x: True)) is float
 
 
 def test_what_is_shown_is_short():

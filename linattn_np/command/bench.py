@@ -14,7 +14,7 @@ from .. import NotSupported, vjp
 from ..ops import OPS
 from .first_loops import compiling
 from .measuring import chosen, drawn, median_ms, ms_of_a_byte
-from .terminal import add_device, bar, put, say, status, suggestion, whole
+from .terminal import add_device, bar, put, say, status, suggestion, whole_number
 
 TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
@@ -23,10 +23,10 @@ def declare(parser):
     add = parser.add_argument
     add("operators", nargs="*", metavar="OPERATOR", help=f"which (default: all, {', '.join(TIMED)})")
     add_device(add)
-    add("--batch", type=whole(1), default=1, help="sequences (default: 1)")
-    add("--heads", type=whole(1), default=8, help="(default: 8)")
-    add("--tokens", type=whole(1), help="of a sequence (default: 1024 on the CPU, 4096 on a GPU)")
-    add("--width", type=whole(1), default=64, help="K and V, a head's (default: 64)")
+    add("--batch", type=whole_number(1), default=1, help="sequences (default: 1)")
+    add("--heads", type=whole_number(1), default=8, help="(default: 8)")
+    add("--tokens", type=whole_number(1), help="of a sequence (default: 1024 on the CPU, 4096 on a GPU)")
+    add("--width", type=whole_number(1), default=64, help="K and V, a head's (default: 64)")
 
 
 def run(options):

@@ -16,7 +16,7 @@ from ..models import corpus
 from ..models.prompt_reading import PIECE
 from .blas_threads import blas_for
 from .generate import DTYPES, load, tokenizer_of
-from .terminal import add_device, add_tokenizer, bar, put, status, whole
+from .terminal import add_device, add_tokenizer, bar, put, status, whole_number
 
 
 def declare(parser):
@@ -24,7 +24,7 @@ def declare(parser):
     add("model", metavar="MODEL", help="a checkpoint, .pth, .safetensors or .gguf, or a folder of Hugging Face")
     add("text", metavar="TEXT", help="any bytes, a .jsonl of texts, or a .bin of token ids with its .idx")
     add("--adapter", metavar="FILE", help="a low-rank adapter, which is merged into the model while it is loaded")
-    add("--tokens", type=whole(2), help="of the text (default: all)")
+    add("--tokens", type=whole_number(2), help="of the text (default: all)")
     add("--dtype", choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))), default="auto", help="of the matrices")
     add_device(add)
     add_tokenizer(add)

@@ -35,7 +35,19 @@ from .blas_threads import blas_for, where
 from .cards import Cards, processes, use
 from .first_loops import begun_on_numpy, compiling, with_loops
 from .signals import Ended, deferred, forget_ctrl_c, noted
-from .terminal import add_device, add_tokenizer, bar, details, error_line, put, say, some_text, status, ticking, whole
+from .terminal import (
+    add_device,
+    add_tokenizer,
+    bar,
+    details,
+    error_line,
+    put,
+    say,
+    some_text,
+    status,
+    ticking,
+    whole_number,
+)
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
@@ -130,12 +142,12 @@ def declare(parser):
     )
     add(
         "--slots",
-        type=whole(1),
+        type=whole_number(1),
         help=f"texts of --batch-file that are written side by side, on each card (default: {SLOTS})",
     )
     add(
         "--cards",
-        type=whole(1),
+        type=whole_number(1),
         help="cards of this host that share --batch-file, with a process and a copy of the model each; on the cpu, "
         "processes (default: all cards for which there are texts enough, on the cpu one)",
     )
@@ -153,7 +165,13 @@ def declare(parser):
     )
 
     add = parser.add_argument_group("what is written").add_argument
-    add("-n", "--tokens", type=whole(1, LONGEST), default=400, help="how many to write at most (default: %(default)s)")
+    add(
+        "-n",
+        "--tokens",
+        type=whole_number(1, LONGEST),
+        default=400,
+        help="how many to write at most (default: %(default)s)",
+    )
     add(
         "--stop",
         action="append",
@@ -180,7 +198,7 @@ def declare(parser):
         default=0.9,
         help="draw from the likeliest that hold this probability together (default: %(default)s)",
     )
-    add("--top-k", type=whole(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
+    add("--top-k", type=whole_number(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
     add(
         "--min-p",
         type=float,
@@ -198,7 +216,7 @@ def declare(parser):
     )
     add("--bias", action="append", metavar="ID=NUMBER", help="added to a token's logit; -inf bans it; repeatable")
     add("--logprobs", action="store_true", help="with --batch-file, the log of every written token's probability")
-    add("--seed", type=whole(0), help="equal seeds write equal text")
+    add("--seed", type=whole_number(0), help="equal seeds write equal text")
 
 
 def check_combination(options):

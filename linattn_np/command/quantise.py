@@ -19,7 +19,7 @@ from .blas_threads import blas_for
 from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, check_out, how_to_write, say, status, whole
+from .terminal import add_tokenizer, check_out, how_to_write, say, status, whole_number
 
 
 def declare(parser):
@@ -39,7 +39,7 @@ def declare(parser):
     )
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
     add("--text", metavar="FILE", help="what the loss is measured on (default: it is not measured)")
-    add("--tokens", type=whole(2), default=4096, help="of the text (default: %(default)s)")
+    add("--tokens", type=whole_number(2), default=4096, help="of the text (default: %(default)s)")
     add_tokenizer(add)
 
 

@@ -273,7 +273,7 @@ def some_text(text):
     return text
 
 
-def whole(least, most=10**18):
+def whole_number(least, most=10**18):
     """The type of an option that is a whole number from `least` to `most`."""
 
     def number(text):

@@ -39,7 +39,7 @@ from .blas_threads import blas_for, where
 from .first_loops import before_compiling, compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, say, status, whole
+from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, say, status, whole_number
 
 # The default settings: those of a small model on the CPU, and of one with 4 million parameters on the GPU.
 DEFAULTS = {
@@ -175,7 +175,7 @@ def declare(parser):
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
         "--lora",
-        type=whole(1),
+        type=whole_number(1),
         metavar="RANK",
         help="a low-rank adapter of every large matrix, which generate --adapter reads and linattn-np merge puts into "
         "the model",
@@ -217,20 +217,20 @@ def declare(parser):
         values = [defaults.get(name, getattr(Settings, name)) for defaults in DEFAULTS.values()]
         add(f"--{name.replace('_', '-')}", type=type, help=f"{what} ({' / '.join(map(str, values))})")
 
-    setting("layers", whole(1), "of the model")
-    setting("width", whole(1), "channels of the model")
-    setting("head_size", whole(1), "channels of a head")
-    setting("batch", whole(1), "sequences in a step")
-    setting("context", whole(1), "bytes, or tokens, of each that are predicted in a step")
+    setting("layers", whole_number(1), "of the model")
+    setting("width", whole_number(1), "channels of the model")
+    setting("head_size", whole_number(1), "channels of a head")
+    setting("batch", whole_number(1), "sequences in a step")
+    setting("context", whole_number(1), "bytes, or tokens, of each that are predicted in a step")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=whole(1), help="how many, instead of --minutes")
+    length.add_argument("--steps", type=whole_number(1), help="how many, instead of --minutes")
     length.add_argument(
         "--minutes", type=float, help="how long to train, held-out losses and checkpoints included (2 / 2)"
     )
     setting("lr", float, "the learning rate after the warm-up, from where it falls to 0 as a cosine")
     setting("weight_decay", float, "AdamW's, of matrices")
     setting("dropout", float, "share of elements that are dropped")
-    setting("seed", whole(0), "equal seeds train alike")
+    setting("seed", whole_number(0), "equal seeds train alike")
 
 
 def start(options, trained, device, ranks, lock_scope) -> Training:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ContractError, ContractTypeError
 from .locks import Lock, one_at_a_time
-from .number_checks import whole
+from .number_checks import checked_int
 from .prompt_reading import read
 from .protocols import Model, State
 from .sampling import Sampler, Sampling, complaints, draw_each
@@ -69,7 +69,7 @@ class Batch:
     """
 
     def __init__(self, model: Model, slots: int):
-        whole("Batch", "slots", slots, 1)
+        checked_int("Batch", "slots", slots, 1)
         self.model, self.pool = model, model.initial_state(slots)
         self.slots, self.lock = slots, Lock()
         self.sequences: dict[int, Sequence] = {}

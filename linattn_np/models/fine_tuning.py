@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import ContractError
 from . import checkpoint
-from .number_checks import real, shown, whole
+from .number_checks import checked_int, checked_number, shown
 from .quantised import Stored
 from .rwkv.adapters import LORA_A, LORA_ALPHA, LORA_B, adapter_name
 from .rwkv.model import Model
@@ -144,8 +144,10 @@ class LowRank(BesideBase):
 
     def __init__(self, base: Base, rank: int, alpha: float | None = None, matrices: Iterable[str] | None = None):
         super().__init__(base)
-        self.rank = whole("LowRank", "rank", rank, 1, base.sizes["D"])
-        self.alpha = real("LowRank", "alpha", rank if alpha is None else alpha, "a number above 0", lambda x: x > 0)
+        self.rank = checked_int("LowRank", "rank", rank, 1, base.sizes["D"])
+        self.alpha = checked_number(
+            "LowRank", "alpha", rank if alpha is None else alpha, "a number above 0", lambda x: x > 0
+        )
         large = [name for name in self.base.kind.version.large_matrices(base.sizes["L"]) if name.startswith("blocks.")]
         usual = dict.fromkeys(map(name_in_layer, large))
         chosen = set(usual if matrices is None else matrices)

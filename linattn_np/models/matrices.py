@@ -6,9 +6,9 @@
     int4        w = scale (q - 8),   q in 0..15, a bfloat16 scale for every 32 neighbours of a row: 4.5 bits per number
 
 The product with one token takes as long as reading the matrix, so half of the bits takes half of the time. Numba's
-loops (`matrix_loops`) convert the numbers to float32 in registers. For up to FEW tokens they also multiply float32
-matrices, at up to twice the speed of BLAS; for more tokens BLAS is faster. Sums are float32; they are added in another
-order than NumPy's, so results differ by rounding.
+loops (`matrix_loops`) convert the numbers to float32 in registers. For up to MOST_BY_LOOPS tokens they also multiply
+float32 matrices, at up to twice the speed of BLAS; for more tokens BLAS is faster. Sums are float32; they are added in
+another order than NumPy's, so results differ by rounding.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ from .helper_threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows of a tile (see `Matrix`); numbers of a row that share a scale in int4
-FEW = 8  # the most tokens for which the loops multiply float32 faster than BLAS
+MOST_BY_LOOPS = 8  # the most tokens for which the loops multiply float32 faster than BLAS
 PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # int4's scales that are tried, times the one of the largest w
 CACHED = 1 << 16  # numbers that are rounded at a time; they fit in the cache
@@ -53,7 +53,7 @@ class Matrix:
 
     def __call__(self, x, board: Board):
         """x W^T in float32, for x [T, K], or [S, T, K] for S matrices. The helper threads of `board` compute parts."""
-        if self.format == "float32" and x.shape[-2] > FEW:
+        if self.format == "float32" and x.shape[-2] > MOST_BY_LOOPS:
             return x @ self.bits.reshape(self.shape).swapaxes(-1, -2)
         x = np.ascontiguousarray(x, np.float32)
         stack = x.reshape(-1, *x.shape[-2:])

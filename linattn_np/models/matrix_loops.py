@@ -2,11 +2,11 @@
 
 An *input* is a number of x; it is multiplied by a column of W. W in few bits is stored in tiles of TILE rows, in which
 the numbers of one column are neighbours. W in float32 is stored by rows; these loops multiply it by few tokens, BLAS by
-more (`matrices.FEW`).
+more (`matrices.MOST_BY_LOOPS`).
 
-The sums of a tile's rows stay in registers while its columns are read. Up to FEW tokens read a tile one by one; a token
-whose inputs are mostly zero skips their columns. More tokens read a tile TOKENS_AT_ONCE at a time, so that the tile's
-numbers are converted to float32 once for all of them.
+The sums of a tile's rows stay in registers while its columns are read. Up to ONE_BY_ONE tokens read a tile one by one;
+a token whose inputs are mostly zero skips their columns. More tokens read a tile TOKENS_AT_ONCE at a time, so that the
+tile's numbers are converted to float32 once for all of them.
 
 Several threads share products that do not depend on each other. The caller publishes them on a *board*, an array of
 int64, with a range of *tickets*, one for each part of a product. Every thread that looks at the board claims tickets,
@@ -43,7 +43,7 @@ BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of a tile's c
 PREFETCHED = {"int8": 48, "int4": 96}
 PREFETCHED_OF_LIST = 16  # the same distance in a list of columns, whose order the processor cannot foresee
 CACHE_LINE = 64
-FEW = 4  # up to so many tokens read a tile one after the other
+ONE_BY_ONE = 4  # up to so many tokens read a tile one after the other
 AVX512 = binding.get_host_cpu_features().get("avx512f")
 # The sums of this many tokens, for this many vectors of a column, fit in the registers.
 TOKENS_AT_ONCE, VECTORS_AT_ONCE = (10, 2) if AVX512 else (6, 1)
@@ -293,7 +293,8 @@ def add_blocks(product, tile, row, several_tokens, first, last, sums):
     """Adds the products of tile number `tile` and rows row ... row + T - 1 of x to the sums [T, TILE] at the address
     `sums`, over the blocks of columns first ... last - 1.
 
-    T is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list.
+    T is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list:
+    its starts[-1] is then at least 0, see `list_inputs`.
     """
     format, columns, blocks = product[FORMAT], product[COLUMNS], (product[COLUMNS] + BLOCK - 1) // BLOCK
     x, bits = product[X] + 4 * row * columns, product[BITS] + product[BYTES_OF_INPUT] * columns * tile
@@ -310,28 +311,35 @@ def add_blocks(product, tile, row, several_tokens, first, last, sums):
             begin, end = starts[first], starts[last]
         add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, sums)
         return
-    scales, block_totals = product[SCALES] + 2 * TILE * tile * blocks, 4 * product[STACK] * product[PADDED_TOKENS]
+    scales = product[SCALES] + 2 * TILE * tile * blocks
+    bytes_of_totals = 4 * product[STACK] * product[PADDED_TOKENS]  # of one block
     for block in range(first, last):
         begin, end = BLOCK * block, min(columns, BLOCK * (block + 1))
         if loop == LISTED:
             begin, end = starts[block], starts[block + 1]
         block_scales = scales + 2 * TILE * block
-        add_sums(variant, bits, block_scales, x, columns, inputs, begin, end, totals + block_totals * block, sums)
+        add_sums(variant, bits, block_scales, x, columns, inputs, begin, end, totals + bytes_of_totals * block, sums)
 
 
 @njit(**LOOP_OPTIONS)
 def multiply_tile(product, part):
-    """Computes part number `part` of a product in few bits: one tile, for up to CHUNK tokens."""
+    """Computes part number `part` of a product in few bits: one tile, for up to CHUNK tokens. Parts are numbered chunk
+    by chunk, in a chunk matrix by matrix, in a matrix tile by tile. `m` is the tile's first row of W, `row` the first
+    token's row of x [STACK * PADDED_TOKENS, COLUMNS]."""
     rows, tokens, padded = product[ROWS], product[TOKENS], product[PADDED_TOKENS]
     tiles, stack = product[TILES], product[STACK]
     tile, token = part % (stack * tiles), part // (stack * tiles) * CHUNK
     matrix, m, blocks = tile // tiles, tile % tiles * TILE, (product[COLUMNS] + BLOCK - 1) // BLOCK
-    count, row, at_once = min(CHUNK, padded - token), matrix * padded + token, TOKENS_AT_ONCE if tokens > FEW else 1
-    sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > FEW else blocks
+    count, row, at_once = (
+        min(CHUNK, padded - token),
+        matrix * padded + token,
+        TOKENS_AT_ONCE if tokens > ONE_BY_ONE else 1,
+    )
+    sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > ONE_BY_ONE else blocks
     for block in range(0, blocks, depth):
         for n in range(0, count, at_once):
             last = min(blocks, block + depth)
-            add_blocks(product, tile, row + n, tokens > FEW, block, last, sums.ctypes.data + 4 * TILE * n)
+            add_blocks(product, tile, row + n, tokens > ONE_BY_ONE, block, last, sums.ctypes.data + 4 * TILE * n)
     y = array_at(product[Y], (stack, tokens, rows), np.float32)
     for n in range(min(CHUNK, tokens - token)):
         for r in range(min(TILE, rows - m)):
@@ -491,12 +499,12 @@ def set_sizes(product):
     """Sets the sizes that `multiply_at` has not set; returns how many numbers of 32 bits `prepare` will store."""
     format, S, T, K = product[FORMAT], product[STACK], product[TOKENS], product[COLUMNS]
     blocks, product[PADDED_TOKENS], product[LISTS] = (K + BLOCK - 1) // BLOCK, T, 0
-    if format != FLOAT32 and T <= FEW:
+    if format != FLOAT32 and T <= ONE_BY_ONE:
         product[LISTS] = S * T
     elif format != FLOAT32:
         product[PADDED_TOKENS] = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
     rows = TILE if format != FLOAT32 else min(TILE, max(1, PART_OF_FLOAT32 // max(1, K)))
-    product[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
+    product[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2  # as in BYTES
     product[TILE_ROWS], product[TILES] = rows, (product[ROWS] + rows - 1) // rows
     product[PARTS] = S * product[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK)
     numbers = product[LISTS] * (K + PREFETCHED_OF_LIST + blocks + 1)

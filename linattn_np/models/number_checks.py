@@ -8,7 +8,7 @@ from ..argument_checks import is_int, is_real
 from ..errors import ContractError
 
 
-def whole(owner: str, name: str, value, least: int, most: int | None = None) -> int:
+def checked_int(owner: str, name: str, value, least: int, most: int | None = None) -> int:
     """`value` as an int, after checking that it is a whole number from `least` to `most`; `owner` and `name` are for
     the error, a ContractError."""
     if not is_int(value) or value < least or (most is not None and value > most):
@@ -17,7 +17,7 @@ def whole(owner: str, name: str, value, least: int, most: int | None = None) -> 
     return int(value)
 
 
-def real(owner: str, name: str, value, wanted: str, fits) -> float:
+def checked_number(owner: str, name: str, value, wanted: str, fits) -> float:
     """`value` as a float, after checking that it is a finite real number and that `fits(value)`; else ContractError,
     which says that `wanted` was expected."""
     try:

@@ -13,7 +13,7 @@ import numpy as np
 from ..argument_checks import is_real
 from ..errors import ContractError
 from .helper_threads import count
-from .number_checks import real, shown, whole
+from .number_checks import checked_int, checked_number, shown
 
 AT_ONCE = 1 << 16  # the most logits in one call of NumPy for several sequences; more do not fit in a core's cache
 ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, a float32 read as an integer
@@ -26,9 +26,11 @@ def checked_bias(bias) -> dict[int, float]:
         raise ContractError(f"Sampling: bias is a {type(bias).__name__}, expected a mapping from ids to numbers")
     by_id = {}
     for id, value in bias.items():
-        id = whole("Sampling", "an id of bias", id, 0)
+        id = checked_int("Sampling", "an id of bias", id, 0)
         banned = is_real(value) and value == -np.inf
-        by_id[id] = -np.inf if banned else real("Sampling", f"bias[{id}]", value, f"-inf, or {PENALTY}", moderate)
+        by_id[id] = (
+            -np.inf if banned else checked_number("Sampling", f"bias[{id}]", value, f"-inf, or {PENALTY}", moderate)
+        )
     return dict(sorted(by_id.items()))
 
 
@@ -108,13 +110,13 @@ class Sampling:
             ("frequency", moderate, PENALTY),
             ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
         ):
-            object.__setattr__(self, name, real("Sampling", name, getattr(self, name), wanted, fits))
+            object.__setattr__(self, name, checked_number("Sampling", name, getattr(self, name), wanted, fits))
         for name in ("temperature_last", "logprobs"):
             if not isinstance(value := getattr(self, name), (bool, np.bool_)):
                 raise ContractError(f"Sampling: {name} is {shown(value)}, expected True or False")
-        whole("Sampling", "top_k", self.top_k, 0)
+        checked_int("Sampling", "top_k", self.top_k, 0)
         if self.vocabulary is not None:
-            whole("Sampling", "vocabulary", self.vocabulary, 1)
+            checked_int("Sampling", "vocabulary", self.vocabulary, 1)
         object.__setattr__(self, "bias", checked_bias(self.bias))
         if self.seed is None or type(self.seed) is int and self.seed >= 0:
             return

@@ -8,7 +8,7 @@ from itertools import islice
 
 from ..errors import ContractError, ContractTypeError
 from .batch import Batch
-from .number_checks import shown, whole
+from .number_checks import checked_int, shown
 from .protocols import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
@@ -39,7 +39,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
         if length is not None:
-            whole("Text", "length", length, 1, LONGEST)
+            checked_int("Text", "length", length, 1, LONGEST)
         self.length, self.stop, self.end, self.tokenizer = length, checked_stops(stop), tokenizer.end, tokenizer
         self.error: str | None = None
         self.logprobs: list[float] = []

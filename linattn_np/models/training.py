@@ -23,7 +23,7 @@ from . import checkpoint, pth_files
 from .devices import check_device
 from .files import FileError, json_object, write_arrays
 from .locks import Lock, one_at_a_time
-from .number_checks import real, shown, whole
+from .number_checks import checked_int, checked_number, shown
 from .protocols import Trainable
 from .rwkv6 import RWKV6
 from .single_process import OneProcess
@@ -63,23 +63,23 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        self.check(whole, "layers", 1, MAX_LAYERS)
+        self.check(checked_int, "layers", 1, MAX_LAYERS)
         for name in ("width", "head_size", "batch", "context", "seed"):
-            self.check(whole, name, int(name != "seed"), (1 << 31) - 1)
-        self.check(real, "lr", "a number above 0", lambda x: x > 0)
-        self.check(real, "weight_decay", "a number from 0 up", lambda x: x >= 0)
-        self.check(real, "dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)
+            self.check(checked_int, name, int(name != "seed"), (1 << 31) - 1)
+        self.check(checked_number, "lr", "a number above 0", lambda x: x > 0)
+        self.check(checked_number, "weight_decay", "a number from 0 up", lambda x: x >= 0)
+        self.check(checked_number, "dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)
         if self.batch * self.context > MAX_TOKENS:
             refuse(f"batch x context is {self.batch} x {self.context}, expected at most {MAX_TOKENS} tokens in a step")
         if (self.steps is None) == (self.minutes is None):
             refuse("expected either steps or minutes")
         if self.minutes is None:
-            self.check(whole, "steps", 1, (1 << 62) - 1)
+            self.check(checked_int, "steps", 1, (1 << 62) - 1)
         else:
-            self.check(real, "minutes", "a number above 0", lambda x: x > 0)
+            self.check(checked_number, "minutes", "a number above 0", lambda x: x > 0)
 
     def check(self, checked_number, name, *wanted):
-        """Replaces a field by the plain int or float that `whole` or `real` (`checked_number`) returns for it."""
+        """Replaces a field by the plain int or float that `checked_int` or `checked_number` returns for it."""
         object.__setattr__(self, name, checked_number("Training", name, getattr(self, name), *wanted))
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from ...errors import ContractError
-from ..number_checks import real, shown
+from ..number_checks import checked_number, shown
 from ..quantised import Stored
 from .version import VERSION_NAME, number_in
 
@@ -58,7 +58,7 @@ def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float
 def with_adapter(name, matrix, down, up, alpha):
     """`matrix` + (alpha / rank) `up` `down`, in the dtype of `matrix`; `name` is for errors. The shapes fit."""
     alpha = np.asarray(alpha).item() if np.size(alpha) == 1 else alpha
-    alpha = real("the adapter", "alpha", alpha, "a number above 0", lambda x: x > 0)
+    alpha = checked_number("the adapter", "alpha", alpha, "a number above 0", lambda x: x > 0)
     result = (matrix.astype(np.float32) + alpha / len(down) * (up @ down)).astype(matrix.dtype)
     if not np.isfinite(result).all():
         refuse(f"makes numbers of {name} that are not finite in {matrix.dtype}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..number_checks import real, shown
+from ..number_checks import checked_number, shown
 from .names import block_prefix, unwrapped
 from .version import LAYER_NORM_EPS, NORM_EPS_NAME, Version
 
@@ -79,6 +79,6 @@ def check_sizes(version: Version, weights: Mapping, config: Mapping | None, size
 
 def positive(version, config, field, default) -> float:
     """A field of the config that is a number above 0."""
-    return real(
+    return checked_number(
         version.owner, f"config.json's {field}", config.get(field, default), "a number above 0", lambda x: x > 0
     )

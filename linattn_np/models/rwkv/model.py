@@ -21,7 +21,7 @@ from ...signals import signals_held
 from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
-from ..number_checks import whole
+from ..number_checks import checked_int
 from ..prompt_reading import read
 from ..quantised import Stored, file_arrays, with_stored_matrices
 from ..sampling import Sampling
@@ -258,8 +258,8 @@ class Model:
         >>> model.warm_up(batches=(1, 8))
         """
         owner = self.version.owner
-        batches = [whole(owner, "warm_up's batch", batch, 1) for batch in batches]
-        if prompt := whole(owner, "warm_up's prompt", prompt, 0):
+        batches = [checked_int(owner, "warm_up's batch", batch, 1) for batch in batches]
+        if prompt := checked_int(owner, "warm_up's prompt", prompt, 0):
             self.forward(np.zeros((1, prompt), np.int64), last=True)
         for batch in batches:
             self.forward(np.zeros((batch, 1), np.int64))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ..helper_threads import Board
-from ..matrices import FEW, Pool, pack
+from ..matrices import MOST_BY_LOOPS, Pool, pack
 from ..matrix_loops import multiply
 from ..quantised import Stored
 from . import numba_loops as loops
@@ -41,7 +41,7 @@ class NumbaLayers(NumpyLayers):
 
     def logits(self, tokens, state, sequences, last):
         """Logits [T, V], or [N, V] for each sequence's last token."""
-        if not sequences.one_token_each or self.dtype == "float32" and len(tokens) > FEW:
+        if not sequences.one_token_each or self.dtype == "float32" and len(tokens) > MOST_BY_LOOPS:
             return super().logits(tokens, state, sequences, last)
         board = Board()  # one for each call, so that several threads may decode
         x = self.model_weights.embedding[tokens].astype(FLOAT32, copy=False)

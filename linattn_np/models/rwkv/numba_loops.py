@@ -32,7 +32,7 @@ def tanh_in_place(x):
 
 @njit(**LOOP_OPTIONS)
 def tanh_of_parts(x, count):
-    """tanh of x [B, count * R], as a new array [count, B, R]."""
+    """tanh of x [B, count * R], as a new array [count, B, R]: R is the rank of `count` low-rank products."""
     out = np.empty((count, x.shape[0], x.shape[1] // count), np.float32)
     for n in range(count):
         for b in range(out.shape[1]):
@@ -124,5 +124,5 @@ def products(multiply, board, matrices, x):
 
 @njit(**LOOP_OPTIONS)
 def product(multiply, board, matrix, x):
-    """One of `products`."""
+    """x W^T [S, B, M] for one array x [S, B, K] and one stack; arguments as in `products`."""
     return products(multiply, board, (matrix,), (x,))[0]

@@ -13,7 +13,7 @@ from ...errors import ContractError, ContractTypeError
 from .. import checkpoint, stored_zip
 from ..devices import on_host
 from ..files import mapped, replaced
-from ..number_checks import shown, whole
+from ..number_checks import checked_int, shown
 from ..stored_zip import MAX_INDEX
 from .version import INITIAL_STATE_PARAMETER, VERSION_NAME, number_in
 
@@ -74,7 +74,7 @@ class State:
         check_state(self, {}, wkv=None)
         arrays = {name: on_host(getattr(self, name)).astype(FLOAT32, copy=False) for name in STATE}
         if self.version is not None:
-            arrays[VERSION_NAME] = np.full(1, whole("State", "version", self.version, 1, 99), np.float32)
+            arrays[VERSION_NAME] = np.full(1, checked_int("State", "version", self.version, 1, 99), np.float32)
         with replaced(path) as file:
             np.savez(file, **arrays)
 

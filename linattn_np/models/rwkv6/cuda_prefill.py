@@ -1,7 +1,7 @@
 """RWKV-6's mixes for prompts on the GPU, as steps of a plan.
 
 Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels, A and W the ranks of the low-rank
-products for the mixes and for the decay.
+products for the mixes and for the decay. X is the matrices' dtype, that of their inputs. `draft` collects the launches.
 """
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
@@ -41,6 +41,7 @@ class MixOperations(cuda_prompts.MixOperations):
     def log_decay(self, layer, low):
         kernel, arrays = kernels.Openings.of_prompt(self.dtype, 1), {"low": low, "up": layer.decay_up}
         arrays |= {"bases": layer.decay, "w": self.w}
+        # R: the rank; ranks of other products, which the kernel computes for RWKV-7, are 0
         self.draft.launch(kernel, kernel.blocks(*self.w.shape), **arrays, R=low.shape[-1], G=0, Q=0)
         return self.w
 
@@ -59,7 +60,7 @@ class MixOperations(cuda_prompts.MixOperations):
             **kernels.affine(layer.ln_x),
             y=self.normed,
             rows=rows,
-            eps=self.group_eps * self.scale**2,
+            eps=self.group_eps * self.scale**2,  # o has the factor `scale`, which the norm removes
         )
         return self.normed[0]
 

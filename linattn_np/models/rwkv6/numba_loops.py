@@ -22,10 +22,11 @@ from ..rwkv.numba_loops import (
     tanh_of_parts,
 )
 
-# The weights of a layer that `step` takes: {name: number of vectors of D numbers}, in the order of the rows of its
-# `vectors`; the next line has the first row of each. Then the names of matrices, and the index of each in `matrices`.
+# The vectors of a layer that `step` takes, {name in `weights.LAYER`: how many of D numbers}: they are the rows of its
+# argument `vectors`, in this order. LN1, ...: the first row of each.
 VECTORS = {"ln1": 2, "ln2": 2, "ln_x": 2, "maa_x": 1, "maa": 5, "decay": 1, "bonus": 1, "ffn_maa": 2}
 LN1, LN2, LN_X, MAA_X, MAA, DECAY, BONUS, FFN_MAA = (sum([*VECTORS.values()][:n]) for n in range(len(VECTORS)))
+# The matrices, and the index of each in the argument `matrices`.
 MATRICES = tuple("maa_down maa_up kvrg decay_down decay_up output ffn_key ffn_receptance ffn_value".split())
 MAA_DOWN, MAA_UP, KVRG, DECAY_DOWN, DECAY_UP, OUTPUT, FFN_KEY, FFN_RECEPTANCE, FFN_VALUE = range(len(MATRICES))
 
@@ -70,9 +71,9 @@ def recurrence(kvr, w, bonus, wkv, slots):
             out = o[b, start : start + N]
             for i in range(N):
                 key, query, decay = k[i], r[i], np.exp(w[b, start + i])
-                new = key * bonus[start + i]
+                bonus_key = key * bonus[start + i]
                 for j in range(N):
-                    out[j] += query * (state[i, j] + new * v[j])
+                    out[j] += query * (state[i, j] + bonus_key * v[j])
                     state[i, j] = decay * state[i, j] + key * v[j]
     return o
 
@@ -93,11 +94,11 @@ def gated_norm(o, gate, norm, heads, eps):
 @njit(**LOOP_OPTIONS)
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     """Adds the time mix of one layer to x, as `math.time_mix` does, and updates the state. Arguments: see `step`."""
-    x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
-    low = product(multiply, board, matrices[MAA_DOWN], x_x)
-    x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_of_parts(low[0], 5))
-    data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
-    y = products(multiply, board, (matrices[KVRG], matrices[DECAY_DOWN]), (x_wkvrg[1:], x_wkvrg[:1]))
+    mixed_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
+    low = product(multiply, board, matrices[MAA_DOWN], mixed_x)
+    mixed = product(multiply, board, matrices[MAA_UP], tanh_of_parts(low[0], 5))
+    data_mix(mixed, vectors[MAA : MAA + 5], xx, d)
+    y = products(multiply, board, (matrices[KVRG], matrices[DECAY_DOWN]), (mixed[1:], mixed[:1]))
     kvrg, low = y[0], y[1]
     tanh_in_place(low[0])
     w = product(multiply, board, matrices[DECAY_UP], low)[0]
@@ -110,8 +111,8 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
 @njit(**LOOP_OPTIONS)
 def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
     """Adds the channel mix of one layer to x; updates `shift`."""
-    x_kr, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
-    y = products(multiply, board, (matrices[FFN_KEY], matrices[FFN_RECEPTANCE]), (x_kr[:1], x_kr[1:]))
+    mixed, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
+    y = products(multiply, board, (matrices[FFN_KEY], matrices[FFN_RECEPTANCE]), (mixed[:1], mixed[1:]))
     k, gate = y[0], y[1]
     relu_squared(k[0])
     add_gated(x, gate[0], product(multiply, board, matrices[FFN_VALUE], k)[0])
@@ -126,6 +127,7 @@ def step(multiply, board, matrices, head, vectors, norms, eps, x, att_shift, wkv
         and scales, and its rows
     vectors, norms : [L, sum of VECTORS, D] and [4, D], ln0's and ln_out's weight and bias
     eps : of the layer norms, and of the group norm
+    att_shift, wkv, ffn_shift : the state, as in `rwkv.state.State`, for P rows
     slots : [B], each sequence's row of the state
     """
     x = layer_norm(x, norms[:2], eps[0])

@@ -1,6 +1,7 @@
 """RWKV-7's mixes for prompts on the GPU, as steps of a plan.
 
-Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels.
+Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels. X is the matrices' dtype, that of
+their inputs. `draft` collects the launches.
 """
 
 import numpy as np
@@ -14,7 +15,8 @@ from ..rwkv import cuda_prompts
 
 class MixOperations(cuda_prompts.MixOperations):
     """The two mixes as launches in a plan. One product computes the first halves of all four low-rank products
-    (`down`), and one kernel the second halves with their activations (`Openings`)."""
+    (`down`), and one kernel the second halves with their activations (`Openings`): w, the log of the decay, and the
+    `openings`, which are the learning rate, the output gate, and the share of the first layer's value."""
 
     def __init__(self, decoder, *arguments):
         super().__init__(decoder, *arguments)
@@ -31,6 +33,7 @@ class MixOperations(cuda_prompts.MixOperations):
 
     @staticmethod
     def carried(decoder, T):
+        """`first`: the first layer's value, which that layer writes and the others read."""
         return {"first": ((T, decoder.sizes["D"]), decoder.dtype)}
 
     def time_mix(self, layer, x, shift, wkv):
@@ -41,7 +44,8 @@ class MixOperations(cuda_prompts.MixOperations):
         opening, (rate, gate, share) = rwkv6_model_kernels.Openings.of_prompt(self.dtype, kernels.DOWNS), self.openings
         arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
         self.draft.launch(opening, opening.blocks(T, D), **arrays, R=low.shape[-1])
-        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # memory of mixes that are not read any more
+        # makes the operator's k and v in place, and its a and b from k; a, b and o get memory of mixes already read
+        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]
         arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.arrays.first, "a": a, "b": b}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T * H), **arrays, token_heads=T * H)
@@ -49,7 +53,7 @@ class MixOperations(cuda_prompts.MixOperations):
         norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
         arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": self.y}
         arrays |= rwkv6_model_kernels.affine(layer.ln_x)
-        eps = self.group_eps * self.scale**2
+        eps = self.group_eps * self.scale**2  # o has the factor `scale`, which the norm removes
         self.draft.launch(norm, norm.blocks(T * H), **arrays, rows=T * H, eps=eps)
         return self.add_product(layer, "output", x, self.y[0])
 

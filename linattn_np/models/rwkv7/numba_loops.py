@@ -21,8 +21,8 @@ from ..rwkv.numba_loops import (
 )
 from .math import DECAY, LEAST_NORM
 
-# The weights of a layer that `step` takes: {name: number of vectors of D numbers}, in the order of the rows of its
-# `vectors`; the next lines have the first row of each. Then the names of matrices, and the index of each in `matrices`.
+# The vectors of a layer that `step` takes, {name in `weights.LAYER`: how many of D numbers}: they are the rows of its
+# argument `vectors`, in this order. LN1, ...: the first row of each.
 VECTORS = {
     **dict(ln1=2, ln2=2, ln_x=2, mix=6, decay=1, icl=1),
     **dict(value=1, removal=1, replacement=1, bonus=1, ffn_mix=1),
@@ -30,6 +30,7 @@ VECTORS = {
 LN1, LN2, LN_X, MIX, DECAY_BASE, ICL, VALUE, REMOVAL, REPLACEMENT, BONUS, FFN_MIX = (
     sum([*VECTORS.values()][:n]) for n in range(len(VECTORS))
 )
+# The matrices, and the index of each in the argument `matrices`.
 MATRICES = tuple(
     "kvr output ffn_key ffn_value decay_down decay_up icl_down icl_up gate_down gate_up value_down value_up".split()
 )
@@ -137,8 +138,8 @@ def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, 
     inputs = mixed[3:], mixed[:1], mixed[1:2], mixed[2:3], mixed[4:5]
     low = products(multiply, board, down, inputs)
     k, v, r = low[0][0], low[0][1], low[0][2]
-    tanh_in_place(low[1][0])
-    sigmoid_in_place(low[3][0])
+    tanh_in_place(low[1][0])  # the decay's
+    sigmoid_in_place(low[3][0])  # the gate's
     up = matrices[DECAY_UP], matrices[ICL_UP], matrices[GATE_UP], matrices[VALUE_UP]
     y = products(multiply, board, up, (low[1], low[2], low[3], low[4]))
     w, icl, gate, opening = y[0][0], y[1][0], y[2][0], y[3][0]
