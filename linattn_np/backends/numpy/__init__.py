@@ -5,15 +5,7 @@ from importlib import import_module
 
 import numpy as np
 
-from ...declarations import (
-    DELTA_RULES,
-    GATED,
-    GLA_VALUE_GATE,
-    LINEAR_ATTENTION,
-    NORMALIZED,
-    RETENTION,
-    SIMPLE_GLA,
-)
+from ...declarations import DELTA_RULES, GATED, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, SIMPLE_GLA
 from . import (
     chunked,
     chunking,

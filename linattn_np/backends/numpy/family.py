@@ -40,6 +40,7 @@ class Member:
         return parts[0]
 
     def split(self, state):
+        """The family's state as the operator's parts; the opposite of `joined`."""
         return (state,)
 
     def state_vjp(self, dparts):
@@ -58,6 +59,7 @@ class Member:
         """Fills the operator's o from the family's."""
 
     def output_vjp(self, do):
+        """The gradient of the family's o, from that of the operator's."""
         return do
 
     def gradients(self, dq, dk, dv, dg, du):

@@ -19,6 +19,7 @@ def writes(problem, S, q, k, v, g):
 
 
 def step_vjp(problem, state, q, k, v, g, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     (S,), (dS,), decay = state, dstate, np.exp(g)[..., None]
     do = problem.scale * do
     dq = read_vjp(decay * S + outer(k, v), do)
@@ -29,4 +30,5 @@ def step_vjp(problem, state, q, k, v, g, dstate, do):
 
 
 def member(problem):
+    """The call as one of the gated family, for the chunked forms."""
     return Member(problem, *problem.arrays.values())

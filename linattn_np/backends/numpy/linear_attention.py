@@ -53,6 +53,7 @@ def step(problem, state, q, k, v):
 
 
 def step_vjp(problem, state, q, k, v, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     phi = problem.options["feature_map"]
     fq, fk = feature(q, phi), feature(k, phi)
     S = state[0] + outer(fk, v)
@@ -197,4 +198,5 @@ def is_out_of_range(problem):
 
 
 def member(problem):
+    """The call as one of the gated family, for the chunked forms."""
     return (RunningMaximum if is_out_of_range(problem) else LinearAttention)(problem)

@@ -1,9 +1,9 @@
-"""The quadratic form: no states between chunks, every query meets every key.
+"""The quadratic form: no states between chunks, every query is multiplied by every key before it.
 
     o_i = scale (q_i exp(b_i) h_0 + sum_j A_ij v_j),     A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik)
 
-Exponents are sums of gates, so any gate is exact: blocks of queries go by in order and the keys before them are decayed
-along. Memory is one block of rows of A, never T x T.
+Queries are computed a block (a chunk of C tokens) after the other. The keys of all earlier blocks are decayed to the
+present one by products of decays, so any gate is exact. Memory is one block of rows of A, never T x T.
 """
 
 import numpy as np
@@ -20,23 +20,24 @@ def run(member, o):
     problem, chunking = member.problem, Chunking(member.problem)
     whole = Segment(chunking.table, chunking.size)
     q, k, v, g = (whole.pack(x, problem.compute_dtype) for x in (member.q, member.k, member.v, member.g))
-    packed, final, well = np.empty(v.shape, v.dtype), member.initial_state(), True
+    packed, final, accurate = np.empty(v.shape, v.dtype), member.initial_state(), True
     for (first, s), last in zip(chunking.begins.items(), chunking.ends):
         chunks = np.s_[:, :, first : last + 1]
         state = chunking.of_sequence(final, np.s_[:, :], s)
-        well &= sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
+        accurate &= sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
     whole.unpack_into(o, packed)
-    if not (well and is_finite(packed, final)):
+    if not (accurate and is_finite(packed, final)):
         mend(member, o, final)
     return final
 
 
 def sequence(member, q, k, v, g, state, o):
-    """One sequence of n row blocks [B, H, n, C, ...]: fills o, moves the state on; whether all decays are in range."""
+    """One sequence of n blocks [B, H, n, C, ...]: fills o, replaces `state` by the final state; returns whether all
+    decays are in range."""
     B, H, n, C, K = k.shape
     scratch = Scratch(k.dtype)
     keys, values = np.empty((B, H, n * C, K), k.dtype), v.reshape(B, H, n * C, -1)
-    decayed, well = state.copy(), True  # h_0, decayed to the present block like the keys
+    decayed, accurate = state.copy(), True  # h_0, decayed to the present block like the keys
     for i in range(n):
         decay = scratch("decay", g[:, :, i, 0].shape)
         block = q[:, :, i], k[:, :, i], Gates(g[:, :, i], scratch)
@@ -44,11 +45,11 @@ def sequence(member, q, k, v, g, state, o):
         if member.u is not None:
             put_bonus(A, *block[:2], member.bonus(np.s_[:, :])[:, 0])
         past = slice(0, i * C)
-        well &= not block[2].underflow(keys[:, :, past], decayed)
+        accurate &= not block[2].underflow(keys[:, :, past], decayed)
         scores = qg @ keys[:, :, past].swapaxes(-1, -2)
         o[:, :, i] = member.scale * (qg @ decayed + scores @ values[:, :, past] + A @ v[:, :, i])
         keys[:, :, past] *= decay[:, :, None]
         keys[:, :, i * C : (i + 1) * C] = kg
         decayed *= decay[..., None]
     state[:] = decayed + keys.swapaxes(-1, -2) @ values
-    return well
+    return accurate

@@ -7,7 +7,8 @@ from .recurrent import outer, read, read_vjp, write_vjp
 
 
 def decay(problem):
-    return np.exp(problem.options["log_decay"]).astype(problem.compute_dtype)[:, None, None]  # [H, 1, 1]
+    """gamma [H, 1, 1]."""
+    return np.exp(problem.options["log_decay"]).astype(problem.compute_dtype)[:, None, None]
 
 
 def step(problem, state, q, k, v):
@@ -18,6 +19,7 @@ def step(problem, state, q, k, v):
 
 
 def step_vjp(problem, state, q, k, v, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     (S,), (dS,) = state, dstate
     do = problem.scale * do
     dq = read_vjp(decay(problem) * S + outer(k, v), do)

@@ -19,6 +19,7 @@ def writes(problem, S, r, k, v, w, u):
 
 
 def step_vjp(problem, state, r, k, v, w, u, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     (S,), (dS,), decay = state, dstate, np.exp(w)[..., None]
     do = problem.scale * do
     dr = read_vjp(S + outer(u * k, v), do)
@@ -31,4 +32,5 @@ def step_vjp(problem, state, r, k, v, w, u, dstate, do):
 
 
 def member(problem):
+    """The call as one of the gated family, for the chunked forms."""
     return Member(problem, *problem.arrays.values())

@@ -19,6 +19,7 @@ def writes(problem, S, r, w, k, v, a, b):
 
 
 def step_vjp(problem, state, r, w, k, v, a, b, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     (before,), (dS,), do = state, dstate, problem.scale * do
     ((after,), _), removed = step(problem, state, r, w, k, v, a, b), read(a, before)
     dr = read_vjp(after, do)
@@ -30,6 +31,7 @@ def step_vjp(problem, state, r, w, k, v, a, b, dstate, do):
 
 
 def of_every_head(problem):
+    """The problem itself; `delta_rule` has functions of these names for keys of fewer heads than values."""
     return problem
 
 

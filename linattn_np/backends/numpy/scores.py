@@ -345,9 +345,8 @@ class Halves:
     def vjp(self, dA, dqg, dkg, through):
         """(dq, dk, dg), by the loop of `__init__` backwards; dA is 0 on and above the diagonal."""
         dq, dk = dqg.copy(), dkg.copy()
-        flow = through[
-            :, None
-        ]  # [m, blocks, K or 1]: the term of the gradient that all gates of a block have in common
+        # [m, blocks, K or 1], at first one block: the term of the gradient that all gates of a block have in common
+        flow = through[:, None]
         for level, first, second, queries, keys in reversed(self.levels):
             n, square = level[0], square_of(dA, level)
             dqueries, dkeys = halves_of(dq, level)[1], halves_of(dk, level)[0]

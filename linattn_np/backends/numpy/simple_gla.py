@@ -14,6 +14,7 @@ def step(problem, state, q, k, v, g):
 
 
 def step_vjp(problem, state, q, k, v, g, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     (S,), (dS,), decay = state, dstate, np.exp(g)[..., None, None]
     do = problem.scale * do
     dq = read_vjp(decay * S + outer(k, v), do)

@@ -1,4 +1,11 @@
-"""The five stages of `linattn_np.stages`, each on whole arrays."""
+"""The five stages of `linattn_np.stages`, each on whole arrays, which are divided into chunks [.., NC, C, .].
+
+b, e      of each token: the sum of its chunk's log gates up to it, and that of the gates after it
+qg, kg    q exp(b) and k exp(e); with `exclusive` b is that of the token before
+h         the states before the chunks
+A         the scores of a chunk's queries with its keys, with the decays between them
+o         scale (qg h + A v)
+"""
 
 import numpy as np
 
@@ -28,7 +35,7 @@ def run(member, o):
 
 
 def gate_qk(q, k, b, e, exclusive):
-    """(qg, kg)."""
+    """(qg, kg). `exclusive`: whether outputs read the state before the write."""
     return decay_query(q, np.exp(b), exclusive), k * np.exp(e)
 
 
@@ -41,7 +48,7 @@ def chunk_states(chunking, kg, v, decay, states):
 
 
 def scores(q, k, gates, u, exclusive):
-    """A."""
+    """A. `u` [H, 1, 1, K] is the bonus, or None."""
     scratch, g = Scratch(q.dtype), gates.g
     decay = scratch("decay", (*g.shape[:-2], g.shape[-1]))
     A = gated_scores(q, k, gates, exclusive, decay, scratch)[2]
@@ -93,7 +100,7 @@ def gated_qk(problem):
 
 
 def inter_chunk(problem):
-    """(h, (the final states,)). A chunk's decay is exp(b) of its last token, and not that of padding behind it."""
+    """(h, (the final states,)). A chunk's decay is exp(b) of its last token, and not that of the padding after it."""
     arrays = StageArrays(problem)
     N, H, K, V = problem.shape("N H K V")
     initial = problem.initial_state

@@ -39,12 +39,14 @@ def decays(g, gv):
 
 
 def step(problem, state, q, k, v, g, gv):
+    """(the state after a token, o) by the first equation above."""
     (S,) = state
     S = decays(g, gv) * S + outer(k, v)
     return (S,), problem.scale * read(q, S)
 
 
 def step_vjp(problem, state, q, k, v, g, gv, dstate, do):
+    """The gradients of `step`: (those of the state before it, that of each array)."""
     (S,), (dS,), decay = state, dstate, decays(g, gv)
     do = problem.scale * do
     dq = read_vjp(decay * S + outer(k, v), do)
