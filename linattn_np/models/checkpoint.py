@@ -39,10 +39,8 @@ WRAPPER_KEYS = ("state_dict", "module", "model")  # keys under which trainers sa
 PROTOCOLS = range(2, 6)  # pickle protocols that are read
 PICKLE_STARTS = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes of pickles
 
-TORCH_MAGIC, TORCH_PROTOCOL = (
-    0x1950A86A20F9469CFC6C,
-    1001,
-)  # torch's older form: the values of the first two of its five pickles
+# torch's older form: the values of the first two of its five pickles
+TORCH_MAGIC, TORCH_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 DTYPES = {  # {dtype: (its name in torch's pickles, its name in safetensors files)}
     np.float64: ("Double", "F64"),

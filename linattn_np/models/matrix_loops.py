@@ -330,11 +330,8 @@ def multiply_tile(product, part):
     tiles, stack = product[TILES], product[STACK]
     tile, token = part % (stack * tiles), part // (stack * tiles) * CHUNK
     matrix, m, blocks = tile // tiles, tile % tiles * TILE, (product[COLUMNS] + BLOCK - 1) // BLOCK
-    count, row, at_once = (
-        min(CHUNK, padded - token),
-        matrix * padded + token,
-        TOKENS_AT_ONCE if tokens > ONE_BY_ONE else 1,
-    )
+    count, row = min(CHUNK, padded - token), matrix * padded + token
+    at_once = TOKENS_AT_ONCE if tokens > ONE_BY_ONE else 1
     sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > ONE_BY_ONE else blocks
     for block in range(0, blocks, depth):
         for n in range(0, count, at_once):

@@ -74,13 +74,7 @@ class CudaDecoder(NotCopied):
     operations: ClassVar[type[MixOperations]]  # makes the plan of a layer for prompts
 
     def __init__(
-        self,
-        weights: Mapping,
-        dtype,
-        batch: int = 1,
-        device=None,
-        loaded=lambda array: None,
-        state_dtype=FLOAT32,
+        self, weights: Mapping, dtype, batch: int = 1, device=None, loaded=lambda array: None, state_dtype=FLOAT32
     ):
         self.device = device = device or current_device()
         version, (weights, sizes) = self.version, names.parameters(self.version, weights)
