@@ -21,7 +21,7 @@ from .dispatch import call_stage
 from .public_function import public_function
 
 
-@public_function(CHUNK_CUMSUM, call_stage)
+@public_function(CHUNK_CUMSUM, call_stage)  # gives the function its parameters, its body, and the shared text
 def chunk_cumsum():
     """Stage 1: (b, e) [B, H, T, K], the gate's inclusive prefix and exclusive suffix sums within each chunk.
 

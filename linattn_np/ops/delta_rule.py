@@ -4,7 +4,7 @@ from ..declarations import DELTA_RULE
 from ..public_function import public_function
 
 
-@public_function(DELTA_RULE)
+@public_function(DELTA_RULE)  # gives the function its parameters, its body, and the text on what operators share
 def delta_rule():
     """Linear attention that writes of a value what the state does not yet know of it: DeltaNet's recurrence.
 

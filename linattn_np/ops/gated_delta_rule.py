@@ -4,7 +4,7 @@ from ..declarations import GATED_DELTA_RULE
 from ..public_function import public_function
 
 
-@public_function(GATED_DELTA_RULE)
+@public_function(GATED_DELTA_RULE)  # gives the function its parameters, its body, and the text on what operators share
 def gated_delta_rule():
     """The delta rule on a state that decays, by one number a head and token: Gated DeltaNet's recurrence.
 

@@ -4,7 +4,7 @@ from ..declarations import GLA
 from ..public_function import public_function
 
 
-@public_function(GLA)
+@public_function(GLA)  # gives the function its parameters, its body, and the text on what operators share
 def gla():
     """Gated linear attention with a decay for every key channel.
 

@@ -4,7 +4,7 @@ from ..declarations import HGRN2
 from ..public_function import public_function
 
 
-@public_function(HGRN2)
+@public_function(HGRN2)  # gives the function its parameters, its body, and the text on what operators share
 def hgrn2():
     """HGRN2's recurrence: the key of a channel is 1 minus its decay.
 

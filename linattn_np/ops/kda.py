@@ -4,7 +4,7 @@ from ..declarations import KDA
 from ..public_function import public_function
 
 
-@public_function(KDA)
+@public_function(KDA)  # gives the function its parameters, its body, and the text on what operators share
 def kda():
     """The delta rule on a state of which every key channel decays by itself: Kimi Delta Attention.
 

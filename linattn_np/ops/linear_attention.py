@@ -4,7 +4,7 @@ from ..declarations import LINEAR_ATTENTION
 from ..public_function import public_function
 
 
-@public_function(LINEAR_ATTENTION)
+@public_function(LINEAR_ATTENTION)  # gives the function its parameters, its body, and the text on what operators share
 def linear_attention():
     """Causal linear attention, with an optional feature map and normaliser.
 

@@ -4,7 +4,7 @@ from ..declarations import RETENTION
 from ..public_function import public_function
 
 
-@public_function(RETENTION)
+@public_function(RETENTION)  # gives the function its parameters, its body, and the text on what operators share
 def retention():
     """Retention: linear attention with a fixed decay a head.
 

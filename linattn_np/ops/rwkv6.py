@@ -4,7 +4,7 @@ from ..declarations import RWKV6
 from ..public_function import public_function
 
 
-@public_function(RWKV6)
+@public_function(RWKV6)  # gives the function its parameters, its body, and the text on what operators share
 def rwkv6():
     """RWKV-6's recurrence: a decay for every key channel, the state read before the write, a bonus for the present.
 

@@ -4,7 +4,7 @@ from ..declarations import SIMPLE_GLA
 from ..public_function import public_function
 
 
-@public_function(SIMPLE_GLA)
+@public_function(SIMPLE_GLA)  # gives the function its parameters, its body, and the text on what operators share
 def simple_gla():
     """Linear attention with one scalar decay a head and token, the form that Mamba-2 takes.
 

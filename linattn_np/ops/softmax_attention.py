@@ -4,7 +4,7 @@ from ..declarations import SOFTMAX_ATTENTION
 from ..public_function import public_function
 
 
-@public_function(SOFTMAX_ATTENTION)
+@public_function(SOFTMAX_ATTENTION)  # gives the function its parameters, its body, and the text on what operators share
 def softmax_attention():
     """Softmax attention in tiles with an online softmax: memory linear in T, the T x S matrix never exists.
 

@@ -7,7 +7,7 @@ from ..public_function import public_function
 __all__ = ["gla_step", "rwkv6_step", "delta_rule_step", "gated_delta_rule_step", "kda_step", "rwkv7_step"]
 
 
-@public_function(GLA_STEP, call_step)
+@public_function(GLA_STEP, call_step)  # gives the function its parameters, its body, and the text that all share
 def gla_step():
     """One token of `gla` for B sequences; `state` is updated in place.
 
