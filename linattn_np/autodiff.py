@@ -9,7 +9,7 @@ from .contract import Op
 from .conversions import (
     array_to_backend,
     callers_sizes,
-    in_kind,
+    in_callers_library,
     state_to_backend,
     state_to_caller,
     states_to_caller,
@@ -61,7 +61,7 @@ def vjp_of(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
     problem = bind(op, arrays, arguments)
     backend_vjp = backend_module(choose(problem, backend)).vjp
     (o, final_state), pull = backend_vjp(inner_call(with_output(problem)), *([summaries] if summaries else []))
-    result = in_kind(problem, to_caller(problem, o, problem.op.out))
+    result = in_callers_library(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
     return result, CheckedPullback(problem, pull)
@@ -100,7 +100,7 @@ class CheckedPullback:
         if op.derived is not None:
             gradients = op.derived.gradients(problem, gradients)
         result = tuple(
-            in_kind(problem, to_caller(problem, gradient, axes))
+            in_callers_library(problem, to_caller(problem, gradient, axes))
             for gradient, axes in zip(gradients, op.arrays.values(), strict=True)
         )
         return result if problem.initial_state is None else (*result, states_to_caller(problem, initial))

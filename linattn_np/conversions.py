@@ -91,11 +91,13 @@ def state_to_caller(problem: Problem, part, axes: str):
 
 def states_to_caller(problem: Problem, parts):
     """All parts of a state, or their gradients, as arrays of the caller's library: one array, or a tuple of several."""
-    parts = tuple(in_kind(problem, state_to_caller(problem, part, axes)) for part, axes in zip(parts, problem.op.state))
+    parts = tuple(
+        in_callers_library(problem, state_to_caller(problem, part, axes)) for part, axes in zip(parts, problem.op.state)
+    )
     return parts if len(parts) > 1 else parts[0]
 
 
-def in_kind(problem: Problem, native):
+def in_callers_library(problem: Problem, native):
     """A NumPy or CuPy result as the caller's library's; copied if strides are negative, which few others allow."""
     if problem.kind not in ("numpy", "cupy") and any(stride < 0 for stride in native.strides):
         native = native.copy()

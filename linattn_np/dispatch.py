@@ -26,7 +26,7 @@ from functools import cache
 from importlib import import_module
 
 from .contract import Op
-from .conversions import in_kind, state_to_caller, states_to_caller, to_caller, with_output
+from .conversions import in_callers_library, state_to_caller, states_to_caller, to_caller, with_output
 from .derived import inner_call, inner_call_layout
 from .errors import NotSupported
 from .problem import Problem
@@ -77,7 +77,7 @@ def call(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
     )
     o, out = to_caller(problem, o, op.out), arguments.get("out")
     if out is None:
-        o = in_kind(problem, o)  # an array of the caller's library
+        o = in_callers_library(problem, o)  # an array of the caller's library
     else:
         if problem.out is None:  # `bind` found no view of `out` with a backend's axes: the backend did not write there
             out[...] = o
@@ -89,7 +89,7 @@ def call_step(op: Op, arrays, *, backend, out, **arguments):
     """Computes a step: the o of one token. The last of `arrays` is the state, which is updated in place."""
     problem = op.bind(arrays[:-1], state=arrays[-1], out=out, **arguments)
     o = backend_module(choose(problem, backend)).run(problem)
-    return in_kind(problem, o) if out is None else out
+    return in_callers_library(problem, o) if out is None else out
 
 
 def call_stage(op, arrays, *, backend="auto", **arguments):
@@ -103,7 +103,7 @@ def call_stage(op, arrays, *, backend="auto", **arguments):
     if op.state:
         native, final_state = native
     natives = native if op.pair else (native,)  # op.pair: two results of one shape
-    results = [in_kind(problem, to_caller(problem, x, op.out)) for x in natives]
+    results = [in_callers_library(problem, to_caller(problem, x, op.out)) for x in natives]
     if problem.output_final_state:
         results.append(states_to_caller(problem, final_state))
     return tuple(results) if len(results) > 1 else results[0]
