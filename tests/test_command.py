@@ -65,7 +65,7 @@ def test_help_reads_well(name, capsys):
     assert code == 0 and out.startswith(f"usage: linattn-np {name}") and module.__doc__ in out
     assert f"    linattn-np {name}" in out and ".py" not in out.replace("benchmarks/run.py", "")
     parser = Parser()
-    module.declare(parser)
+    module.add_options(parser)
     assert all(action.help for action in parser._actions)
 
 
@@ -408,7 +408,7 @@ def test_every_thread_of_a_process_uses_its_device(process, count, given, monkey
 def parsed(command, *words):
     """A subcommand's options."""
     parser = Parser()
-    import_module(f"linattn_np.command.{command}").declare(parser)
+    import_module(f"linattn_np.command.{command}").add_options(parser)
     return parser.parse_args(words)
 
 

@@ -396,7 +396,7 @@ def test_a_state_is_kept_where_nobody_reads_the_text(words, error, tmp_path, cap
             raise OSError(error, os.strerror(error), "stdout")
 
     put.calls = 0
-    monkeypatch.setattr(generate, "put", put)
+    monkeypatch.setattr(generate, "to_stdout", put)
     monkeypatch.setattr(generate, "ask", lambda: "Emm")
     state = tmp_path / "state.npz"
     code, _ = called(capsys, "generate", "--device", "cpu", "--save-state", state, *words)

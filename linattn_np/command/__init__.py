@@ -1,7 +1,7 @@
 """The command `linattn-np`, which is also `python -m linattn_np`: a module for each subcommand.
 
-A module has ``declare(parser)``, which adds its options, and ``run(options)``. Its docstring is printed by ``--help``.
-If it refuses something, it raises ValueError, ImportError or OSError, of which the user sees one line.
+A module has ``add_options(parser)``, which adds its options, and ``run(options)``. Its docstring is printed by
+``--help``. If it refuses something, it raises ValueError, ImportError or OSError, of which the user sees one line.
 """
 
 # Every subcommand is a module of this package with the same name.

@@ -14,19 +14,19 @@ from .. import NotSupported, vjp
 from ..ops import OPS
 from .first_loops import compiling
 from .measuring import chosen, drawn, median_ms, ms_of_a_byte
-from .terminal import add_device, bar, put, say, status, suggestion, whole_number
+from .terminal import add_device, bar, integer, status, suggestion, to_stderr, to_stdout
 
 TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument
     add("operators", nargs="*", metavar="OPERATOR", help=f"which (default: all, {', '.join(TIMED)})")
     add_device(add)
-    add("--batch", type=whole_number(1), default=1, help="sequences (default: 1)")
-    add("--heads", type=whole_number(1), default=8, help="(default: 8)")
-    add("--tokens", type=whole_number(1), help="of a sequence (default: 1024 on the CPU, 4096 on a GPU)")
-    add("--width", type=whole_number(1), default=64, help="K and V, a head's (default: 64)")
+    add("--batch", type=integer(1), default=1, help="sequences (default: 1)")
+    add("--heads", type=integer(1), default=8, help="(default: 8)")
+    add("--tokens", type=integer(1), help="of a sequence (default: 1024 on the CPU, 4096 on a GPU)")
+    add("--width", type=integer(1), default=64, help="K and V, a head's (default: 64)")
 
 
 def run(options):
@@ -38,9 +38,9 @@ def run(options):
     device = chosen(options.device)
     sizes = dict(B=options.batch, H=options.heads, T=options.tokens or device.tokens, K=options.width, V=options.width)
     shape = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-    say(f"{device.dtype} on {device.name}; {shape}; the floor is every array read and every result written once")
+    to_stderr(f"{device.dtype} on {device.name}; {shape}; the floor is every array read and every result written once")
     floor = ms_of_a_byte(device)
-    put(f"memory {1e-6 / floor:,.0f} GB/s")
+    to_stdout(f"memory {1e-6 / floor:,.0f} GB/s")
     row("operator", "forward ms", "x floor", "backward ms", "x floor")
     names = options.operators or list(TIMED)
     with status("") as show, compiling(show):
@@ -80,4 +80,4 @@ def word_for(why) -> str:
 
 def row(name, *columns):
     """Prints a row of the table."""
-    put(f"{name:<18}" + "".join(f"{column:>13}" for column in columns))
+    to_stdout(f"{name:<18}" + "".join(f"{column:>13}" for column in columns))

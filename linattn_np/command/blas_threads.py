@@ -9,7 +9,7 @@ import os
 from contextlib import contextmanager
 
 from ..models.helper_threads import count
-from .terminal import say
+from .terminal import to_stderr
 
 SHARE = 4 << 20  # bytes of a matrix per thread
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -39,7 +39,7 @@ def blas_threads(device: str, size: int, why: str):
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
-        say(f"{why}: pip install 'linattn-np[threads]', or set OPENBLAS_NUM_THREADS={count}")
+        to_stderr(f"{why}: pip install 'linattn-np[threads]', or set OPENBLAS_NUM_THREADS={count}")
         yield
         return
     with threadpool_limits(count, "blas"):

@@ -25,7 +25,7 @@ from .blas_threads import blas_threads
 from .first_loops import compiling
 from .measuring import Cpu, chosen, drawn, median_ms, ms_of_a_byte
 from .palette import GLA, INK, RETENTION, RWKV6, SOFTMAX, STYLE, TORCH, label_ends
-from .terminal import add_device, bar, put, status, whole_number
+from .terminal import add_device, bar, integer, status, to_stdout
 
 # {operator: (name, colour, width of the line, size of its markers)}. Lines that others cover are wider, so that they
 # are visible beside them.
@@ -51,17 +51,17 @@ class Curve:
     end: str = ""  # the reason, once there is one
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument
     add_device(add)
     add(
         "--longest",
-        type=whole_number(SHORTEST),
+        type=integer(SHORTEST),
         metavar="TOKENS",
         help=f"from {SHORTEST} doubled up to here (default: 131072, on the CPU 16384)",
     )
-    add("--heads", type=whole_number(1), default=16, help="(default: 16)")
-    add("--width", type=whole_number(8), default=64, help="K and V, a head's (default: 64)")
+    add("--heads", type=integer(1), default=16, help="(default: 16)")
+    add("--width", type=integer(8), default=64, help="K and V, a head's (default: 64)")
     add("--seconds", type=float, default=2.0, help="calls that would take longer are left out (default: 2)")
     add("--out", type=Path, default=Path("compare.png"), help="(default: compare.png)")
 
@@ -76,7 +76,7 @@ def run(options):
     with blas_threads("cpu" if isinstance(device, Cpu) else "cuda", 0, "operators are faster with one thread of BLAS"):
         curves = measured(device, options)
     draw(curves, ms_of_a_byte(device), device, options)
-    put(options.out)
+    to_stdout(options.out)
 
 
 def check_plots(out):

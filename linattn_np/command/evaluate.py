@@ -16,15 +16,15 @@ from ..models import corpus
 from ..models.prompt_reading import PIECE
 from .blas_threads import blas_for
 from .generate import DTYPES, load, tokenizer_of
-from .terminal import add_device, add_tokenizer, bar, put, status, whole_number
+from .terminal import add_device, add_tokenizer, bar, integer, status, to_stdout
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint, .pth, .safetensors or .gguf, or a folder of Hugging Face")
     add("text", metavar="TEXT", help="any bytes, a .jsonl of texts, or a .bin of token ids with its .idx")
     add("--adapter", metavar="FILE", help="a low-rank adapter, which is merged into the model while it is loaded")
-    add("--tokens", type=whole_number(2), help="of the text (default: all)")
+    add("--tokens", type=integer(2), help="of the text (default: all)")
     add("--dtype", choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))), default="auto", help="of the matrices")
     add_device(add)
     add_tokenizer(add)
@@ -42,7 +42,7 @@ def run(options):
         nats = loss(model, tokens, options.text)
     bits = f", {nats * (len(tokens) - 1) / log(2) / size:.4f} bits a byte" if size else ""
     perplexity = exp(nats) if nats < log(float_info.max) else inf
-    put(f"loss {nats:.4f} nats a token, perplexity {perplexity:.4f}{bits}, on {len(tokens):,} tokens")
+    to_stdout(f"loss {nats:.4f} nats a token, perplexity {perplexity:.4f}{bits}, on {len(tokens):,} tokens")
 
 
 @np.errstate(all="ignore")  # errors show as a loss that is not finite

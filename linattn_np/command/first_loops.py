@@ -11,7 +11,7 @@ from functools import partial
 from .. import NotSupported
 from .cards import begin_for, no_signals, start_method
 from .signals import Ended
-from .terminal import TICK, bar, say, status, ticking
+from .terminal import TICK, bar, status, ticking, to_stderr
 
 LOOPS = 38  # about the number of loops that a model's first tokens need
 
@@ -57,7 +57,7 @@ def compiling(show):
             from ..numba_cache import COMPILES
 
             show("")
-            say(COMPILES)
+            to_stderr(COMPILES)
             ticks.enter_context(ticking(shown.draw))
 
     with ExitStack() as ticks, before_compiling(tell):

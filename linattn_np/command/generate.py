@@ -41,12 +41,12 @@ from .terminal import (
     bar,
     details,
     error_line,
-    put,
-    say,
+    integer,
     some_text,
     status,
     ticking,
-    whole_number,
+    to_stderr,
+    to_stdout,
 )
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
@@ -86,7 +86,7 @@ def run(options):
         (converse if options.chat else write)(options, model, state, loops)
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument_group("the model").add_argument
     add_device(add)
     add(
@@ -142,12 +142,12 @@ def declare(parser):
     )
     add(
         "--slots",
-        type=whole_number(1),
+        type=integer(1),
         help=f"texts of --batch-file that are written side by side, on each card (default: {SLOTS})",
     )
     add(
         "--cards",
-        type=whole_number(1),
+        type=integer(1),
         help="cards of this host that share --batch-file, with a process and a copy of the model each; on the cpu, "
         "processes (default: all cards for which there are texts enough, on the cpu one)",
     )
@@ -166,11 +166,7 @@ def declare(parser):
 
     add = parser.add_argument_group("what is written").add_argument
     add(
-        "-n",
-        "--tokens",
-        type=whole_number(1, LONGEST),
-        default=400,
-        help="how many to write at most (default: %(default)s)",
+        "-n", "--tokens", type=integer(1, LONGEST), default=400, help="how many to write at most (default: %(default)s)"
     )
     add(
         "--stop",
@@ -198,7 +194,7 @@ def declare(parser):
         default=0.9,
         help="draw from the likeliest that hold this probability together (default: %(default)s)",
     )
-    add("--top-k", type=whole_number(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
+    add("--top-k", type=integer(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
     add(
         "--min-p",
         type=float,
@@ -216,7 +212,7 @@ def declare(parser):
     )
     add("--bias", action="append", metavar="ID=NUMBER", help="added to a token's logit; -inf bans it; repeatable")
     add("--logprobs", action="store_true", help="with --batch-file, the log of every written token's probability")
-    add("--seed", type=whole_number(0), help="equal seeds write equal text")
+    add("--seed", type=integer(0), help="equal seeds write equal text")
 
 
 def check_combination(options):
@@ -291,10 +287,10 @@ def unescaped(text: str) -> str:
     return result
 
 
-def load(options, say=say, status=status, make_on_cpu=with_loops) -> tuple:
+def load(options, to_stderr=to_stderr, status=status, make_on_cpu=with_loops) -> tuple:
     """(the model, a `first_loops.LoopsBeside` or None).
 
-    say, status : the functions of `terminal`, or others that print nothing
+    to_stderr, status : the functions of `terminal`, or others that print nothing
     make_on_cpu : the function of `first_loops` that makes the model on the CPU
     """
     path, device = options.model, options.device
@@ -309,7 +305,7 @@ def load(options, say=say, status=status, make_on_cpu=with_loops) -> tuple:
         if device != "cpu":
             try:
                 model = models.load(path, "cuda", dtype, progress, adapter=options.adapter)
-                say(where(model.device, ""))
+                to_stderr(where(model.device, ""))
                 return model, None
             except NotSupported as why:
                 if device != "auto":
@@ -317,7 +313,7 @@ def load(options, say=say, status=status, make_on_cpu=with_loops) -> tuple:
                 details(str(why))
         model, loops = make_on_cpu(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
     library = "NumPy until Numba's loops are compiled" if loops else type(model.layers).__name__.removesuffix("Layers")
-    say(where("cpu", library))
+    to_stderr(where("cpu", library))
     return model, loops
 
 
@@ -406,8 +402,8 @@ class Writer:
                 while text.finish is None:
                     if self.loops:
                         self.loops.hasten(self.model)
-                    put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
-                put()
+                    to_stdout(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
+                to_stdout()
             except OSError as error:  # stdout cannot be written; the state is saved nevertheless
                 stdout_error = error
         self.state = batch.state(slot)
@@ -426,13 +422,13 @@ class Writer:
         """Prints the speeds."""
         for phase, tokens, seconds in (("prefill", self.read, self.read_s), ("decode", self.written, self.write_s)):
             if tokens:
-                say(f"{phase} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
+                to_stderr(f"{phase} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
 
 
 def write(options, model, state, loops):
     """Prints the prompt and the text that follows on stdout, and the speeds on stderr."""
     prompt = prompt_of(options)
-    put(prompt.decode("utf-8", "replace"), end="")
+    to_stdout(prompt.decode("utf-8", "replace"), end="")
     writer = Writer(options, model, state, loops)
     try:
         text = writer.answer(prompt, options.stop or ())
@@ -474,7 +470,7 @@ def piped() -> bool:
 
 def converse(options, model, state, loops):
     """Answers the lines of stdin, until its end."""
-    say(about(options, model))
+    to_stderr(about(options, model))
     writer = Writer(options, model, state, loops)
     before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
     try:
@@ -485,7 +481,7 @@ def converse(options, model, state, loops):
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
             except Ended:  # Ctrl-C while the prompt is read, or a second Ctrl-C: the state is that before the turn
-                put()
+                to_stdout()
                 continue
             finally:
                 forget_ctrl_c()
@@ -509,7 +505,7 @@ def about(options, model) -> str:
 def ask() -> str:
     """The next line of stdin, "" at its end."""
     if sys.stdin.isatty():
-        say("> ", end="")
+        to_stderr("> ", end="")
     return from_stdin(lambda stdin: stdin.readline(LONGEST_PROMPT)).decode("utf-8", "surrogateescape")
 
 
@@ -589,7 +585,7 @@ class Texts:
 
 
 def quiet(line):
-    """`say`, without printing."""
+    """`to_stderr`, without printing."""
 
 
 @contextmanager
@@ -643,11 +639,11 @@ def write_texts(options, requested, texts):
     finally:
         done = output.finish(len(requested))
         if done < len(requested):
-            say(
+            to_stderr(
                 f"{done} of {len(requested)} texts are done, "
                 + (f"{options.output} has them" if done else f"{options.output} is not written")
             )
-    say(f"{done} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
+    to_stderr(f"{done} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
     for number in sorted(errors):
         place = f"{options.batch_file}, line {requested[number][0]}"
         raise ValueError(f"{place}: {errors[number]}; the other texts are in {options.output}")
@@ -707,7 +703,7 @@ class Output:
             except OSError as error:
                 if not exists:
                     raise
-                say(f"{error_line(error)}: the texts stay in the order in which they were done")
+                to_stderr(f"{error_line(error)}: the texts stay in the order in which they were done")
         return len(self.lines)
 
 

@@ -22,7 +22,7 @@ from ..models.devices import check_device, why_no_cupy
 from ..models.rwkv.cpu_layers import has_loops
 from .blas_threads import VARIABLES
 from .measuring import cpu
-from .terminal import put
+from .terminal import to_stdout
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -51,7 +51,7 @@ SET_BY_USER = (  # environment variables
 )
 
 
-def declare(parser):
+def add_options(parser):
     """It has no options."""
 
 
@@ -64,9 +64,9 @@ def run(options):
         ("threads", threads),
         ("environment", environment),
     ):
-        put(title)
+        to_stdout(title)
         for name, fact in facts():
-            put(f"  {name:<20} {' '.join(fact_line(fact).split())}")
+            to_stdout(f"  {name:<20} {' '.join(fact_line(fact).split())}")
 
 
 def fact_line(fact) -> str:

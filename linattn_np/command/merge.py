@@ -10,10 +10,10 @@ from ..models import checkpoint
 from ..models.files import write_arrays
 from ..models.rwkv.adapters import merged
 from ..models.versions import kind_of
-from .terminal import check_out, how_to_write, say, status
+from .terminal import check_out, how_to_write, status, to_stderr
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="the model that the adapter was trained on")
     add("--adapter", required=True, metavar="FILE", help="of linattn-np train --lora, or of RWKV-PEFT")
@@ -27,4 +27,4 @@ def run(options):
         weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
         config = checkpoint.config(options.model)
         write_arrays(options.out, merged(kind_of(weights), weights, adapter, options.alpha, config))
-    say(f"wrote {options.out}. {how_to_write('--model', options.out)}")
+    to_stderr(f"wrote {options.out}. {how_to_write('--model', options.out)}")

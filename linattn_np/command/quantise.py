@@ -19,10 +19,10 @@ from .blas_threads import blas_for
 from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, check_out, how_to_write, say, status, whole_number
+from .terminal import add_tokenizer, check_out, how_to_write, integer, status, to_stderr
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument
     add(
         "--model",
@@ -39,7 +39,7 @@ def declare(parser):
     )
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
     add("--text", metavar="FILE", help="what the loss is measured on (default: it is not measured)")
-    add("--tokens", type=whole_number(2), default=4096, help="of the text (default: %(default)s)")
+    add("--tokens", type=integer(2), default=4096, help="of the text (default: %(default)s)")
     add_tokenizer(add)
 
 
@@ -59,9 +59,11 @@ def run(options):
             write_arrays(options.out, model.quantise(weights, options.dtype, config))
         if before:
             after = loss(load(options.out), tokens, "after")
-            say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
+            to_stderr(
+                f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens"
+            )
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
-    say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}. {how_to_write('--model', options.out)}")
+    to_stderr(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}. {how_to_write('--model', options.out)}")
 
 
 def tokens_of(options, model) -> list:

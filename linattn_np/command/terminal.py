@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message, file=None):
         """Prints and flushes. argparse does not flush, so Python would report a full disk only when it ends."""
-        (put if file is sys.stdout else say)(message, end="")
+        (to_stdout if file is sys.stdout else to_stderr)(message, end="")
 
 
 SYNONYMS = {"gpu": "cuda"}
@@ -108,7 +108,7 @@ def module_and_parser(command, name) -> tuple:
     """A subcommand's module and parser."""
     module = import_module(f"{__package__}.{command}")
     parser = Parser(prog=name, description=module.__doc__)
-    module.declare(parser)
+    module.add_options(parser)
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="tell why a device is not used, and where a fault came from"
     )
@@ -122,7 +122,7 @@ def guarded(name, work) -> int:
     details.enabled = False
     hooks = threading.excepthook, sys.unraisablehook, warnings.showwarning
     threading.excepthook = sys.unraisablehook = report_fault
-    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {str(message).strip().partition(chr(10))[0]}")
+    warnings.showwarning = lambda message, *_, **__: to_stderr(f"{name}: {str(message).strip().partition(chr(10))[0]}")
     try:
         with handled():
             return work()
@@ -155,7 +155,7 @@ def signal_in(error) -> Ended | None:
 
 def complain(name, message, code) -> int:
     """Prints an error; returns its exit code."""
-    say(f"{name}: {' '.join(message.split())}")
+    to_stderr(f"{name}: {' '.join(message.split())}")
     return code
 
 
@@ -194,7 +194,7 @@ def report_fault(what):
     """Prints a line in place of the traceback of a thread or of a library's callback. Nothing is printed for a signal,
     which `signals` notes, nor for Python's message that it ignores a signal because its handler is being replaced."""
     if isinstance(what.exc_value, Exception) and "due to race condition" not in str(what.exc_value):
-        say(fault(what.exc_value))
+        to_stderr(fault(what.exc_value))
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def utf8_written():
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 
 
-def put(text="", end="\n"):
+def to_stdout(text="", end="\n"):
     """Prints text on stdout, at once. An OSError names stdout."""
     try:
         print(text, end=end, flush=True)
@@ -243,13 +243,13 @@ class Details:
 
     def __call__(self, line):
         if self.enabled:
-            say(line)
+            to_stderr(line)
 
 
 details = Details()
 
 
-def say(line, end="\n"):
+def to_stderr(line, end="\n"):
     """Prints a message on stderr. If this fails, the work goes on without messages."""
     try:
         print(line, end=end, file=sys.stderr, flush=True)
@@ -273,7 +273,7 @@ def some_text(text):
     return text
 
 
-def whole_number(least, most=10**18):
+def integer(least, most=10**18):
     """The type of an option that is a whole number from `least` to `most`."""
 
     def number(text):
@@ -335,7 +335,7 @@ def status(first):
     def show(line):
         nonlocal shown
         if line != shown and sys.stderr.isatty():
-            say(f"\r\x1b[K{line}", end="")
+            to_stderr(f"\r\x1b[K{line}", end="")
             shown = line
 
     show(first)

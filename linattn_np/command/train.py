@@ -39,7 +39,7 @@ from .blas_threads import blas_for, where
 from .first_loops import before_compiling, compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, say, status, whole_number
+from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, integer, status, to_stderr
 
 # The default settings: those of a small model on the CPU, and of one with 4 million parameters on the GPU.
 DEFAULTS = {
@@ -128,7 +128,7 @@ def run(options):
         raise OSError(str(lost)) from lost
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
-        say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
+        to_stderr(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
         with ExitStack() as lock_scope:
             training = start(options, trained, device, ranks, lock_scope)
@@ -142,7 +142,7 @@ def run(options):
         raise
 
 
-def declare(parser):
+def add_options(parser):
     add = parser.add_argument
     add(
         "--text",
@@ -175,7 +175,7 @@ def declare(parser):
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
         "--lora",
-        type=whole_number(1),
+        type=integer(1),
         metavar="RANK",
         help="a low-rank adapter of every large matrix, which generate --adapter reads and linattn-np merge puts into "
         "the model",
@@ -217,20 +217,20 @@ def declare(parser):
         values = [defaults.get(name, getattr(Settings, name)) for defaults in DEFAULTS.values()]
         add(f"--{name.replace('_', '-')}", type=type, help=f"{what} ({' / '.join(map(str, values))})")
 
-    setting("layers", whole_number(1), "of the model")
-    setting("width", whole_number(1), "channels of the model")
-    setting("head_size", whole_number(1), "channels of a head")
-    setting("batch", whole_number(1), "sequences in a step")
-    setting("context", whole_number(1), "bytes, or tokens, of each that are predicted in a step")
+    setting("layers", integer(1), "of the model")
+    setting("width", integer(1), "channels of the model")
+    setting("head_size", integer(1), "channels of a head")
+    setting("batch", integer(1), "sequences in a step")
+    setting("context", integer(1), "bytes, or tokens, of each that are predicted in a step")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=whole_number(1), help="how many, instead of --minutes")
+    length.add_argument("--steps", type=integer(1), help="how many, instead of --minutes")
     length.add_argument(
         "--minutes", type=float, help="how long to train, held-out losses and checkpoints included (2 / 2)"
     )
     setting("lr", float, "the learning rate after the warm-up, from where it falls to 0 as a cosine")
     setting("weight_decay", float, "AdamW's, of matrices")
     setting("dropout", float, "share of elements that are dropped")
-    setting("seed", whole_number(0), "equal seeds train alike")
+    setting("seed", integer(0), "equal seeds train alike")
 
 
 def start(options, trained, device, ranks, lock_scope) -> Training:
@@ -373,7 +373,7 @@ def train(training, trained, options):
 def tell_how_to_go_on(training, options):
     """Prints the command that continues the training, on the first rank."""
     if training.ranks.rank == 0:
-        say(f"stopped at step {training.step_number}. To go on: {resume_command(options)}")
+        to_stderr(f"stopped at step {training.step_number}. To go on: {resume_command(options)}")
 
 
 def report_steps(training, trained, options, ended):
@@ -381,10 +381,12 @@ def report_steps(training, trained, options, ended):
     folder = Path(options.out)
     if training.done >= 1:
         length = f"{training.step_number} steps in {training.seconds / 60:.2g} minutes"
-        say(f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it")
+        to_stderr(f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it")
         return
     text = training.text
-    say(f"{training.layout.size:,} parameters; {len(text.learned):,} {text.unit} to learn, {len(text.held):,} held out")
+    to_stderr(
+        f"{training.layout.size:,} parameters; {len(text.learned):,} {text.unit} to learn, {len(text.held):,} held out"
+    )
     begun = training.done, time.perf_counter()
     with status("training ...") as show:
         interval = Interval(training, trained)
@@ -397,7 +399,7 @@ def report_steps(training, trained, options, ended):
                 interval = Interval(training, trained)
         interval.report(folder, show, time_left(training, begun), last=True)
     file = folder / trained.file
-    say(f"wrote {file}. {how_to_write(*trained.options_to_write(options.base, file))}")
+    to_stderr(f"wrote {file}. {how_to_write(*trained.options_to_write(options.base, file))}")
 
 
 def time_left(training, begun) -> str:
@@ -478,11 +480,11 @@ class Interval:
         except OSError as error:
             if last:
                 raise
-            say(f"step {training.step_number} is not saved, and the training goes on: {error_line(error)}")
+            to_stderr(f"step {training.step_number} is not saved, and the training goes on: {error_line(error)}")
         show("")
-        say(f"{line}, held out {held_out:.4f}" + ("" if last else left))
+        to_stderr(f"{line}, held out {held_out:.4f}" + ("" if last else left))
         if last or self.seconds > SAMPLE_S:
-            say(f"  it writes: {sample(training, self.trained)}")
+            to_stderr(f"  it writes: {sample(training, self.trained)}")
 
 
 def checked_finite(loss, what, training, folder):
