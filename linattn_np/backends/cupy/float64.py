@@ -11,6 +11,10 @@ X's rows come from the kernel that goes backwards. This code is simple and exact
 Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns.
 """
 
+# With a bonus u (the read order of RWKV-6): result_t = scale (X_{t-1} + u_rows u_columns x_t y_t^T) z_t. If X is S,
+# u_rows is u and u_columns is 1; if X is the transpose, the reverse. Backwards in time, without u, from dX_T = dht:
+#     D = dX_t + scale p_t z_t^T,     dx_t = D y_t,     da_t: the sums of a_t (b_t * X_{t-1}) * D over the columns
+#     dX_{t-1} = a_t (b_t * D)
 from __future__ import annotations
 
 from typing import ClassVar
@@ -116,7 +120,7 @@ class StateLaunches:
     def __init__(self, draft, problem):
         self.draft, self.problem = draft, problem
         self.q, self.k, self.v, *gates = draft.inputs(problem)
-        self.g, self.gv = (*gates, None)[:2]
+        self.g, self.gv = (*gates, None)[:2]  # every operator here has g; only gla with gv has two gates
         self.a, self.b = (self.decays(gate) for gate in (self.g, self.gv))
         self.u = draft.bonus(problem)
 
@@ -126,6 +130,7 @@ class StateLaunches:
             return self.draft.table(np.ones((1, 1, 1, 1)))
         decays, kernel = self.draft.empty(gate.shape, DOUBLE), FeatureMap("Exp", DOUBLE, DOUBLE)
         sizes = dict(zip(("B", "H", "T_", "C"), gate.shape))
+        # step=1: a gate for every channel of `decays`; vectors=0: a thread computes one number
         self.draft.launch(kernel, ceil_div(gate.size, kernel.threads), x=gate, y=decays, **sizes, step=1, vectors=0)
         return decays
 
@@ -141,6 +146,7 @@ class StateLaunches:
         sizes = {"R": R, "C": C, "row_stride": row_stride, "column_stride": column_stride}
         sizes |= {"a_step": int(a.shape[-1] > 1), "b_step": int(gated)}
         args |= sizes | {"shape": self.draft.shape(self.problem, chunk=CHUNK), "scale": self.problem.scale}
+        # `or (0,)`: without columns there is one launch, too
         for first in range(0, C, kernel.columns) or (0,):
             columns = (..., slice(first, None))
             columns_of_states = (*columns, slice(None)) if transposed else columns

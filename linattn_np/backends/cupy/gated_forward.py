@@ -60,6 +60,8 @@ class ForwardPass:
     o : the array to which they write
     """
 
+    # Of the cut: kernel and summary, the kernels of launches (3) and (1); segments, P; spans, the token ranges of all
+    # segments; parts, R without and with the last segment of a sequence; tiles, the sizes that `explain` shows.
     # For the pullback: (the states [N * its segments, H, K, V] at the starts of its segments,), or nothing if it
     # computes them itself
     saved: tuple = ()
@@ -135,6 +137,7 @@ class ForwardPass:
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
         return starts
 
+    # Derived classes whose kernels take a part as a segment of its own call this.
     def finer_spans(self, parts):
         """The segments if every part of a segment is one."""
         spans = self.cut.spans
@@ -239,7 +242,8 @@ class HopperForward(ForwardPass):
             if self.cut.same_as_pullback:
                 self.saved = (self.starts,)
             return
-        # Two unequal segments: the first one's last state is the second one's initial state, so no scan is needed.
+        # Two unequal segments: the first one's last state is the second one's initial state, so no scan is needed. The
+        # summary starts from the initial state; of each pair of entries only the first is written, then read.
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
         self.launch_summaries(1, (states, decays), 2, 1, self.initial)
@@ -257,10 +261,12 @@ class HopperForward(ForwardPass):
     def launch_outputs(self, spans, initial, final, segment_states=None):
         """`segment_states` [2 N, H, K, V]: for two unequal segments, the last state of each sequence's first segment in
         the place of that segment."""
-        states = {"initial": initial, "final": final, "segment_states": segment_states}
+        states = {"initial": initial, "final": final, "segment_states": segment_states}  # all but `final` are read
+        # `computed`: of a kernel of o without effect
         self.launch(self.cut.kernel, spans, 1, states, segments=self.cut.segments, computed=1)
 
     def launch_summaries(self, parts, summaries, segments, computed, initial=None):
+        # blocks of the segments from `computed` on end at once
         states = {"initial": initial, "final": summaries[0], "decays": summaries[1]}
         self.launch(self.cut.summary, self.cut.spans, parts, states, segments=segments, computed=computed)
 
@@ -268,10 +274,11 @@ class HopperForward(ForwardPass):
         """Launches `kernel` for all channels; `states`: its arguments that are states and decays."""
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
         (B, H, K, V), shape = self.problem.shape("B H K V"), self.draft.shape(self.problem, spans)
-        marks = self.marks if kernel.reads else None
+        marks = self.marks if kernel.reads else None  # reads: whether the kernel computes outputs, not only a summary
         marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.count)
         args |= {"marks": marks, "mark_every": self.cut.mark_every if self.marks is not None else 0}
         args |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
+        # whether tokens lie in reverse order in memory, which tensor maps do not allow: threads then copy the rows
         args |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
         blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in range(0, K, kernel.channels):
