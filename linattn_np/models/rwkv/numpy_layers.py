@@ -90,7 +90,7 @@ def in_float32(field, weight, arrays):
 
 @dataclass
 class MixOperations:
-    """`mix_operations.CommonOperations` on NumPy arrays.
+    """`mix_operations.CommonOperations` on NumPy arrays: xx are the normed x, d the previous tokens' xx less xx.
 
     The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place. Each call of the layers
     makes an object of its own.

@@ -1,4 +1,8 @@
-"""RWKV-6's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV6`'s."""
+"""RWKV-6's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV6`'s.
+
+A name with d, such as dk, is the gradient of the loss with respect to k; d alone is the token shift, the previous
+token's xx less xx, of normed channels xx. `grads` has the fields of `layer`, for the gradients of the weights.
+"""
 
 from functools import partial
 
@@ -13,7 +17,8 @@ from . import math
 
 
 class RecordingOperations(grad.RecordingOperations):
-    """`math.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need."""
+    """`math.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need. `low` is the product with the
+    first matrix of a low-rank pair, m the weights of the five mixes xx + d m."""
 
     def data_mix(self, layer, low, xx, d):
         self.low = np.tanh(low).reshape(*low.shape[:2], 5, -1)
@@ -53,9 +58,9 @@ def time_mix_vjp(ops, layer, dy, grads):
     doutput = ops.pull_group((daffine * layer.ln_x[0]).reshape(ops.o.shape))
     dr, dk, dv, dw, du = ops.pull_recurrence(doutput.astype(ops.o.dtype, copy=False), grads)
     grads.bonus[...] = du
-    dlow = dw.reshape(dy.shape) * ops.w  # w is its own derivative
-    grads.decay[...] = sum_over_tokens(dlow)
-    dlow = tanh_vjp(pulls["decay_up"](dlow, grads.decay_up), ops.decay_low)
+    ddecay = dw.reshape(dy.shape) * ops.w  # w = -exp(decay + ...) is its own derivative
+    grads.decay[...] = sum_over_tokens(ddecay)
+    dlow = tanh_vjp(pulls["decay_up"](ddecay, grads.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, grads.decay_down)
     dkvrg = np.stack([gradient.reshape(dy.shape) for gradient in (dk, dv, dr, dgate)])
     dmixed = np.concatenate((dmixed_w[None], pulls["kvrg"](dkvrg, grads.kvrg)))

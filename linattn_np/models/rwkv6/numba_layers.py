@@ -1,4 +1,5 @@
-"""RWKV-6's layers on the CPU by Numba's loops."""
+"""RWKV-6's layers on the CPU by Numba's loops. Arguments of operations: see `numpy_layers`; loops write to their first
+argument."""
 
 from typing import ClassVar
 

@@ -1,4 +1,8 @@
-"""RWKV-6's layers in NumPy and float32, on rows of tokens [T, D]."""
+"""RWKV-6's layers in NumPy and float32, on rows of tokens [T, D].
+
+`layer` has the arrays of `weights.LAYER`. xx are the normed channels of the tokens, d those of the tokens before less
+xx, `low` the product with the first matrix of a low-rank pair, `wkv` the layer's recurrent state [P, H, N, N].
+"""
 
 from typing import ClassVar
 

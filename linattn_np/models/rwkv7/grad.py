@@ -1,6 +1,7 @@
 """RWKV-7's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV7`'s.
 
-"icl" is the in-context learning rate. `grads` is as in `rwkv.grad`.
+"icl" is the in-context learning rate; an *opening* is the result of a sigmoid. A name with d, such as dk, is the
+gradient of the loss with respect to k. `grads` has the fields of `layer`, for the gradients of the weights.
 """
 
 from functools import partial

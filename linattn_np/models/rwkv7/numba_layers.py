@@ -1,4 +1,5 @@
-"""RWKV-7's layers on the CPU by Numba's loops."""
+"""RWKV-7's layers on the CPU by Numba's loops. Arguments of operations: see `numpy_layers`; loops write to their first
+argument."""
 
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
         return self.opened(layer, "icl", low, 1.0)
 
     def opened(self, layer, name, low, factor):
+        """factor sigmoid(base + low up^T), for the weights `name` (the base) and `name`_up."""
         y = self.product(layer, f"{name}_up", low)
         numba_loops.biased_sigmoid(y, getattr(layer, name), factor)
         return y

@@ -1,4 +1,8 @@
-"""RWKV-7's layers in NumPy and float32, on rows of tokens [T, D]."""
+"""RWKV-7's layers in NumPy and float32, on rows of tokens [T, D].
+
+`layer` has the arrays of `weights.LAYER`. `low` is the product with the first matrix of a low-rank pair, icl the
+in-context learning rate, kappa the normed key of what is removed, `wkv` the layer's recurrent state [P, H, N, N].
+"""
 
 from typing import ClassVar
 
