@@ -122,6 +122,7 @@ def state_in_order(problem: Problem, part):
 
 
 def folded(problem: Problem, x, axes: str):
+    """x [B, HV, T, V] as [B, H, T, groups * V] if value heads are grouped; `unfolded` is the inverse."""
     return value_heads.fold(x, problem.groups) if problem.groups > 1 and value_heads.has_columns(axes) else x
 
 

@@ -1,8 +1,9 @@
 """The declarations of all operators, their one-token steps and the stages of the chunked form.
 
 A declaration is an `Op`: the arrays with their axes, the gates, the state, the options, and the checks of arguments.
-Public functions, the backends' equations and the planners refer to an operator by its declaration. Axes: batch B, heads
-H, heads of shared arrays HK, tokens T, keys S of softmax attention, channels K of keys and V of values, sequences N.
+Public functions, the backends' equations and the planners refer to an operator by its declaration. The classes here
+override checks of `contract.Op`, which describes them. Axes: batch B, heads H, heads of shared arrays HK, tokens T,
+keys S of softmax attention, channels K of keys and V of values, sequences N.
 """
 
 from __future__ import annotations

@@ -101,8 +101,9 @@ def check_regular(path):
 
 
 class ChecksummedFiles(caching.IndexDataCacheFile):
-    """Numba's cache files; their data begin with the loop's key and end with a checksum: no other machine code may be
-    run. Two processes that write at the same time may give the same name to the files of two signatures.
+    """Numba's cache files, whose methods these override; their data begin with the loop's key and end with a checksum:
+    no other machine code may be run. Two processes that write at the same time may give the same name to the files of
+    two signatures.
     """
 
     def save(self, key, data):

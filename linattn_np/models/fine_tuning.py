@@ -1,6 +1,6 @@
 """Fine-tuning of a model: of all its weights, of a low-rank adapter, or of its initial state.
 
-Each class implements `protocols.Trainable` for a `Base`.
+Each class implements `protocols.Trainable`, which describes title, beside, trainable and loss, for a `Base`.
 
     Training(tokens, settings, kind=LowRank(Base.from_file("model.pth"), rank=16))
 """

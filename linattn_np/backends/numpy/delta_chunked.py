@@ -217,7 +217,7 @@ class Chunks:
         self.v = blas_ready(packed["v"])
         self.gates = Gates(g, self.scratch.part("gates"), schedule.least if backward else None)
         self.decay = np.empty((*g.shape[:-2], g.shape[-1]), dtype)
-        self.make(**packed)
+        self.make(**packed)  # sets the matrices, by the letters of the module's equations
 
     def pair(self, name, rows, columns, **how):
         """The `Pair` of rows and columns, in scratch memory called `name`."""

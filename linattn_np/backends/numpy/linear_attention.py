@@ -74,7 +74,7 @@ def step_vjp(problem, state, q, k, v, dstate, do):
 
 class LinearAttention(Member):
     """Linear attention as a member without gates. The normaliser is computed as one more column of v, all ones, so that
-    the state is [S | z]."""
+    the state is [S | z]. Methods: see `Member`."""
 
     def __init__(self, problem):
         phi, dtype = problem.options["feature_map"], problem.compute_dtype
