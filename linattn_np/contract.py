@@ -143,10 +143,7 @@ class Op(Declaration):
 
         TypeError for a missing or unknown argument, as Python has it.
         """
-        try:
-            arguments = (signature or self.signature).bind(*positional, **named).arguments
-        except TypeError as error:  # Signature.bind's message lacks the function's name
-            raise TypeError(f"{self.name}: {error}") from None
+        arguments = bound_arguments(self.name, signature or self.signature, positional, named).arguments
         optional = [arguments.pop(name, None) for name in self.optional_arrays]
         op, arrays = self.fitting((*(arguments.pop(name) for name in self.arrays), *optional))
         return op, arrays, arguments
@@ -334,3 +331,11 @@ class Op(Declaration):
         if cu_seqlens is not None:
             self.refuse("mask", "cannot be combined with cu_seqlens, whose sequences have no padding")
         return self.placed("mask", mask, "B T", sizes, home, (np.dtype(bool),))
+
+
+def bound_arguments(name, signature, positional, named) -> inspect.BoundArguments:
+    """The call's bound arguments; a TypeError begins with the function's name, as Python's own do."""
+    try:
+        return signature.bind(*positional, **named)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None

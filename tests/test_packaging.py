@@ -296,6 +296,7 @@ ROOMS = {
             "interop.calls",
             "interop.jax_axis",
             "interop.jax_partition",
+            "interop.signatures",
             "array_kinds",
             "bounded_cache",
             "checked_calls",
@@ -312,6 +313,7 @@ ROOMS = {
         [
             "gates",
             "interop.calls",
+            "interop.signatures",
             "interop.torch_calls",
             "interop.torch_memory",
             "accepted_arrays",
@@ -324,7 +326,7 @@ ROOMS = {
         ],
         ["numpy", "torch"],
     ),
-    "interop/fla": (["errors", "interop.calls", "interop.torch"], ["torch"]),
+    "interop/fla": (["contract", "errors", "interop.calls", "interop.torch"], ["torch"]),
     "interop/torch_calls": (
         ["interop.calls", "interop.torch_memory", "accepted_arrays", "array_kinds", "declarations", "errors"],
         ["numpy", "torch"],

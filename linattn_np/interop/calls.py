@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autodiff import pullback_of
-from ..contract import Op
+from ..contract import Op, bound_arguments
 from ..conversions import state_to_caller, to_caller
 from ..declarations import OPERATORS, STEPS
 from ..dispatch import call
@@ -86,14 +86,6 @@ def named_function(public, name, doc, signature):
     public.__name__ = public.__qualname__ = name
     public.__doc__, public.__signature__ = doc, signature
     return public
-
-
-def bound_arguments(name, signature, positional, named):
-    """The call's bound arguments; a TypeError begins with the function's name, as Python's own do."""
-    try:
-        return signature.bind(*positional, **named)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
 
 
 def step(operator, declared: Op, kind: str):

@@ -29,9 +29,10 @@ from inspect import Parameter, Signature
 
 import torch
 
+from ..contract import bound_arguments
 from ..errors import ContractError, NotSupported
 from . import torch as operators
-from .calls import bound_arguments, named_function
+from .calls import named_function
 
 # Arguments that several functions have, by flash-linear-attention's names.
 STATES = "scale initial_state output_final_state"

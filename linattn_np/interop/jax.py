@@ -33,10 +33,9 @@ Example
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -253,17 +252,7 @@ def fill(targets, sources):
 
 
 if TYPE_CHECKING:
-    from ..gates import gdn_gate as gdn_gate
-    from ..gates import kda_gate as kda_gate
-    from ..gates import rwkv7_gate as rwkv7_gate
-    from ..ops.functions import *  # noqa: F403
-
-    gla_step: Callable[..., tuple[Any, Any]]
-    rwkv6_step: Callable[..., tuple[Any, Any]]
-    delta_rule_step: Callable[..., tuple[Any, Any]]
-    gated_delta_rule_step: Callable[..., tuple[Any, Any]]
-    kda_step: Callable[..., tuple[Any, Any]]
-    rwkv7_step: Callable[..., tuple[Any, Any]]
+    from .signatures import *  # noqa: F403
 else:
     globals().update(functions(differentiable, "JAX arrays"))
     globals().update(of_library(GATES))

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -174,17 +174,7 @@ class CallOnRanks:
 
 
 if TYPE_CHECKING:
-    from ..gates import gdn_gate as gdn_gate
-    from ..gates import kda_gate as kda_gate
-    from ..gates import rwkv7_gate as rwkv7_gate
-    from ..ops.functions import *  # noqa: F403
-
-    gla_step: Callable[..., tuple[Any, Any]]
-    rwkv6_step: Callable[..., tuple[Any, Any]]
-    delta_rule_step: Callable[..., tuple[Any, Any]]
-    gated_delta_rule_step: Callable[..., tuple[Any, Any]]
-    kda_step: Callable[..., tuple[Any, Any]]
-    rwkv7_step: Callable[..., tuple[Any, Any]]
+    from .signatures import *  # noqa: F403
 else:
     globals().update(functions(differentiable, "torch tensors"))
     globals().update(of_library(GATES))
