@@ -12,9 +12,9 @@
 //           TWO_WRITES: P = Zb dS;  dresidual = P + scale H^T do;  dv = Z dS + scale B^T do;
 //           dS <- D dS + scale W^T do + E^T P
 // shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
-//           [B, HV, T, V padded with zeros to a multiple of 64]; residual: the same with TWO_WRITES, else such a row of
-//           rounded numbers, then for 16-bit data one of their rounding errors; chunk_states: backward_storage.cuh;
-//           starts, F: scan.cu
+//           [B, HV, T, V padded with zeros to a multiple of 64]; residual: with TWO_WRITES as dresidual; otherwise a
+//           row has V numbers and zeros to a multiple of 64, and, for 16-bit data, as many rounding errors after them;
+//           chunk_states: backward_storage.cuh; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Forwards the blocks of F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v or do
@@ -79,8 +79,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   // RESIDUAL_BYTES: of R and L; COMMON_BYTES: of E, Z, decay and beta.
   constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
   constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
-  // The walk reads bytes FROM ... STOP - 1 of a prepared chunk, whose members stand in this order: those of the walk
-  // forwards, COMMON_BYTES of both walks, those of the walk backwards.
+  // The walk reads bytes FROM ... STOP - 1 of a prepared chunk. Its members follow each other in this order: R and L,
+  // which the walk forwards reads; E, Z, decay and beta, which both read; W and B, H, which the walk backwards reads (R
+  // and L, B and H only with OUTPUTS).
   constexpr int FROM = BACKWARDS || !OUTPUTS ? RESIDUAL_BYTES : 0;
   constexpr int STOP =
       BACKWARDS ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B) : RESIDUAL_BYTES + COMMON_BYTES;

@@ -5,9 +5,10 @@
 // math      S is the state before the chunk, dS the gradient of the state after it. A token reads the state along
 //           vectors that are called *rows* (KDA: q and k; RWKV-7: q and a) and writes to it along *columns* (KDA: k;
 //           RWKV-7: k and b). A *kind* is one of these arrays in one role: KDA has q, k | k, RWKV-7 q, a | k, b.
-//           D_ij [K] is the decay by the gates after column j up to row i: through gate i; of RWKV-7's a, which reads
-//           before its own gate, through gate i - 1. pair_ij is the gradient of the score row_i . D_ij column_j, a
-//           number for each row i and column j <= i. *Terms* are the summands of a kind's gradient:
+//           A token's decay is e^g of its log gates g [K]. D_ij [K] is the decay by the gates after column j up to row
+//           i: through gate i; of RWKV-7's a, which reads before its own gate, through gate i - 1. pair_ij is the
+//           gradient of the score row_i . D_ij column_j, a number for each row i and column j <= i. *Terms* are the
+//           summands of a kind's gradient:
 //             row i:     sum_j pair_ij D_ij column_j, and (decay from the chunk's start to i) S (the gradient of what
 //                        row i reads)
 //             column j:  sum_i pair_ij D_ij row_i, and (decay from j to the chunk's end) dS (the value that column j
@@ -378,11 +379,11 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   __syncthreads();  // terms include the products
 }
 
-// Completes dg of a block: adds the sums over other blocks, which all its gates multiply, and those of the block's own
-// columns: column_terms[n], column n times its terms of dS and of pairs with later blocks, is multiplied by the gates
-// after token n. The caller has added what the block's own rows and the pairs within the block give. Pairs of two other
-// blocks count if this block is between them: block 2 takes those of block 3's rows, block 1 those of block 0's
-// columns. end_sums have these pairs; all other sums are of S and dS only.
+// Completes dg of a block. Adds the sums over other blocks, since each of the block's gates multiplies all their terms;
+// and the sums of the block's own columns: column_terms[n], column n times its terms of dS and of pairs with later
+// blocks, is multiplied by the gates after token n. The caller has added what the block's own rows and the pairs within
+// the block give. Pairs of two other blocks count if this block is between them. For block 2 they are pairs of block
+// 3's rows, for block 1 pairs of block 0's columns: end_sums have these pairs, and all other sums are of S and dS only.
 template <class S>
 __device__ __forceinline__ void add_terms_of_blocks(float2 (&dg)[BLOCK], const float2 (&column_terms)[BLOCK], S& s,
                                                     int block, int c) {

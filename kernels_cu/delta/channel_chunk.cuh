@@ -1,9 +1,9 @@
 // what      Steps of the kernels that prepare a chunk of 32 tokens of the delta rules with a gate for each channel:
 //           lengths of tokens, decayed rows and columns, scores of pairs of tokens, products of matrices of tokens.
 //           prepare.cu, for one gate a token, includes this file too, for the products only.
-// math      D_ij is the decay of each channel from after token j through token i; a score is the sum over channels of
-//           D_ij x_i y_j, of a *row* x (a query, or another vector that reads the state) and a *column* y (a key, or
-//           another vector along which is written to the state)
+// math      A token's decay is e^g of its log gates g [K]. D_ij is the decay of each channel from after token j through
+//           token i; a score is the sum over channels of D_ij x_i y_j, of a *row* x (a query, or another vector that
+//           reads the state) and a *column* y (a key, or another vector along which is written to the state)
 // shapes    a thread has 4 channels of a block of 4 tokens: BK / 4 threads have a block. A pair of two blocks is scored
 //           by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in the later
 //           half and decayed from the border, the column is in the earlier half and decayed to it. A tile is [BT, BK]

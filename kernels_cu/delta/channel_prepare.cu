@@ -1,9 +1,10 @@
 // what      The delta rule with a gate for each channel (Kimi Delta Attention): prepares each chunk of 32 tokens, that
 //           is, computes what the chunk does to a state, for the kernels that walk over states. GRADIENT: for those
 //           that walk in both directions.
-// math      i and j are tokens of the chunk. kd, qd: k and q decayed from the chunk's start through their token; ke: k
-//           decayed from after it to the chunk's end; M_ij = k_i . D_ij k_j, j < i, A_ij = q_i . D_ij k_j, j <= i, D_ij
-//           each channel's decay from after token j through token i.
+// math      i and j are tokens of the chunk. A token's decay is e^g of its log gates g [K]. kd, qd: k and q decayed
+//           from the chunk's start through their token; ke: k decayed from after it to the chunk's end; M_ij = k_i .
+//           D_ij k_j, j < i, A_ij = q_i . D_ij k_j, j <= i, D_ij each channel's decay from after token j through token
+//           i.
 //           N = (I + diag(beta) M)^-1, B = A N diag(beta);   E = -kd, W = w_scale (qd - B kd), Z = diag(beta) N^T ke
 //           GRADIENT: B and Z without diag(beta), and the matrix of residuals I - M N diag(beta). What these matrices
 //           do to a state: prepared.cuh

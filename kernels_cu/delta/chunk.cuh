@@ -120,7 +120,7 @@ template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(De
   constexpr int ROWS = BT / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
   const float next = __shfl_down_sync(0xffffffffu, decay, 1);
-  // The decay from after token `lane` through the row's token i, at first that of the warp's first row.
+  // D_ij for j = lane; i is at first the warp's first row.
   float since = lane < first ? next : 1.f;
 #pragma unroll
   for (int distance = 1; distance < BT; distance *= 2) {

@@ -45,8 +45,8 @@ template <typename T> struct alignas(16) Matrix {
   }
 };
 
-// Numbers of a chunk's tokens. Inverse lengths are 1 if rows are not normalized. A token past the sequence's end has a
-// decay of 1 and beta 0.
+// Numbers of a chunk's tokens. Inverse lengths are 1 if rows are not normalized. A token's decay is e^g of its log gate
+// g; past the sequence's end it is 1, and beta is 0.
 struct alignas(16) TokenFactors {
   float decay_between[BT][LD];  // [i][j]: from after token j through token i; 0 for i < j
   float beta[BT];

@@ -1,10 +1,10 @@
 // what      RWKV-7's recurrence backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, da, db and dg,
 //           from what backward_states.cu has computed from chunk to chunk.
 // math      S is the state [K, V] before the chunk, dS the gradient of the state after it. u_t = S_{t-1}^T a_t is the
-//           residual, du_t its gradient. Decays: P_i from the chunk's start through token i, E_i from after token i to
-//           the chunk's end, D_ij from after token j through token i, D_(i-1)j the same without the gate of token i.
-//           Products of pairs: qk_ij = scale do_i . v_j and qb_ij = scale do_i . u_j, j <= i; ak_ij = du_i . v_j and
-//           ab_ij = du_i . u_j, j < i
+//           residual, du_t its gradient. A token's decay is e^g of its log gates g [K]. Decays over tokens: P_i from
+//           the chunk's start through token i, E_i from after token i to the chunk's end, D_ij from after token j
+//           through token i, D_(i-1)j the same without the gate of token i. Products of pairs: qk_ij = scale do_i . v_j
+//           and qb_ij = scale do_i . u_j, j <= i; ak_ij = du_i . v_j and ab_ij = du_i . u_j, j < i
 //           dq_i = scale P_i S do_i + sum_j D_ij (qk_ij k_j + qb_ij b_j)
 //           da_i = P_{i-1} S du_i + sum_j D_(i-1)j (ak_ij k_j + ab_ij b_j)
 //           dk_j = E_j dS v_j + sum_i (qk_ij D_ij q_i + ak_ij D_(i-1)j a_i)

@@ -76,7 +76,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         if (channel + j < K && column + i < V) f(state[i64(channel + j) * V + column + i], x[j][i]);
   };
   const auto load = [](R& from, R& to) { to = from; };  // from `starts`
-  // Starts to copy a panel of F: `number` counts those of all steps, in the order in which they are read.
+  // Starts to copy a panel of F: `number` counts the panels of all steps, in the order in which they are read.
   const auto fetch = [&](int number) {
     if (number < steps * panels) {
       const int p = first_segment + direction * (number / panels), from = number % panels * PANEL;

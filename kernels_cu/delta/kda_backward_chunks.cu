@@ -1,10 +1,10 @@
 // what      Kimi Delta Attention backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, dbeta and dg,
 //           from what backward_states.cu has computed from chunk to chunk.
 // math      S is the state [K, V] before the chunk, dS the gradient of the state after it. e_t is the residual: v_t
-//           minus what k_t reads from the state. w_t is the gradient of beta_t e_t, the value that token t writes.
-//           Decays: P_i from the chunk's start through token i, E_i from after token i to the chunk's end, D_ij from
-//           after token j through token i. Products of pairs: a_ij = scale beta_j do_i . e_j, j <= i; m_ij = -beta_i
-//           beta_j w_i . e_j, j < i
+//           minus what k_t reads from the state. w_t is the gradient of beta_t e_t, the value that token t writes. A
+//           token's decay is e^g of its log gates g [K]. Decays over tokens: P_i from the chunk's start through token
+//           i, E_i from after token i to the chunk's end, D_ij from after token j through token i. Products of pairs:
+//           a_ij = scale beta_j do_i . e_j, j <= i; m_ij = -beta_i beta_j w_i . e_j, j < i
 //           dq_i = scale P_i S do_i + sum_j D_ij a_ij k_j;   dbeta_i = w_i . e_i
 //           dk_i = E_i beta_i dS e_i - beta_i P_i S w_i + sum_j D_ij m_ij k_j + sum_j D_ji (a_ji q_j + m_ji k_j)
 //           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the

@@ -1,8 +1,9 @@
 // what      The delta rule with one gate for all channels of a token: what each chunk of 32 tokens does to a state, for
 //           the kernels that walk over states; GRADIENT: for those that walk in both directions.
-// math      i and j are tokens of the chunk. Decays: D_ij from after token j through token i, P_i from the chunk's
-//           start through i, L_i from after i to the chunk's end. M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j,
-//           j <= i; N = (I + diag(beta) M)^-1, B = A N diag(beta); and of rows for each token
+// math      i and j are tokens of the chunk. A token's decay is e^g of its log gate g. Decays over tokens: D_ij from
+//           after token j through token i, P_i from the chunk's start through i, L_i from after i to the chunk's end.
+//           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; N = (I + diag(beta) M)^-1, B = A N diag(beta);
+//           and of rows for each token
 //           E_i = -P_i k_i, W_i = w_scale (P_i q_i + sum_j B_ij E_j), Z_j = beta_j sum_i N_ij L_i k_i
 //           GRADIENT: B and Z without beta, and R = I - M N diag(beta), which makes residuals. What these matrices do
 //           to a state: prepared.cuh

@@ -1,7 +1,7 @@
 // what      What a chunk of a delta rule does to a state, in global memory: written by the kernels *prepare.cu, read by
 //           the *walks*, the kernels that carry a state from chunk to chunk (scan.cu, backward_states.cu).
-// math      S is the state before the chunk, v its values, D the decay of each channel over the chunk. Y is what the
-//           tokens read from S:  Y = E S;  o = scale (W S + B v)
+// math      S is the state before the chunk, v its values, D the decay of each channel over the chunk, the product of
+//           its tokens' e^g. Y is what the tokens read from S:  Y = E S;  o = scale (W S + B v)
 //           E, W, Z and Zb have a row [K] for each token, B, H, R and L are [32, 32] and 0 above the diagonal
 //           gated delta rule and KDA: E = -kd (the keys, decayed from the chunk's start);  S <- D S + Z^T (v + Y)
 //           RWKV-7: E = ad (the vectors a, decayed likewise);  S <- D S + Zb^T Y + Z^T v

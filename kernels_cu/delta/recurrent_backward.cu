@@ -26,7 +26,8 @@
 //           memory | parts of sums over columns are, and the chunk has been read
 // numerics  float32, of float64 data float64. A chunk's states are computed again, forwards, from the state before it,
 //           which the forward kernel has kept. If that dS is not finite, since numbers grew when segments were joined,
-//           the block of the sequence's last segment takes all its tokens, and those of the others have none
+//           the block of the sequence's last segment computes the whole sequence, and the blocks of its other segments
+//           compute nothing
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
 #include "delta/segments.cuh"

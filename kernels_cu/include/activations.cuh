@@ -3,7 +3,7 @@
 #include "training.cuh"
 
 struct ReluSquared {
-  // y is in units of UNIT_OF_SQUARES<T> (decode.cuh: float16 ends below 256^2); the slope is that of the number of
+  // y is in units of UNIT_OF_SQUARES<T> (decode.cuh: float16 ends below 256^2); slope is the derivative of y in these
   // units.
   template <typename T> static __device__ __forceinline__ float value(float x) { return relu_squared<T>(x); }
   template <typename T> static __device__ __forceinline__ float slope(float y) {

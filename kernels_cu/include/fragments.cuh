@@ -154,8 +154,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16,
   mma_bf16(d, a.words, b.words);
 }
 
-// d[0] += a b[0], d[1] += a b[1]. Instructions for the two results alternate, since one waits for the last one of the
-// same result.
+// d[0] += a b[0], d[1] += a b[1]. Instructions for the two results alternate, since an instruction waits for the one
+// before it that adds to the same result.
 template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
   if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
     multiply(d[0], a, b[0]);

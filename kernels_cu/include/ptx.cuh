@@ -357,8 +357,8 @@ __device__ __forceinline__ void wait_for_previous() {
 // ---- warps in different roles: sm_90 and later ------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
-// An mbarrier in shared memory: counts the arrivals of a phase, then those of the next. The first phase has parity 0,
-// the next 1, then 0.
+// An mbarrier in shared memory: counts the arrivals of a phase, then the arrivals of the next phase. The first phase
+// has parity 0, the next 1, then 0.
 struct Barrier {
   u64 state;
 };
@@ -375,8 +375,8 @@ __device__ __forceinline__ void barrier_arrive(Barrier& b) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
-// Waits for the end of the phase of this parity: returns once the current phase has the other one. So parity 1 returns
-// at once during the first phase.
+// Waits for the end of the phase of this parity: returns once the current phase has the other parity. So parity 1
+// returns at once during the first phase.
 __device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile(

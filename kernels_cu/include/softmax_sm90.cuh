@@ -93,8 +93,8 @@ struct ScoreGradients {
 };
 
 // An element of the array ds: of a tile of 128 keys, 64 at a time, and a chunk of 64 queries. A head of queries has
-// ds_entries of them. That of key tile n and chunk c of `statistics` is number ds_offsets[n] + c of its head;
-// ds_offsets[n] may be below 0.
+// ds_entries of them. The entry of key tile n and chunk c of `statistics` has number ds_offsets[n] + c among its
+// head's; ds_offsets[n] may be below 0.
 using DsEntry = ScoreGradients[2];
 
 // Stores a warp's 16 rows of accumulators x [64 rows, 2 N columns] of the warpgroup, this lane's two rows times factor0

@@ -124,7 +124,8 @@ struct RowMaximum {
     shift = raises ? new_factor * largest : shift;
     return exp2_approx(before - shift);
   }
-  // The score in base 2 that was the maximum when `shift` was set. The limit is that of `raise`, and its rounding.
+  // The score in base 2 that was the maximum when `shift` was set. The limit is MOST_ROUNDED, as in `raise`, and what
+  // rounding may add to it.
   static __device__ __forceinline__ float score_of(float shift, float scale) {
     return fabsf(shift) > 1.000001f * MOST_ROUNDED ? scale * inverse(power_above(scale)) * shift : shift;
   }

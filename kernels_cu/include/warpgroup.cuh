@@ -21,8 +21,9 @@
 template <typename X> constexpr int PANEL = 128 / sizeof(X);
 template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
-// A block's work: one head of one sequence. shape.count sequences are packed in a batch row of T tokens; `sequence`
-// counts those of all batch rows. Where the host cuts sequences into segments, each segment is such a sequence.
+// A block's work: one head of one sequence. shape.count sequences are packed in a batch row of T tokens; `sequence` is
+// the sequence's number among those of all batch rows. Where the host cuts sequences into segments, each segment is
+// such a sequence.
 struct WorkTile {
   i32 sequence, batch, head;
   i32 start, tokens;  // the sequence's first token in the batch row, and its number of tokens

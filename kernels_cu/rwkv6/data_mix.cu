@@ -2,7 +2,7 @@
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), for the inputs c = w k v r g; xx is LN(x) of a token, d the
 //           previous token's LN(x) less xx
 // shapes    low [P, T, 5, A], to be summed over P parts, A the rank, up [5, A, D], maa [5, D], xx d [T, D], mixed
-//           [TERMS, 5, T, D], the sum of TERMS arrays; T tokens of prompts, or of sequences, a token each
+//           [TERMS, 5, T, D], the sum of TERMS arrays; T: all tokens of some prompts, or one token of each sequence
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two for every 32: the previous operands have been read | the operands are in shared memory

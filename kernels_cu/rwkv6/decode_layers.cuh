@@ -87,8 +87,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 
   // -- norms ---------------------------------------------------------------------------------------------------------
   // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes that hold the
-  // whole number of the layer: a block that reads it may have read no earlier x, so that the parity could be that of an
-  // older layer.
+  // whole number of the layer: a block may read this x without having read an earlier one, and could then take an older
+  // layer's word of the same parity for it.
   __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
@@ -172,7 +172,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         Block::put_vector(vector, [&](int k) { return load4(floats() + vector * D + k); });
   }
 
-  // Stores the operands of another one of the phase's mixes in place of those before.
+  // Stores the operands of another mix of the phase, number `input`, over those of the mix before.
   __device__ __forceinline__ void mix_again(i64 layer, int phase, int input) {
     const Norm norm = norm_of(args, layer, phase, input);
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten

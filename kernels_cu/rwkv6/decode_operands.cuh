@@ -35,7 +35,8 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   // A norm's floats: after the operands of its vectors, or, if operands are floats and it is not kept, in their place.
   static constexpr int BYTES = PACKED > 1 ? VECTORS * TERMS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
   __device__ __forceinline__ float* floats() const { return staging + BYTES * D / 4; }
-  // LN(x), if it is kept: in place of x, or behind the mix that becomes digits.
+  // Where LN(x) is kept: over the floats of x, or, with digits, D numbers later, after the floats of the mix that
+  // become digits.
   __device__ __forceinline__ float* kept_norm() const { return floats() + (DIGITS ? D : 0); }
 
   // Stores the operands of four neighbouring numbers of a vector, from number k on: in a row of `pitch` numbers for

@@ -17,7 +17,7 @@ template <> struct Sum<i8> {
 // How each number of x is split into TERMS for weights of type T. Terms are columns of one product [16 rows of weights,
 // 8]: column n has term n of every number. multiply: sums += weights times terms; a lane has the rows `upper` and
 // `lower` of the weights, 8 apart, and of each EACH neighbours along K, whose terms are WORDS words x. Products go to
-// SUMS sums in turn, since one waits for the last one of the same sum.
+// SUMS sums in turn, since a product waits for the one before it that adds to the same sum.
 template <typename T> struct Split {
   static constexpr int EACH = Lane<T>::EACH, TERMS = 2, WORDS = EACH, SUMS = EACH / 4;
 

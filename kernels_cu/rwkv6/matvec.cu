@@ -2,8 +2,8 @@
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
 // grid      a block for every 16 rows of every product, numbered product by product; THREADS threads: a warp takes a
-//           slice of K, and of every 32 numbers of it a lane 8 neighbours, of the rows lane / 4 and lane / 4 + 8 and of
-//           the vector lane / 4. In sums a lane has these two rows of vectors 2 (lane % 4) and the next
+//           slice of K. Of every 32 numbers of the slice a lane takes 8 neighbours: of rows lane / 4 and lane / 4 + 8,
+//           and of vector lane / 4. In sums a lane has these two rows of vectors 2 (lane % 4) and the next
 // smem      Shared: two stages of weights for each thread, and the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, 16-bit weights as they are;

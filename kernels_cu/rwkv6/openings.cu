@@ -5,7 +5,7 @@
 //           gate = sigmoid(low_g) up_g;  share = sigmoid(base_v + low_v up_v), or -1 in the first layer
 // shapes    low [MATRICES, T, R], up [MATRICES, R, D] in the order w a g v, of whose R rows the first W, A, G, Q are
 //           used; bases [3, D] of w a v, where v's are -inf in the first layer, or [1, D]; w [T, D]; openings [3, T, D]
-//           of rate, gate, share. T tokens of prompts, or of sequences, a token each
+//           of rate, gate, share. T: all tokens of some prompts, or one token of each sequence
 // grid      a block for every (one of MATRICES, 16 TILES tokens, 128 channels), MATRICES slowest; 256 threads
 // smem      LowRank: PASS of the rank at a time
 // barriers  two for every PASS: the previous operands have been read | the operands are in shared memory

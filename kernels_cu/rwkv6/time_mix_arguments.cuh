@@ -1,6 +1,6 @@
 // what      What every time mix of one token takes: weights of type T, states of type S, outputs of type Y.
-// shapes    k v r gate [P, ., B, H, N], each one of the four arrays of a part, low [P, B, W], to be summed over P parts
-//           (1 but in time_mix_batch.cu); y [TERMS, B, H, N],
+// shapes    k v r gate [P, 4, B, H, N]: the pointers are to the four arrays of the first part; low [P, B, W]; both are
+//           to be summed over P parts (P = 1 but in time_mix_batch.cu); y [TERMS, B, H, N],
 //           up [W, H, N], decay u weight bias [H, N], state [slots, H, N, N], slots [B] or null
 #include "decode.cuh"
 

@@ -17,8 +17,8 @@
 //           at a time if a product has more; or a head's time mix
 // barriers  words and mbarriers as in rwkv6/decode_few.cu: a reader loads a word until it carries this layer's number,
 //           and no block waits for all others. Of a layer's words low, v, k and r depend on all x before, y of all
-//           heads on all of these, x on all y, activated on all x: a word is overwritten a layer later, behind all who
-//           read it
+//           heads on all of these, x on all y, activated on all x: a word is overwritten a layer later, when all its
+//           readers have read it
 // numerics  float32 sums in a fixed order. Words are float32 without the last bit (float32 weights: whole). Vectors are
 //           sums of numbers that tensor cores multiply exactly: two tf32, three bfloat16, or with int8 weights four
 //           digits of 31 bits (rwkv6/decode_split.cuh)

@@ -81,8 +81,8 @@ __device__ __forceinline__ bool is_normed(int phase) { return phase == INPUTS ||
 // Whether the phase multiplies by weights.
 __device__ __forceinline__ bool multiplies(int phase) { return phase != TIME_MIX; }
 
-// A tile of INPUTS: the number of its mix; that of its matrix, the openings' before those of value, key and receptance;
-// its number among the matrix's tiles.
+// A tile of INPUTS. mix: the mix by which it is multiplied; matrix: 0 to 3 of the openings, then value, key and
+// receptance; tile: its number among the matrix's tiles.
 struct InputTile {
   int mix, matrix, tile;
 };

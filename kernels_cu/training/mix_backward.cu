@@ -1,5 +1,5 @@
 // what      The gradients of the time mix's data-dependent mixes.
-// math      dm_c = dmixed_c d, in the place of m;  dxx = sum_c dmixed_c, dd = sum_c dmixed_c (maa_c + m_c);
+// math      dm_c = dmixed_c d, which overwrites m;  dxx = sum_c dmixed_c, dd = sum_c dmixed_c (maa_c + m_c);
 //           d = xx_{t-1} - xx_t with zero before a sequence's first token
 //           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
 // shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]

@@ -2,8 +2,9 @@
 //           the warps of each role do with it, and `run_roles`, which gives the warps of a block their roles: one
 //           copies chunks, one computes decays, two invert, a warpgroup makes operands, and a warpgroup for every 64
 //           columns of V, a *consumer*, computes the state (here is what kernels share of that).
-// math      i and j are tokens of the chunk, S is the state before it. Decays: D_ij from after token j through token i,
-//           E_i from the chunk's start through i, L_i from after i to the chunk's end. Matrices [32, 32]:
+// math      i and j are tokens of the chunk, S is the state before it. A token's decay is e^g of its log gate g. Decays
+//           over tokens: D_ij from after token j through token i, E_i from the chunk's start through i, L_i from after
+//           i to the chunk's end. Matrices [32, 32]:
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
 //           Which others there are depends on S::PASS:
 //           FORWARD: B = A N diag(beta);  W_i = scale E_i q_i - sum_j B_ij E_j k_j;  Z_j = beta_j sum_i N_ij L_i k_i;
@@ -12,7 +13,7 @@
 //           taken from the last to the first
 //           BACKWARD_TOKENS: Z and X as in FORWARD, but Z by R = (I + M diag(beta))^-1: N diag(beta) = diag(beta) R
 //           SUMMARY: Z and X as in FORWARD, and no queries
-//           `inverse` in the code is N diag(beta), N and R, by pass; SUMMARY's is FORWARD's
+//           `inverse` in the code is N diag(beta) (FORWARD and SUMMARY), N (BACKWARD_STATES) or R (BACKWARD_TOKENS)
 // shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S (in
 //           code never the state), the struct of its shared memory, and passes Args, that of its arguments. S has
 //           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
@@ -520,9 +521,9 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
 }
 
 // wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte, for
-// tiles of rows of 128 bytes: each eight rows are 1024 bytes after the eight before; 16 is not read (wgmma.cuh). Plus
-// descriptor_offset(stage, tile) it is that of a tile in the stage. `forget` hides where the descriptor comes from:
-// else the compiler holds each tile's in registers of its own.
+// tiles of rows of 128 bytes: each eight rows are 1024 bytes after the eight before; 16 is not read (wgmma.cuh). Adding
+// descriptor_offset(stage, tile) gives the descriptor of a tile in the stage. `forget` hides where the descriptor comes
+// from: else the compiler holds each tile's in registers of its own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
   u64 descriptor = wgmma_tile(&stage, 16, 1024);
   forget(descriptor);
