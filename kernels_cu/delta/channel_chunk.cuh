@@ -19,6 +19,7 @@
 //   BT = 32 tokens; place, LeftReader, RowsReader, multiply_rows, put_split_pair, Matrix and Word
 //   own_lane(): this thread's lane, computed again at each call, where a value of threadIdx.x & 31 would be held in a
 //     register
+//   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int BLOCK = 4;  // tokens of a block
 // Pairs of a block's tokens with j < i; with j <= i; and both.

@@ -43,6 +43,7 @@
 //   SINCE_SM100: whether the kernel is translated for such cards, whose assembler needs more registers
 //   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
 //     shared memory holds
+//   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_, w, e;  // a row of e: numbers, then rounding errors of 16-bit ones

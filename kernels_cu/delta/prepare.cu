@@ -38,6 +38,9 @@
 //     column as a row; multiply_triangles: products of lower triangles
 //   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, bf16>: bf16 for 16-bit data,
 //     else `single`
+//   LEAST_SQUARE = 1e-6 is added to the square of a length
+//   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
+//     Accumulators; SINCE_SM100: whether the kernel is translated for such cards
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;

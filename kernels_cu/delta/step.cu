@@ -21,6 +21,7 @@
 // From the includes:
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   Real<T>: float, or double for float64; to_real, from_real convert; inverse_root: 1 / sqrt
+//   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
 // Blocks on a multiprocessor, which bound registers: of half-precision states a lane has twice as many columns, and

@@ -13,6 +13,11 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   THREADS = 128, WARPS = 4
+//   Real<T>: float, or double for float64; to_real, from_real convert
+//   sum_over_lanes<32>: over the warp; LEAST_SQUARE = 1e-6
+
 constexpr int LANE_CHANNELS = 8;  // numbers of a lane
 
 template <typename T> struct Args {

@@ -10,6 +10,12 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Real<T>: float, or double for float64; to_real, from_real convert
+//   sum_over_lanes<N>: over N neighbouring lanes; inverse_root: 1 / sqrt; LEAST_SQUARE = 1e-6 is added to the square of
+//     a length
+//   tokens_of: the tokens of a sequence
+
 // The recurrences. channel_gates: every channel has a gate, else the token has one. own_erasure: what is taken from the
 // state is found by a vector `a` of its own in the state before its decay, else by the key in the decayed state.
 struct GatedDelta {

@@ -10,6 +10,13 @@
 #include "delta/chunk.cuh"
 #include "delta/segments.cuh"
 
+// From chunk.cuh and its includes:
+//   LeftReader: left operands, whose rows are a tile's rows; TransposedReader: left operands, whose rows are its
+//   columns RightReader: right operands, whose rows are a tile's rows; RowsReader: right operands, whose columns are
+//   its rows multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; word_of: two numbers as a Word
+//   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
+//   State<BK>: float[BK / 8][4]
+
 // Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads; both
 // bounds are multiples of 16.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {

@@ -11,6 +11,9 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From real.cuh:
+//   Real<T>: float, or double for float64; to_real, from_real convert
+
 template <typename T> struct Args {
   Rows<const Real<T>> yz;
   Rows<T> o;

@@ -13,6 +13,9 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From real.cuh:
+//   Real<T>: float, or double for float64; to_real, from_real convert
+
 template <typename T, typename Y> struct Args {
   Rows<const T> x;
   Rows<Y> y;

@@ -12,6 +12,9 @@
 #include "ptx.cuh"
 #include "real.cuh"
 
+// From real.cuh:
+//   Real<T>: float, or double for float64; to_real, from_real convert
+
 template <typename T> struct Args {
   const Real<T>* arrays;
   T* sum;

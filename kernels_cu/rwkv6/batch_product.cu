@@ -61,7 +61,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
     float parts[SHARES][COLUMNS][PITCH];  // y of the block's share of K, by warpgroup if both have the same rows
   };
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
-  volatile u64 started;  // whether the previous kernel has ended: x is complete
+  volatile u64 started;  // whether the previous kernel has ended: x is complete; set by the thread that copies vectors
 };
 
 // A block's work: rows of a product, vectors from `column` on, and a part of K.
@@ -78,12 +78,13 @@ template <int ROWS, int COLUMNS, int SPLIT, int STEP> __device__ __forceinline__
           steps_of_part<STEP>(args.K, blockIdx.x % SPLIT, SPLIT)};
 }
 
-// The loop of the thread that copies weights.
+// The loop of the thread that copies weights. A box of W is at (number of K, row, matrix of the stack).
 template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stack& stack, const Tile& tile) {
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
     Barrier& full = s.w_full[step % S::STAGES];
     if (step >= S::STAGES) barrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
+    // Until the previous kernel has ended, the copy FLIGHT steps before this one must have arrived.
     if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
       barrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
     barrier_expect(full, sizeof s.w[0]);
@@ -111,7 +112,9 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
   }
 }
 
-// Converts a warp's 16 of the warpgroup's 64 rows of int8 weights to bfloat16, as left operands of wgmma.
+// Converts a warp's 16 of the warpgroup's 64 rows of int8 weights to bfloat16, as left operands a[k] of wgmma for
+// numbers 16 k ... 16 k + 15 of the step. w: those 64 rows, DEPTH = 128 numbers each, in the 128-byte swizzle. [0],
+// [2]: row g, [1], [3]: row g + 8; [2], [3] are 8 numbers of K later.
 template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][4], const i8 (*w)[DEPTH]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) % 4 * 16 + g]);
@@ -236,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
         s.parts[warp / (ROWS / 16)][8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
       }
   }
-  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
+  wait_for_previous();  // the previous kernel has ended: y, which it may read, may be overwritten
   if (stack.finish == Finish::Parts) {
     __syncthreads();  // the block's part is in shared memory
     return store_part<SPLIT>(s, args, stack, tile);

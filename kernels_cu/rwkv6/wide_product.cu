@@ -50,7 +50,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
 template <typename T, class S> struct Shared {
   T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
   Barrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
-  volatile u64 started;  // whether the previous kernel has ended: x is complete
+  volatile u64 started;  // whether the previous kernel has ended: x is complete; set by the thread that copies vectors
 };
 
 // A block's work: rows of a product, vectors from `column` on, and a part of K.
@@ -79,6 +79,7 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
   for (int step = 0; step < tile.steps.count; ++step) {
     const int stage = step % S::W_STAGES, k = tile.steps.k + step * DEPTH;
     if (step >= S::W_STAGES) barrier_wait(s.w_empty[stage], step / S::W_STAGES - 1 & 1);
+    // Until the previous kernel has ended, the copy FLIGHT steps before this one must have arrived.
     if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
       barrier_wait(s.w_full[last % S::W_STAGES], last / S::W_STAGES & 1);
     barrier_expect(s.w_full[stage], sizeof s.w[0]);
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
   } else {
     float sums[ROWS / 2] = {};
     multiply(s, tile.steps.count, sums);
-    wait_for_previous();  // the previous kernel has ended: what it wrote can be read
+    wait_for_previous();  // the previous kernel has ended: y, which it may read, may be overwritten
     const int row = tile.rows.row, b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
     const i64 matrix = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
     const i64 index = matrix * B * stack.M;

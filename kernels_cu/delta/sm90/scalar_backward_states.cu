@@ -46,6 +46,7 @@
 //   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A); make_operands: all of a
 //     chunk's; move_chunks: the copying warp
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
+//   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on
 
 template <typename T> struct Args {
   TensorMap q, k, do_, dv;  // boxes of a chunk's tokens and 64 columns, swizzled

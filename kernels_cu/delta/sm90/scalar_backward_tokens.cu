@@ -79,6 +79,7 @@
 //     starts copying a box
 //   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; store_split: rounded numbers and errors; sum_over_lanes<4>: over
 //     the lanes of a row; sum_of_lower_lanes, sum_of_this_and_higher_lanes: over such lanes of the warp
+//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 template <typename T> struct Args {
   TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled

@@ -48,6 +48,7 @@
 //   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A); make_operands: all of a
 //     chunk's; move_chunks: the copying warp
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
+//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 

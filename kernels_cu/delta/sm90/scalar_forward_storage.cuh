@@ -10,6 +10,10 @@
 // limits    sm_90a; bfloat16 or float16
 #include "delta/sm90/scalar_chunks.cuh"
 
+// From scalar_chunks.cuh:
+//   Barrier: an mbarrier; TensorMap: describes an array for copies of boxes
+//   Panel: 32 rows of 128 bytes; Upcoming: decays and betas of later chunks
+
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes of a chunk's tokens and 64 columns, swizzled
   Rows<const T> q_rows, k_rows, v_rows;
