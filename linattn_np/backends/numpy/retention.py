@@ -29,7 +29,7 @@ def step_vjp(problem, state, q, k, v, dstate, do):
 
 
 class Retention(Member):
-    """The gate is log gamma for every token, one channel wide."""
+    """Retention as one of the gated family (`Member`): the gate is log gamma at every token, one channel wide."""
 
     def __init__(self, problem):
         g = problem.options["log_decay"].astype(problem.compute_dtype)[:, None, None]

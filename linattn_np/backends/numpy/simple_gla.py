@@ -25,7 +25,7 @@ def step_vjp(problem, state, q, k, v, g, dstate, do):
 
 
 class SimpleGLA(Member):
-    """The gate is one channel wide and broadcasts over K."""
+    """`simple_gla` as one of the gated family (`Member`): the gate is one channel wide and broadcasts over K."""
 
     def __init__(self, problem):
         super().__init__(problem, problem["q"], problem["k"], problem["v"], problem["g"][..., None])

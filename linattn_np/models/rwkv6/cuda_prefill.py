@@ -32,6 +32,8 @@ class MixOperations(cuda_prompts.MixOperations):
         }
 
     def data_mix(self, layer, low, xx, d):
+        """The five mixes w k v r g: xx + d (maa + tanh(low) maa_up); xx are the normed x, d the previous ones less
+        xx."""
         kernel, (T, D) = kernels.DataMix.of_prompt(self.dtype), xx.shape
         self.draft.launch(
             kernel, kernel.blocks(T, D), low=low, up=layer.maa_up, maa=layer.maa, xx=xx, d=d, mixed=self.mixed, P=1
@@ -39,6 +41,7 @@ class MixOperations(cuda_prompts.MixOperations):
         return self.mixed
 
     def log_decay(self, layer, low):
+        """w = -exp(decay + tanh(low) decay_up)."""
         kernel, arrays = kernels.Openings.of_prompt(self.dtype, 1), {"low": low, "up": layer.decay_up}
         arrays |= {"bases": layer.decay, "w": self.w}
         # R: the rank; ranks of other products, which the kernel computes for RWKV-7, are 0
@@ -51,6 +54,7 @@ class MixOperations(cuda_prompts.MixOperations):
         return self.o
 
     def gated_norm(self, layer, o, gate):
+        """The group norm of o over each head, times silu(gate)."""
         kernel, rows = kernels.GatedNorm.fitting(self.dtype, self.sizes["N"], BONUS=False), self.T * self.sizes["H"]
         self.draft.launch(
             kernel,
@@ -65,6 +69,7 @@ class MixOperations(cuda_prompts.MixOperations):
         return self.normed[0]
 
     def add_gated(self, x, gate, value):
+        """x += sigmoid(gate) value."""
         kernel = kernels.GatedAdd(self.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=gate, value=value, count=x.size)
         return x

@@ -81,14 +81,14 @@ def gated_vjp(ops, layer, dgated, grads):
     dungated = dgated * ops.gate
     dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(ops, layer, dungated, grads)
     dk, dicl = keys_vjp(ops, layer, dkey, dkappa, dicl, grads)
-    if hasattr(layer, "value"):
+    if hasattr(layer, "value"):  # v = own v + (first_v - own v) opening
         dopening = sigmoid_vjp(dv * ops.change, ops.value_opening)
         grads.value[...] = sum_over_tokens(dopening)
         dmixed_v = pulls["value_down"](pulls["value_up"](dopening, grads.value_up), grads.value_down)
         ops.shared.dfirst_v += dv * ops.value_opening
         dv = dv * (1 - ops.value_opening)
     else:
-        dmixed_v, dv = 0, dv + ops.shared.dfirst_v
+        dmixed_v, dv = 0, dv + ops.shared.dfirst_v  # the first layer, whose v is first_v
     dopening = -math.DECAY * sigmoid_vjp(dw, ops.decay_opening)
     grads.decay[...] = sum_over_tokens(dopening)
     dlow = tanh_vjp(pulls["decay_up"](dopening, grads.decay_up), ops.decay_low)
@@ -98,6 +98,7 @@ def gated_vjp(ops, layer, dgated, grads):
     dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, grads.icl_up), grads.icl_down)
     dlow = sigmoid_vjp(pulls["gate_up"](dgated * ops.ungated, grads.gate_up), ops.gate_opening)
     dmixed_g = pulls["gate_down"](dlow, grads.gate_down)
+    # the mix of v has two products: with `kvr`, and with `value_down`
     dmixed_k, dmixed_v_of_matrix, dmixed_r = pulls["kvr"](np.stack((dk, dv, dr)), grads.kvr)
     return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v_of_matrix, dmixed_r
 
@@ -116,6 +117,7 @@ def recurrence_vjp(ops, layer, dungated, grads):
     dr, dw, dkey, dv, da, db = (x.astype(ops.r.dtype, copy=False) for x in ops.pull_recurrence(doutput, grads))
     dr, dkey, dv = dr + dshare * ops.key * layer.bonus, dkey + dshare * ops.r * layer.bonus, dv + dbonus * ops.share
     icl = ops.icl.reshape(da.shape)
+    # a = -kappa, b = kappa icl
     return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, ops.kappa * db))
 
 
@@ -152,4 +154,5 @@ def normalized_heads(x):
 
 
 def replacement_key(k, icl, replacement):
+    """The key with which the recurrence writes; also the pullback of this function in k."""
     return k * (1 + (icl - 1) * replacement)

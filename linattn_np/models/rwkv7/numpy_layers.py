@@ -33,9 +33,11 @@ class MixOperations(numpy_layers.MixOperations):
         return v
 
     def residual_value(self, layer, v, low):
+        """v, moved towards the first layer's v."""
         return v + (self.first_v - v) * array_math.sigmoid(layer.value + self.product(layer, "value_up", low))
 
     def keys(self, layer, k, icl):
+        """(kappa, the key with which the recurrence writes)."""
         kappa = (k * layer.removal).reshape(len(k), *layer.bonus.shape)
         norms = np.sqrt((kappa * kappa).sum(axis=-1, keepdims=True))
         kappa /= np.maximum(norms, np.float32(math.LEAST_NORM))
@@ -46,6 +48,7 @@ class MixOperations(numpy_layers.MixOperations):
         return self.recurrence_of(rwkv7, rwkv7_step, tuple(heads), (), wkv)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
+        """The group norm of o over each head, plus the bonus, times the output gate."""
         weight, bias = layer.ln_x
         normed = array_math.normalize(o, self.layers.group_eps).reshape(gate.shape)
         heads = len(o), *layer.bonus.shape
