@@ -17,6 +17,7 @@ from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable
 from .segments import mappable_once_copied
 
 
+# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class DeltaScalarForwardSm90(TiledKernel):
     """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`, "maps+rows"
     are arrays both as tensor maps and as pointers with strides; `?` marks those that may be null. group: heads of

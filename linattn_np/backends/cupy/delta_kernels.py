@@ -48,6 +48,7 @@ class ChunkKernel(Kernel):
         return ("single" if dtype == "float" else dtype, *others)
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class DeltaPrepare(ChunkKernel):
     """Writes what each chunk does to a state, for a walk, if the channels of a token share a gate."""
 

@@ -19,6 +19,7 @@ from .plan import ceil_div
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class FeatureMap(Kernel):
     """y = phi(x), of C channels. With `step` = 0, every channel of y is computed from the first one of x; else `step`
     is 1. With `vectors` = 1, a thread computes PIECE neighbouring channels: rows of y, and of x if `step` is 1, must

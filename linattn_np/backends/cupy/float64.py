@@ -52,6 +52,7 @@ class Float64(Kernel):
 STATE = members("integers R C columns adds row_stride column_stride a_step b_step")
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class Forwards(Float64):
     """`result`, the `final` state, and in `chunk_starts` the state at the start of every chunk of CHUNK tokens."""
 

@@ -45,6 +45,7 @@ CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 TILES = (64, 128)  # BK and BV of forward kernels; TILES[size > 64] is the smallest that holds `size`, if any does
 
 
+# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class GatedForward(TiledKernel):
     """The forward pass in chunks."""
 

@@ -31,6 +31,7 @@ PRODUCTS = 7  # the most products in one launch of `Matvec`
 PRODUCT = members("pointers w x y, integers M finish")
 
 
+# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class Matvec(ModelKernel):
     """Products of matrices with at most 8 float32 vectors, on every card."""
 

@@ -64,6 +64,7 @@ class Elementwise(Kernel):
     T: np.dtype
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class AddNorm(TokenKernel):
     """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": it is the array `first`;
     "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is none, y =

@@ -16,6 +16,7 @@ from .kernel import INT8, ModelKernel, padded
 DOWNS = 4  # products of low rank in a layer's time mix: for the decay, the learning rate, the gate and the value
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class TimeMixOfToken(ModelKernel):
     """For a decoding step: the state update of one head of one sequence, its group norm, bonus and gate."""
 

@@ -69,6 +69,7 @@ class WeightedSums(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
+# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class ScalarBackwardSegments(TiledKernel):
     """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
 

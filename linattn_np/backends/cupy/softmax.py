@@ -60,6 +60,7 @@ class SoftmaxSquare(Softmax):
     capped: bool
 
 
+# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared = ("Shared<{dtype}, {D}, {capped}>",)

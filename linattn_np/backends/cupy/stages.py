@@ -23,6 +23,7 @@ from .plan import Array, Draft, ceil_div, common_bytes
 STAGE_COLUMNS = 64  # channels or columns per block of the stages `inter_chunk` and `combine`, and rows of `combine`
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class ChunkCumsum(Kernel):
     """Stage 1: b and e from g."""
 

@@ -26,6 +26,7 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
 GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `rule` of gated operators; `delta_kernels` has others
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class RecurrentStep(GatedKernel):
     """o and the new state. u: null for operators without it."""
 

@@ -32,6 +32,7 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div
 from .segments import PORTABLE
 
 
+# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class ValueGateForward(TiledKernel):
     """The forward pass in chunks, BK channels per launch, with the tiles and schedules of `GatedForward`."""
 
