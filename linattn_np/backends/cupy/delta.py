@@ -172,6 +172,7 @@ class InChunks:
         most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
         at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
         prepared = draft.empty((at_once * head_bytes,), BYTES)
+        # w_scale: a factor of W, the prepared matrix of the outputs; here the walk itself multiplies them by the scale
         prepare_args = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
         if inputs.rule != DPLR:
             prepare_args |= {"group": group, "normalized": inputs.normalized}
@@ -293,6 +294,8 @@ class GradientsByToken(Gradients):
                 draft.copy(total, self.gradients[name][:, first : first + heads])
 
 
+# `walk` is the kernel of the walk, `prepare` that of the chunks; `prepared` is the memory that one writes and the other
+# reads.
 class GradientsInChunks(Gradients):
     """The gradients in chunks.
 

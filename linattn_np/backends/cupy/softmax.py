@@ -25,6 +25,10 @@ from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
 IN_ROWS = "q k v o do_ dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
+# Of the kernels' arguments: works, the table of tiles, an entry a block (a list of entries on Hopper); Tq, the tokens
+# of q; left and right, the keys that a query sees before and after its position; statistics, of every chunk of
+# CHUNK_QUERIES queries the log-sum-exps and do . o - dlse; chunks, their number; vectors, whether rows allow 16-byte
+# accesses. A class's `capped`: whether scores have a softcap.
 
 
 # -- on every card's tensor cores --------------------------------------------------------------------------------------
