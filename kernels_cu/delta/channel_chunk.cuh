@@ -39,12 +39,15 @@ template <int BK> struct BlockTask {
   }
 };
 
+// x y, number by number; and sum += x . y.
 __device__ __forceinline__ float4 times(float4 x, float4 y) { return {x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w}; }
 __device__ __forceinline__ float4 times(float x, float4 y) { return {x * y.x, x * y.y, x * y.z, x * y.w}; }
 __device__ __forceinline__ void add_product(float& sum, float4 x, float4 y) {
   sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
+// Four neighbouring numbers as floats; x is aligned to all four. decays_at: exp of four log gates. put_four: stores
+// them, rounded to T.
 __device__ __forceinline__ float4 unpack_four(const float* x) { return *reinterpret_cast<const float4*>(x); }
 __device__ __forceinline__ float4 unpack_four(const single* x) { return unpack_four(&x->x); }
 template <typename T> __device__ __forceinline__ float4 unpack_four(const T* x) {

@@ -219,7 +219,8 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// ldmatrix_x4 of the row at (base XOR flip) + offset, in bytes, which saves an addition in loops over a swizzled tile.
+// ldmatrix_x4 of the row at byte address (base XOR flip) + offset, which saves an addition in loops over a swizzled
+// tile.
 __device__ __forceinline__ void ldmatrix_x4_flipped(u32 (&r)[4], const void* base, int flip, int offset) {
   const u32 row = (u32(__cvta_generic_to_shared(base)) ^ flip) + offset;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

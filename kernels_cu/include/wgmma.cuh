@@ -51,6 +51,10 @@ template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&a)[N][4]) {
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
 
+// WGMMA defines one of these functions. types: the instruction's depth and types; tail: its last number, whether B is
+// transposed (none in tf32); d_, a_, b_, accumulate_: the numbers of the operands in the assembly (%0, %1, ...), a_ and
+// d_ lists of them; then the constraints of d. WGMMA_FORMATS: for all formats with N columns. EIGHT(t): %t0 to %t7;
+// TEN(t): %t0 to %t9 and a comma; SIXTY: %0 to %59; D4, D8, D32: constraints of so many numbers of d.
 #define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                                    \
   template <>                                                                                                      \
   __device__ __forceinline__ void wgmma<format, n, transposed>(float (&d)[n / 2], const u32(&a)[4], u64 b,         \
@@ -90,6 +94,7 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
+// As above; a_ is the number of a's descriptor. WGMMA_TILES_OF: for both formats.
 #define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                                     \
   template <>                                                                                                       \
   __device__ __forceinline__ void wgmma<format, n, transposed>(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {  \

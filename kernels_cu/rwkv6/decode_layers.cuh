@@ -111,6 +111,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
           *reinterpret_cast<float2*>(floats() + at(n) + i) = {number(found[n][i]), number(found[n][i + 1])};
     }
   }
+  // The same for the x that a normed phase reads: after the time mix, after the channel mix of the layer before, or, in
+  // the first layer, from memory.
   __device__ __forceinline__ void take_x(i64 layer, int phase) {
     if (phase == HEAD) take_x(last_x_words(), epoch - 1);
     else if (phase == FFN_INPUTS) take_x(x_words(0), epoch);
