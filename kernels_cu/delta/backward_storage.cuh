@@ -9,8 +9,10 @@
 
 constexpr int TILE = 64;  // channels, or columns, that kernels read together
 
+// `size` rounded up to a multiple of 64.
 __device__ __forceinline__ int padded(i64 size) { return int((size + TILE - 1) / TILE) * TILE; }
 
+// K as it is stored.
 __device__ __forceinline__ int stored_channels(i64 K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
 
 // The index in `chunk_states` of channels `channel` ... `channel` + 63 of a chunk, `channel` a multiple of 64.

@@ -34,6 +34,7 @@ template <typename T> __device__ __forceinline__ Word<T> word_of(float x, float 
   if constexpr (sizeof(T) == 4) return {x, y};
   else return pack<T>(x, y);
 }
+// As unpack of two 16-bit numbers.
 __device__ __forceinline__ float2 unpack(float2 two, single) { return two; }
 
 // Two neighbouring numbers, as floats; x is aligned to both.

@@ -137,6 +137,7 @@ template <typename R> struct alignas(16) TokenScalars {
 template <class Rule, typename R> struct TokenGates {
   R gate = 0, beta = 0;
 
+  // first: the stage's first token in the batch row; rows: its number of tokens.
   template <typename T, typename G>
   __device__ __forceinline__ void load(const DeltaArgs<T, G>& args, const BlockWork& work, i64 first, int rows) {
     if (int(threadIdx.x) >= rows) return;

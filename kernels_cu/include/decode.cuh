@@ -103,8 +103,8 @@ template <> struct MultipliedAs<i8> {
 };
 
 // -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
-// Three terms hold a float. Terms in float16 are multiplied by powers of two, TERM_STEP apart, so that their sum has a
-// larger range.
+// Three terms hold a float. Terms in float16 are in units (unit_of_term), which are TERM_STEP apart, so that their sum
+// has a larger range: term n counts unit_of_term(n).
 constexpr int FLOAT_TERMS = 3;
 template <typename X> constexpr float TERM_STEP = 1.f;
 template <> constexpr float TERM_STEP<f16> = 2048.f;

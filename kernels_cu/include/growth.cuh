@@ -19,7 +19,7 @@ constexpr float GROWTH = 1.f;
 constexpr int SUBCHUNK = 8;                           // tokens of a sub-chunk
 constexpr int PAIRS = SUBCHUNK * (SUBCHUNK - 1) / 2;  // of a query and a key before it
 
-// The n-th pair of a query and an earlier key.
+// The n-th pair of a query and an earlier key of a sub-chunk: (1, 0), (2, 0), (2, 1), (3, 0), ...
 struct TokenPair {
   int query, key;
 };

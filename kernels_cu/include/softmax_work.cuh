@@ -59,6 +59,7 @@ __device__ __forceinline__ void mask_rows(float (&x)[EIGHTS][4], int column, int
     if (from > 0) hide_where([&](int j) { return j < from; });
   }
 }
+// The same for accumulators of wgmma.
 template <int N>
 __device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagonal, int before, int after, int length,
                                           float hidden_value) {
@@ -110,6 +111,7 @@ struct RowMaximum {
   static constexpr float MOST_ROUNDED = 1.34217728e8f;  // 2^27
   float factor, shift = NONE;
 
+  // The least power of two that is not below `scale`.
   static __device__ __forceinline__ float power_above(float scale) {
     return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u);
   }

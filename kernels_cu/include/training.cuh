@@ -30,6 +30,7 @@ template <typename T> struct Stored {
   }
 };
 
+// Load and store eight neighbours, on 16 bytes.
 template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
   Stored<T> stored;
   stored.load(from);

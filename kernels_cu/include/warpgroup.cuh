@@ -156,6 +156,7 @@ __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Out
 
 // ---- two bfloat16 numbers in a register: two numbers, or one number as rounded value plus remainder -----------------
 
+// The number in the lower, or the upper half.
 __device__ __forceinline__ float low(u32 two) { return __uint_as_float(two << 16); }
 __device__ __forceinline__ float high(u32 two) { return __uint_as_float(two & 0xffff0000u); }
 
@@ -187,6 +188,7 @@ template <typename X> __device__ __forceinline__ X* matrix_row(X* panel, int row
   const int thread = opaque(threadIdx.x);
   return swizzled(panel, row + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 % 4 * 2 + (thread >> 3 & 1));
 }
+// Load and store the warp's 16 channels of a tile [token, channel].
 __device__ __forceinline__ void load_channels(Operand& x, bf16 (&panel)[CHUNK][64]) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], matrix_row(panel[0], 16 * s));
@@ -208,6 +210,7 @@ template <class F> __device__ __forceinline__ void each_float(float (*panels)[CH
     }
   });
 }
+// The same as floats, of the warpgroup's 64 channels: one panel of bfloat16 numbers, or two of floats.
 __device__ __forceinline__ void load_values(Values& x, bf16 (*panels)[CHUNK][64]) {
   Operand packed;
   load_channels(packed, *panels);

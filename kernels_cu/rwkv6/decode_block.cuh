@@ -41,6 +41,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     return {load4(norm.ln + j), load4(norm.ln + D + j), norm.maa ? load4(norm.maa + j) : float4{}};
   }
 
+  // The sum of the warps' sums, the same bits in each thread.
   static __device__ __forceinline__ float sum_of_warps(const float (&sums)[WARPS]) {
     float sum = 0.f;
 #pragma unroll
@@ -49,6 +50,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 
   // Stores each warp's sum of its numbers of x [D] in s.sum, and of their squares around the mean of x in s.squares.
+  // All 256 threads call this; it ends with a barrier.
   __device__ __forceinline__ void sum_for_norm(const float* x) {
     const int warp = tid >> 5, lane = tid & 31;
     float sum = 0.f, squares = 0.f;
@@ -71,7 +73,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     sync();  // the warps' sums of squares are in shared memory
   }
 
-  // Four channels of LN(x), from x; and of their mix with the previous token's, `old`.
+  // Four channels of LN(x), from x; and of y = LN(x) mixed with the previous token's, `old`: y + (old - y) maa.
   static __device__ __forceinline__ float4 normed(const float4& x, float mean, float scale, const Channels& c) {
     return {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
             fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
@@ -82,11 +84,13 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
-  // The lane's columns of the next stage, in the first of its two rows.
+  // The address of the lane's columns of the next stage, in row lane / 4, the first of its two rows; the other one is
+  // row lane / 4 + 8.
   __device__ __forceinline__ const unsigned char* row_of_slot() const {
     return s.row(stage, (tid & 31) >> 2) + Lane<T>::start(tid) * sizeof(T);
   }
 
+  // Goes on to the next stage of the ring.
   __device__ __forceinline__ void next_slot() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }

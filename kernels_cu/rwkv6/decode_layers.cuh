@@ -252,6 +252,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 #pragma unroll
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
+  // sums += the weights of N stages times the lane's operands x of the same columns.
   template <int N>
   static __device__ __forceinline__ void multiply_by(Sums& sums, const Slot* slots, const Operands* x) {
 #pragma unroll
@@ -451,6 +452,7 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
 }
 
+// The whole kernel: COPIERS warps copy weights, all others compute.
 template <class Version, typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode_token(const Args<T, S>& args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());

@@ -112,6 +112,7 @@ __device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i
   return {{args.ffn_receptance, args.ffn_receptance_scales}, layer * D + tile - F};
 }
 
+// Whether a phase multiplies by vectors that are mixes of LN(x), or LN(x).
 __device__ __forceinline__ bool is_normed(int phase) {
   return phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
 }

@@ -23,6 +23,7 @@ template <typename T> using Handed = typename WordOf<T>::Type;
 struct Tiles {
   int first, stop, later, last;
 
+  // How many tiles, and the number of the n-th one.
   __device__ __forceinline__ int count() const { return stop - first + last - later; }
   __device__ __forceinline__ int operator[](int n) const {
     return n < stop - first ? first + n : n - stop + first + later;
@@ -32,9 +33,11 @@ struct Tiles {
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
 
+// Tiles of 16 rows that `rows` rows take.
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
-// Equal shares of tiles, up to one tile, which the first blocks have more, or the last ones.
+// The share of block number `block` of `blocks` in tiles 0 ... `tiles` - 1. Shares are equal, or one tile more for the
+// first blocks (share_to_first) or the last blocks (share_to_last).
 __device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
   const int each = tiles / int(blocks), more = tiles % int(blocks), first = int(block) * each + min(int(block), more);
   return {first, first + each + (int(block) < more), 0, 0};
@@ -72,8 +75,9 @@ template <typename Args> __device__ __forceinline__ i64 state_row(const Args& ar
   return layer * args.P + (args.slots ? args.slots[0] : 0);
 }
 
-// Start copying to L2 a norm's parameters and its first mixes, for all blocks; the states of the block's heads; some
-// columns of a matrix. A warp's bulk copies begin one after the other, 40 ns each, so short rows have none.
+// By one warp, start copying to L2: a norm's parameters and its first `mixes` mixes, by block 0 for all blocks; the
+// states of the block's heads; `rows` rows of `columns` numbers of a matrix, `pitch` numbers apart. A warp's bulk
+// copies begin one after the other, 40 ns each, so short rows are loaded by lines.
 __device__ __forceinline__ void prefetch_norm(const Norm& norm, int mixes, i64 D) {
   const int lane = threadIdx.x & 31, row = int(D * sizeof(float));
   if (blockIdx.x > 0) return;

@@ -69,6 +69,7 @@ template <typename T, typename S> struct Args {
   u64* likeliest;  // one number: the largest key_of (decode_layers.cuh) of blocks so far; 0 before a launch
   u32* brought;    // one number: how many blocks it is of; 0 before a launch
 
+  // The rank of an opening's two matrices.
   __device__ __forceinline__ int rank(int opening) const {
     return int(opening == DECAY ? W : opening == RATE ? A : opening == GATE ? G : Q);
   }
@@ -76,7 +77,7 @@ template <typename T, typename S> struct Args {
   __device__ __forceinline__ int tiles_of_rank() const { return tiles_of(max(max(W, A), max(G, Q))); }
 };
 
-// Whether a phase multiplies by vectors that are mixes of LN(x).
+// Whether a phase multiplies by vectors that are mixes of LN(x), or LN(x).
 __device__ __forceinline__ bool is_normed(int phase) { return phase == INPUTS || phase == FFN_INPUTS || phase == HEAD; }
 // Whether the phase multiplies by weights.
 __device__ __forceinline__ bool multiplies(int phase) { return phase != TIME_MIX; }

@@ -98,7 +98,10 @@ template <typename T> __device__ __forceinline__ Score<Real<T>> score_of(Real<T>
   return {Real<T>(args.softcap) * capped, Real<T>(args.scale) * (1 - capped * capped)};
 }
 
-// The passes, of which the kernel's template argument is one. `run` is what each thread does.
+// The passes, of which the kernel's template argument is one. `run` is what each thread does. Forward, Queries and Keys
+// take 32 tokens of the other side at a time: a lane computes the score of one of them, and then all lanes add the 32
+// weighted rows, each lane in its own columns.
+// Forward: o, and lse, of a query.
 struct Forward {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
@@ -135,6 +138,7 @@ struct Forward {
   }
 };
 
+// Statistics and dq of a query.
 struct Queries {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
@@ -168,6 +172,7 @@ struct Queries {
   }
 };
 
+// dk and dv of a key, from the queries of all heads that share it.
 struct Keys {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
@@ -201,6 +206,7 @@ struct Keys {
   }
 };
 
+// dsink of a head, by one warp.
 struct Sinks {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
@@ -219,6 +225,7 @@ struct Sinks {
   }
 };
 
+// o and lse of a query from those of `parts` parts of the keys.
 struct Merge {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
