@@ -26,8 +26,8 @@
 
 // From the includes:
 //   BT = 32 tokens
-//   unpack_four, put_four: four neighbours as floats; times, add_product: of four
-//   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
+//   unpack_four, put_four: four neighbours as floats; times: of four
+//   put_split_pair: store numbers as sums of two (a `single` as it is)
 //   copy_pieces, copy_numbers: copy a chunk's rows to a tile
 //   store_channels: the warp's 16 channels of a tile to global memory; store_pieces: a whole array; clear_padding:
 //     zeros between a matrix's rows there

@@ -40,8 +40,7 @@
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; prepare_tokens: decays and TokenScalars
 //   load_neighbours, store_neighbours: N numbers at once
 //   segment_of, is_whole: segments.cuh
-//   THREADS = 128; converted_once: a float64 argument as float; copy_tile: starts the copy of a tile;
-//     sum_over_lanes<N>: over N neighbouring lanes
+//   THREADS = 128; converted_once: a float64 argument as float
 
 constexpr int CHANNELS = 16;  // of a lane
 // Tokens of a stage: so many that the stage's q, and its k, are at most 4 KB for every type and BK.

@@ -14,7 +14,7 @@
 #include "tensor.cuh"
 
 // From real.cuh:
-//   Real<T>: float, or double for float64; to_real, from_real convert
+//   to_real, from_real convert
 
 template <typename T, typename Y> struct Args {
   Rows<const T> x;

@@ -13,7 +13,7 @@
 //   Barrier: an mbarrier
 //   tensor_load, tensor_store_or_add: start copying, or adding, a box; tensor_store_wait: until such copies have read
 //     shared memory
-//   ldmatrix_x4, stmatrix_x4: load or store four matrices of 8 x 8, `_trans` transposed
+//   ldmatrix_x4_trans, stmatrix_x4_trans: load or store four matrices of 8 x 8, transposed
 //   wgmma: products of a warpgroup, in groups that wgmma_commit closes and wgmma_wait waits for
 
 // A chunk's rows of an array, D numbers wide, in shared memory: a panel has 128 bytes of every row, in the tensor

@@ -24,7 +24,7 @@
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
 //   fence_async: orders accesses before asynchronous copies and wgmma
-//   tensor_load: starts copying a box; _once: of data that are read once
+//   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
 //   Stack, RowTile, Steps, Finish: products.cuh
 //   store_terms, store4_terms: numbers as sums of TERMS terms; relu_squared: in units of UNIT_OF_SQUARES.
 //     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory

@@ -30,12 +30,10 @@
 //   floats, kept_norm: a norm's numbers in the staging area; put_operands, put_vector: store operands there,
 //     load_stages loads them
 //   row_of_slot, next_slot: the lane's part of the next stage
-//   tiles_of: tiles of so many rows
 //   state_row: the row of the states of all layers
 //   init_stages, copy_weights, rows_of, depth_of: decode_weights.cuh and decode_block.cuh; is_normed, input_of,
 //     norm_of: decode_phases.cuh; most_of_grid: the largest key of all blocks
-//   Barrier: barrier_wait(b, parity) returns when the phase of this parity has ended; fence_async: orders accesses
-//     before asynchronous copies
+//   fence_async: orders accesses before asynchronous copies
 
 // Version: the class of the version's phases, which is derived from this one. It stores the results of its products
 // (`finish`), fetches their vectors (`fetch`), and computes what is no product of weights (`compute`). T: the type of

@@ -24,7 +24,7 @@
 //     each_of_two: call f for the lane's values
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
-//   exp2_approx: 2^x; minus_infinity: -inf
+//   exp2_approx: 2^x
 
 constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
 

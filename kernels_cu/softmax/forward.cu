@@ -19,12 +19,12 @@
 // From softmax.cuh:
 //   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
 //   fetch, store: copy a tile of tokens to shared memory, results from it
-//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each,
-//     each_of_two: call f for the lane's values
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each: call f for
+//     the lane's values
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   tanh_of: tanh; weigh: scores to weights
 //   RowMaximum, row_end: a row's largest score, its results at the end; row_sum: over the four lanes of a row
-//   exp2_approx: 2^x; minus_infinity: -inf
+//   minus_infinity: -inf
 
 constexpr int KEYS = 64;
 

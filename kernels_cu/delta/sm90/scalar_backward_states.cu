@@ -35,16 +35,15 @@
 //     each_two: calls f for their pairs
 //   each_transposed: calls f for the lane's numbers of a state
 //   Registers: of each role; ALL_THREADS, CONSUMERS: threads of a block, and of the consumers
-//   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
-//     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
-//     store_transposed: the warp's 16 columns of 32 rows
+//   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
+//     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
+//     32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
-//     start_state_update: S += x rows; start_split_product, start_transposed_split_product: with a split matrix, or its
-//     transpose; decay_state: S times the chunk's decay; round_state: S as operands; make_X: v less what keys read
+//     start_state_update: S += x rows; start_transposed_split_product: with a split matrix's transpose; decay_state: S
+//     times the chunk's decay; round_state: S as operands
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A); make_operands: all of a
-//     chunk's; move_chunks: the copying warp
+//     sequence and head
+//   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on
 

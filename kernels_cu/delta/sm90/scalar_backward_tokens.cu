@@ -72,14 +72,13 @@
 //     transpose; decay_state: S times the chunk's decay; round_state: S as operands; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
 //     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A); make_operands: all of a
-//     chunk's; move_chunks: the copying warp
+//   run_roles: gives warps their roles; make_scores: M; start_scores: products of queries and keys with keys
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes of copies; tensor_load:
 //     starts copying a box
 //   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; store_split: rounded numbers and errors; sum_over_lanes<4>: over
 //     the lanes of a row; sum_of_lower_lanes, sum_of_this_and_higher_lanes: over such lanes of the warp
-//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
+//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles
 
 template <typename T> struct Args {
   TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled

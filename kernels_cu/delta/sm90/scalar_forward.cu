@@ -28,26 +28,20 @@
 #include "delta/sm90/scalar_forward_storage.cuh"
 
 // From the includes:
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
+//   barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fence_async: orders accesses before asynchronous copies and wgmma
-//   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
-//     each_two: calls f for their pairs
+//   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
 //   segment_of, is_whole: segments.cuh
-//   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
-//     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
-//     store_transposed: the warp's 16 columns of 32 rows
+//   channel_operand_offset: a byte offset in 32 rows of 128 bytes, swizzled, at which load_transposed and
+//     store_transposed load and store the warp's 16 columns
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
-//     start_state_update: S += x rows; start_split_product, start_transposed_split_product: with a split matrix, or its
-//     transpose; decay_state: S times the chunk's decay; round_state: S as operands; make_X: v less what keys read
-//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A); make_operands: all of a
-//     chunk's; move_chunks: the copying warp
-//   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
+//     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
+//     decay; round_state: S as operands; make_X: v less what keys read
+//   Gates: factors of a chunk's tokens; WorkTile, work_tile: the block's sequence and head; set_tokens: its tokens
+//   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------

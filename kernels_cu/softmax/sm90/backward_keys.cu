@@ -38,7 +38,7 @@
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
 //     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
 //   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
-//   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
+//   exp2_approx: 2^x; LOG2E = log2 e; scale_over_cap: scale / cap
 //   copy_bulk: starts copying bytes; store_once: stores 16 bytes that are not read again soon; ScoreGradients: ds of 64
 //     keys and 64 queries
 

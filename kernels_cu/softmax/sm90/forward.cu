@@ -29,7 +29,6 @@
 //   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
 //   zero_rows: zeros in rows of other sequences
 //   uniform: a number that is the same in all lanes
-//   before_next_copy: orders reads before a later copy
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   tanh_of: tanh
 //   RowMaximum, row_end: a row's largest score, its results at the end; row_max, row_sum: over the four lanes of a row

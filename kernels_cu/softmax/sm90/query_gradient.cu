@@ -19,7 +19,6 @@
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fence_async: orders accesses before asynchronous copies and wgmma
 //   fetch_work, take_work: the next entry of `works`
 //   load_tile: starts the copies of a tile; copy_once: of bytes that are read once; store_rows: stores a warp's 16 rows
 //   zero_rows: zeros in rows of other sequences
