@@ -36,7 +36,8 @@
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
 //   store_tokens: the warp's columns of the tokens to memory
 //   each_number: calls f for the lane's numbers of S. copy_prepared, copy_chunk: start copies
-//   segment_of, is_whole: segments.cuh
+//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
+//     block takes the whole sequence, as joined states left the range of numbers
 //   add_tokens: y += scale M^T x
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p

@@ -16,7 +16,8 @@
 #include "delta/chunk.cuh"
 
 // From chunk.cuh:
-//   BT = 32 tokens; place, LeftReader, RowsReader, multiply_rows, put_split_pair, Matrix and Word
+//   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
+//   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; Word: two neighbouring numbers
 //   own_lane(): this thread's lane, computed again at each call, where a value of threadIdx.x & 31 would be held in a
 //     register
 //   LEAST_SQUARE = 1e-6 is added to the square of a length

@@ -42,7 +42,8 @@
 //   BlockWork: the block's sequence, head and columns
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; prepare_tokens: decays and TokenScalars
 //   load_neighbours, store_neighbours: N numbers at once
-//   segment_of, is_whole: segments.cuh
+//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
+//     block takes the whole sequence, as joined states left the range of numbers
 //   THREADS = 128; converted_once: a float64 argument as float; copy_tile: starts the copy of a tile;
 //     sum_over_lanes<N>: over N neighbouring lanes
 

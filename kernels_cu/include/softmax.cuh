@@ -9,7 +9,7 @@
 
 // From the includes:
 //   ldmatrix_x4: loads four matrices of 8 x 8, `_trans` transposed; multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
-//   RowMaximum, row_max: softmax_work.cuh
+//   RowMaximum: the largest score of a row so far; row_max: the largest number of the four lanes of a row
 //   SINCE_SM100: whether the kernel is translated for such cards
 
 constexpr int THREADS = 128;

@@ -25,7 +25,8 @@
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
-//   Stack, RowTile, Steps, Finish: products.cuh
+//   Stack: some products of one launch; RowTile: a block's rows of one of them; Steps: its part of K; Finish: what is
+//     stored of a product
 //   store_terms, store4_terms: numbers as sums of TERMS terms; relu_squared: in units of UNIT_OF_SQUARES.
 //     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory
 

@@ -31,8 +31,10 @@
 //     load_stages loads them
 //   row_of_slot, next_slot: the lane's part of the next stage
 //   state_row: the row of the states of all layers
-//   init_stages, copy_weights, rows_of, depth_of: decode_weights.cuh and decode_block.cuh; is_normed, input_of,
-//     norm_of: decode_phases.cuh; most_of_grid: the largest key of all blocks
+//   init_stages: initialises barriers and the block's tiles; copy_weights: the loop of the copying warps; rows_of,
+//     depth_of: the rows of a tile, and their length K
+//   is_normed: whether a phase multiplies mixes of LN(x), or LN(x); input_of: which of them a tile multiplies by;
+//     norm_of: the norm's and the mix's parameters; most_of_grid: the largest key of all blocks
 //   fence_async: orders accesses before asynchronous copies
 
 // Version: the class of the version's phases, which is derived from this one. It stores the results of its products

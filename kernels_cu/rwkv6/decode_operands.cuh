@@ -14,7 +14,7 @@
 //   THREADS = 256 threads compute, WARPS = 8 warps; tid: the thread's number
 //   Lane<T>, STEPS: columns of weights (smem); Split<T>: how a number is split into TERMS terms, a lane's EACH numbers
 //     into WORDS words
-//   VECTORS, KEEPS_NORM: decode_phases.cuh
+//   VECTORS: how many mixes of a norm a block computes at once; KEEPS_NORM: whether it keeps LN(x) for further mixes
 //   take_words: waits for words of this epoch; number: a word's number; Handed<T>: the type of words
 
 template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, STAGES> {

@@ -23,7 +23,8 @@
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
-//   Stack, RowTile, Steps, Finish: products.cuh
+//   Stack: some products of one launch; RowTile: a block's rows of one of them; Steps: its part of K; Finish: what is
+//     stored of a product
 //   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
 //   arrive_at_block: at another block's barrier
 //   relu_squared: in units of UNIT_OF_SQUARES

@@ -35,7 +35,8 @@
 //   sync: the barrier of the 256 computing threads
 //   state_row: the row of the states of all layers
 //   add_scaled: a + x b of four numbers
-//   Token, Scratch, KeyParameters, time_mix_head: rwkv7/time_mix.cuh
+//   Token, KeyParameters: of the thread's channel; Scratch: shared memory of a head; time_mix_head: keys, state, group
+//     norm, bonus and gate of a head
 //   decode_token: the whole kernel; fetch_words: waits for words and stores operands; load_four: four numbers as they
 //     are in memory
 

@@ -63,7 +63,8 @@
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   at_offset: an address, bytes after a tile's start
-//   segment_of, is_whole: segments.cuh
+//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
+//     block takes the whole sequence, as joined states left the range of numbers
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
 //     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
 //     store_transposed: the warp's 16 columns of 32 rows

@@ -34,7 +34,8 @@
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of, is_whole: segments.cuh
+//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
+//     block takes the whole sequence, as joined states left the range of numbers
 //   channel_operand_offset: a byte offset in 32 rows of 128 bytes, swizzled, at which load_transposed and
 //     store_transposed load and store the warp's 16 columns
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;

@@ -33,7 +33,7 @@
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of: segments.cuh
+//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
 //     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
 //     32 rows
