@@ -9,15 +9,15 @@
 // while the other warps wait for other blocks. At most FLIGHT stages are being copied at a time, since other reads of
 // memory wait for them.
 
-//
 // From the includes:
 //   THREADS = 256 threads compute, WARPS = 8 warps; ROWS = 16: of a tile; PIECE: bytes of a row in a stage
 //   Lane<T>::STAGE: columns of a stage; tiles_of: tiles of so many rows; Tiles: a block's share of tiles; TileRows: the
 //     weights and scales of a tile; PlaceOfTile: matrices of all layers, and a tile's number there
 //   PHASES: of a layer; OUTPUT, FFN_VALUE, HEAD: some of them; own_place_of: where the tiles of other phases are;
 //     prefetch_inputs: starts copies to L2 of what a phase reads beside its tiles
-//   Barrier: an mbarrier; barrier_expect: arrives and announces bytes; copy_once: starts copying bytes that are read
-//   once fence_async: orders accesses before asynchronous copies; prefetch_l2: starts a copy to L2
+//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended; barrier_expect:
+//     arrives and announces bytes; copy_once: starts copying bytes that are read once
+//   fence_async: orders accesses before asynchronous copies; prefetch_l2: starts a copy to L2
 
 constexpr int COPIERS = 3;  // warps that copy weights
 constexpr int FLIGHT = 3;   // stages that are being copied at a time
