@@ -42,8 +42,8 @@
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   own_lane(): this thread's lane
 //   padded(V): V rounded up to 64
-//   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: d += Matrix tile. TokenFactors: decays, betas,
-//     inverse lengths of the chunk's tokens
+//   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: adds the product of a Matrix with a tile.
+//     TokenFactors: decays, betas, inverse lengths of the chunk's tokens
 //   sum_over_lanes<4>: over the lanes of a row; sum_of_lower_lanes, sum_of_this_and_higher_lanes: over such lanes of
 //     the warp
 //   state_index: where chunk_states has a chunk's state; prefetch_line: starts loading 128 bytes to L2

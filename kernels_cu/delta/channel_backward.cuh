@@ -136,7 +136,7 @@ __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const Word<T> 
 }
 
 // Stores the diagonal that multiply_diagonals left in the lanes' d: to[channel] for the warp's 16 channels, from 16
-// (warp) on.
+// warp on.
 __device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (&d)[4]) {
   const int g = own_lane() >> 2, odd = g & 1, channel = threadIdx.x / 32 * 16 + g;
   if (g / 2 == (own_lane() & 3)) { to[channel] = odd ? d[1] : d[0], to[channel + 8] = odd ? d[3] : d[2]; }

@@ -53,7 +53,7 @@ template <typename T, typename G> struct Args {
 };
 
 // The order of arguments q to b, and do to u, and of s.tokens, s.values and s.terms: Token n belongs to Value n. Rows
-// (q, a) read the state: do and du are the gradients of what they read. Columns (k, b) write v and u to it.
+// (q, a) read the state: scale do and du are the gradients of what they read. Columns (k, b) write v and u to it.
 enum Token { Q_ROW, A_ROW, K_COLUMN, B_COLUMN };
 enum Value { DO, DU, V_, U };
 

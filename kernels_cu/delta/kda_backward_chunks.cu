@@ -63,8 +63,8 @@ template <typename T, typename G> struct Args {
 // A *row* reads the state (q, and k as it reads), a *column* writes to it (k as it writes).
 // The three sums that dq and dk consist of: dq; dk of k as a row; dk of k as a column.
 enum Term { Q_ROW, K_ROW, K_COLUMN };
-// Each token's vectors of V numbers in s.values. DO is the gradient of what row q reads, -beta W that of what row k
-// reads, beta E is what column k writes. E is rounded to T; E_ERROR, for 16-bit data only, is its rounding error.
+// Each token's vectors of V numbers in s.values. scale DO is the gradient of what row q reads, -beta W that of what row
+// k reads, beta E is what column k writes. E is rounded to T; E_ERROR, for 16-bit data only, is its rounding error.
 enum Value { DO, W, E, E_ERROR };
 enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.inverse_length and args.parts
 
