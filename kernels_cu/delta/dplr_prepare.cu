@@ -4,8 +4,8 @@
 // math      A token's decay is e^g of its log gates g [K]. Decayed tokens: ad_i is a_i decayed from the chunk's start
 //           through token i - 1, qd_i is q_i decayed from the start through i; ke, be are k and b decayed to the
 //           chunk's end. Scores: Axy_ij = x_i . y_j times the decay between both tokens, x = q or a, y = k or b; of q
-//           with its own gate, j <= i; of a without it, j < i. N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;
-//             E = ad, W = w_scale (qd + H ad), Zb = N^T be,
+//           with its own gate, j <= i; of a without it, j < i.
+//           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = ad, W = w_scale (qd + H ad), Zb = N^T be,
 //           Zk = ke + L^T be
 //           What these do to a state: prepared.cuh, where Zk is Z.
 //           Each token x is stored as x' = x / p_x, p_x a power of 2. Primed matrices are those of primed tokens:
