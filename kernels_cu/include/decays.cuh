@@ -1,7 +1,8 @@
 // what      The decays of a lane's pair of tokens in a sub-chunk of 8 tokens.
 // math      a_t = exp g_t. From the sub-chunk's start to the state that token i reads: prod_{m<=i} a_m (RWKV-6: m < i).
-//           From after token j to the sub-chunk's end: prod_{m>j} a_m. From and to the sub-chunk's middle, between its
-//           tokens 3 and 4, likewise, as inverses for queries before it and keys after it.
+//           From after token j to the sub-chunk's end: prod_{m>j} a_m. The sub-chunk's middle is between its tokens 3
+//           and 4. The factors of queries after it and of keys before it are products of the decays in between, those
+//           of queries before it and of keys after it are inverses of such products.
 // shapes    a lane has channel (or column) g = lane / 4, and of every sub-chunk the pair of tokens 2t, 2t + 1,
 //           t = lane % 4, as in fragments.cuh
 // numerics  Decays are products; gates are not subtracted, so that a large gate does not swallow small ones. About the
