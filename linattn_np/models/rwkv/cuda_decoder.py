@@ -429,7 +429,7 @@ class DecodingStep:
             sum=self.sum if parts else None,
             value=added,
             gate=self.gate if after_channel_mix and parts else None,
-            **kernels.affine(norm),
+            **kernels.affine(norm),  # its weight and bias
             maa=maa,
             shift=shift,
             slots=self.slots,

@@ -219,7 +219,7 @@ class TrainingStep:
             value=change.value,
             table=change.first if embedded else None,
             token_ids=self.token_ids,
-            **affine(norm),
+            **affine(norm),  # its weight and bias
             y=None if y is x else y,
             moments=moments,
             xx=xx,

@@ -211,7 +211,7 @@ class MixOperations:
             kernels.ShiftMix.fitting(mixed.dtype, D),
             T,
             x=x,
-            **kernels.affine(getattr(layer, norm)),
+            **kernels.affine(getattr(layer, norm)),  # its weight and bias
             maa=getattr(layer, maa),
             before=shift.before,
             shift=shift.after,

@@ -30,7 +30,8 @@ class NumbaLayers(NumpyLayers):
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
-        super().load(weights, sizes, loaded, partial(packed, dtype, Pool()))
+        pool = Pool()  # neighbouring memory for all matrices, which a step reads one after the other
+        super().load(weights, sizes, loaded, partial(packed, dtype, pool))
         self.make_step_arguments()
         everything = [*vars(self.model_weights).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)

@@ -61,7 +61,7 @@ class MixOperations(cuda_prompts.MixOperations):
             kernel.blocks(rows),
             o=o,
             gate=gate,
-            **kernels.affine(layer.ln_x),
+            **kernels.affine(layer.ln_x),  # its weight and bias
             y=self.normed,
             rows=rows,
             eps=self.group_eps * self.scale**2,  # o has the factor `scale`, which the norm removes

@@ -52,7 +52,7 @@ class MixOperations(cuda_prompts.MixOperations):
         self.recurrent(RWKV7, {"r": r, "w": self.w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
         arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": self.y}
-        arrays |= rwkv6_model_kernels.affine(layer.ln_x)
+        arrays |= rwkv6_model_kernels.affine(layer.ln_x)  # its weight and bias
         eps = self.group_eps * self.scale**2  # o has the factor `scale`, which the norm removes
         self.draft.launch(norm, norm.blocks(T * H), **arrays, rows=T * H, eps=eps)
         return self.add_product(layer, "output", x, self.y[0])
