@@ -32,6 +32,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
     """Adds a layer's launches to the plan `draft` of a step. `layer` has the layer's arrays; `shift` and `wkv` are its
     part of the state: the previous tokens' normed channels, and the recurrent state. `added` is the result of the mix
     before, or None: parts of a product, which the norm that begins a mix adds to the residual. A mix returns its own.
+    `matmul` takes (the matrix's name, x, y, WRITE for y = x w^T, or RELU_SQUARED for relu(x w^T)^2) of each product.
     """
 
     def staged(self, kernel, area):
