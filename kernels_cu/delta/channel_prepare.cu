@@ -43,6 +43,7 @@
 //     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
 //   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
 //     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
+//   put_pair: stores two neighbours; LANES: threads of a block of tokens
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;

@@ -16,6 +16,13 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Word<T>: two neighbouring numbers; unpack_pair: as floats; word_of: from floats
+//   LeftReader, RowsReader, RightReader: operands from a tile; multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
+//   copy_rows: starts copies of a tile's rows; own_lane(): this thread's lane
+//   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; TokenFactors: decays, betas and inverse lengths;
+//   LEAST_SQUARE = 1e-6 is added to the square of a length
+
 // A warp's sums [all tokens of a chunk, 16 columns] as tensor cores leave them, in blocks of 16 tokens (first index) by
 // 8 columns (second). With g = lane / 4 and t = lane % 4 a lane has four numbers of a block: at 0 and 1 row g, columns
 // 2t and 2t + 1; at 2 and 3 row g + 8, the same columns.

@@ -46,6 +46,8 @@
 //     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
 //   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
 //     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
+//   barrier_sync(1, 64): joins two warps; max_of_lanes: the largest number of a warp; unpack_pair, put_pair: load and
+//     store two neighbours as floats
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b;

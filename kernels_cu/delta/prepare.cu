@@ -41,6 +41,8 @@
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
 //     Accumulators; SINCE_SM100: whether the kernel is translated for such cards
+//   unpack_pair, put_pair: load and store two neighbours as floats; errors_at: the rounding errors of two numbers of a
+//     Matrix
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;

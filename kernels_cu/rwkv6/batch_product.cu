@@ -29,6 +29,11 @@
 //     stored of a product
 //   store_terms, store4_terms: numbers as sums of TERMS terms; relu_squared: in units of UNIT_OF_SQUARES.
 //     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory
+//   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch;
+//     SWIZZLED = 128 bytes of a row
+//   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes; prefetch_map: starts
+//     loading a tensor map; cluster_sync_shared: all blocks of the cluster have written shared memory
+//   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two of four int8 numbers so; FLOAT_TERMS = 3
 
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
 

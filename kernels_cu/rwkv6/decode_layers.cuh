@@ -430,7 +430,7 @@ template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
 template <class Version, typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
   const bool finishes = threadIdx.x >= THREADS;
-  wait_for_previous();
+  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const u32 before = args.arrived[blockIdx.x];
   int next = 0;  // twice the next stage of weights, plus the parity of its barrier `full`
   int tile_count = 0;
@@ -456,7 +456,7 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
 template <class Version, typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode_token(const Args<T, S>& args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
-  launch_next();
+  launch_next();  // the next kernel may begin
   init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
   if (copies) copy_weights(args, s);

@@ -28,6 +28,10 @@
 //   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
 //   arrive_at_block: at another block's barrier
 //   relu_squared: in units of UNIT_OF_SQUARES
+//   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch
+//   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes; prefetch_map: starts
+//     loading a tensor map; cluster_sync: all threads of the cluster have come; cluster_leave: all blocks have read
+//     each other's memory
 
 constexpr int DEPTH = 64;  // numbers of K in a step
 constexpr int AHEAD = 4;   // steps by which a cluster's blocks copy weights to L2 ahead of their stages

@@ -39,6 +39,8 @@
 //     norm, bonus and gate of a head
 //   decode_token: the whole kernel; fetch_words: waits for words and stores operands; load_four: four numbers as they
 //     are in memory
+//   OPENINGS = 4: DECAY, RATE, GATE, SHARE; up_of: the first row of an opening's second matrix; input_tile_of: the
+//     matrix of a tile of INPUTS, and the tile's number there (InputTile); ALL_THREADS: of a block
 
 union HeadScratch {
   float group_sums[OPENINGS][4 * THREADS];  // of the openings' products, by group of threads: [groups, N] each
