@@ -31,7 +31,7 @@ NEEDED = {
     f"linattn_np.interop.{module}": library
     for library, modules in (
         ("jax", ("jax", "jax_axis", "jax_partition")),
-        ("torch", ("fla", "torch", "torch_calls", "torch_memory")),
+        ("torch", ("fla", "torch", "torch_calls")),
     )
     for module in modules
 }

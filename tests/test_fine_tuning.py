@@ -11,11 +11,11 @@ from linattn_np import ContractError
 from linattn_np.__main__ import main
 from linattn_np.models import RWKV6, RWKV7, Bytes, State, checkpoint, corpus, load, pth_files
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.dropout import keep
 from linattn_np.models.fine_tuning import Base, LowRank, States, Whole
 from linattn_np.models.rwkv.adapters import merged
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import HostProducts
+from linattn_np.models.training_steps import keep
 
 PAIR = {"blocks.0.att.key.lora_A": (2, 16), "blocks.0.att.key.lora_B": (16, 2)}
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30

@@ -16,7 +16,7 @@ from linattn_np.declarations import GLA
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")
 proxy_tensor = pytest.importorskip("torch.fx.experimental.proxy_tensor")
-torch_memory = pytest.importorskip("linattn_np.interop.torch_memory")
+torch_calls = pytest.importorskip("linattn_np.interop.torch_calls")
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
@@ -264,7 +264,7 @@ def test_a_negated_cotangent(rng):
 def test_results_are_in_memory_of_torch(monkeypatch):
     """What CuPy takes from torch's allocator comes back as views of torch's storage, empty ones too."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    with cupy.cuda.using_allocator(lambda size: torch_memory.memory_of_torch(torch.device("cpu"), size)):
+    with cupy.cuda.using_allocator(lambda size: torch_calls.memory_of_torch(torch.device("cpu"), size)):
         x = cupy.ndarray((3, 4, 5), np.float32)
         empty = cupy.ndarray((0, 4), np.float64)
     part = from_native(x[1:, ::2].transpose(0, 2, 1), "torch", None)

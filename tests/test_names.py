@@ -12,6 +12,7 @@ from linattn_np import ContractError
 from linattn_np.models import RWKV6, checkpoint, matrices
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.rwkv import cpu_layers
+from linattn_np.models.rwkv import names as rwkv_names
 from linattn_np.models.rwkv6 import names
 
 SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
@@ -115,7 +116,7 @@ NAMINGS = {
 
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_every_naming_gives_the_same_arrays(naming, weights, rng):
-    found = names.official(shuffled(NAMINGS[naming](weights), rng))
+    found = rwkv_names.official(names.VERSION, shuffled(NAMINGS[naming](weights), rng))
     assert list(found) == list(weights)
     for name, array in weights.items():
         np.testing.assert_array_equal(found[name], array)
@@ -125,7 +126,7 @@ def test_every_naming_gives_the_same_arrays(naming, weights, rng):
 def test_only_flas_mix_is_copied(naming, weights):
     copied = {
         name
-        for name, array in names.official(NAMINGS[naming](weights)).items()
+        for name, array in rwkv_names.official(names.VERSION, NAMINGS[naming](weights)).items()
         if not np.shares_memory(array, weights[name])
     }
     parts = {name.split(".")[-1] for name in copied}
@@ -136,7 +137,7 @@ def test_a_tuned_state_keeps_its_official_name(weights):
     state = {f"blocks.{i}.att.time_state": np.ones((2, 8, 8)) for i in range(LAYERS)}
     plain = {name: array for name, array in weights.items() if "time_state" not in name}
     for naming in (dict, to_hugging_face, to_fla):
-        found = names.official(naming(plain) | state)
+        found = rwkv_names.official(names.VERSION, naming(plain) | state)
         assert all(found[name] is array for name, array in state.items())
 
 
@@ -235,7 +236,7 @@ def test_an_eps_that_is_none(weights, eps):
 
 def test_an_adapter_is_named(weights):
     with pytest.raises(CheckpointError, match="'blocks.0.att.key.lora_A' belongs to a LoRA .* expected merged weights"):
-        names.official(weights | {"blocks.0.att.key.lora_A": np.zeros((2, 16))})
+        rwkv_names.official(names.VERSION, weights | {"blocks.0.att.key.lora_A": np.zeros((2, 16))})
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_an_adapter_is_named(weights):
 )
 def test_other_versions_are_refused(version, found):
     with pytest.raises(CheckpointError, match=f"' belongs to {version}, expected the parameters of RWKV-6"):
-        names.official(dict.fromkeys(found))
+        rwkv_names.official(names.VERSION, dict.fromkeys(found))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_incomplete_models_are_refused(naming, gone, complaint, weights):
         name: array for name, array in NAMINGS[naming](weights).items() if gone not in name and "time_state" not in name
     }
     with pytest.raises(CheckpointError, match=complaint):
-        names.official(rest)
+        rwkv_names.official(names.VERSION, rest)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ def test_incomplete_models_are_refused(naming, gone, complaint, weights):
 def test_names_left_over_are_refused(added, complaint):
     weights = dict.fromkeys(names.VERSION.parameter_axes(LAYERS), np.zeros(3))
     with pytest.raises(CheckpointError, match=complaint) as caught:
-        names.official(weights | {added: np.zeros((2, 8, 8))})
+        rwkv_names.official(names.VERSION, weights | {added: np.zeros((2, 8, 8))})
     assert len(str(caught.value)) < 1000
 
 
@@ -316,9 +317,9 @@ def test_shapes_that_cannot_be_official_are_refused(name, shape, official, weigh
     changed = to_fla(weights) | {f"model.layers.1.{name}": np.zeros(shape)}
     complaint = f"'model.layers.1.{name}' is {shape}, expected what blocks.1.{official} can be made of"
     with pytest.raises(CheckpointError, match=re.escape(complaint)):
-        names.official(changed)
+        rwkv_names.official(names.VERSION, changed)
 
 
 def test_nothing_is_refused():
     with pytest.raises(CheckpointError, match="lacks 'emb.weight' and 5 more, expected .* with 0 blocks"):
-        names.official({})
+        rwkv_names.official(names.VERSION, {})

@@ -142,7 +142,6 @@ AROUND = (
     "checkpoint",
     "number_checks",
     "devices",
-    "dropout",
     "corpus",
     "example",
     "protocols",
@@ -315,7 +314,6 @@ ROOMS = {
             "interop.calls",
             "interop.signatures",
             "interop.torch_calls",
-            "interop.torch_memory",
             "accepted_arrays",
             "contract",
             "distributed",
@@ -328,10 +326,9 @@ ROOMS = {
     ),
     "interop/fla": (["contract", "errors", "interop.calls", "interop.torch"], ["torch"]),
     "interop/torch_calls": (
-        ["interop.calls", "interop.torch_memory", "accepted_arrays", "array_kinds", "declarations", "errors"],
-        ["numpy", "torch"],
+        ["interop.calls", "accepted_arrays", "array_kinds", "declarations", "errors"],
+        ["numpy", "torch", "cupy"],
     ),
-    "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
     "models/gguf_files": (
@@ -354,7 +351,6 @@ ROOMS = {
     "models/training_steps": (
         [
             "models.devices",
-            "models.dropout",
             "models.training_products",
             "models.locks",
             "backends.cupy",
@@ -495,7 +491,6 @@ def test_array_libraries_are_imported_where_they_are_used():
         "interop/torch",
         "interop/fla",
         "interop/torch_calls",
-        "interop/torch_memory",
         "models/matrix_loops",
         "models/rwkv/numba_loops",
         "models/rwkv6/numba_loops",

@@ -9,7 +9,8 @@ import pytest
 
 from linattn_np.models import RWKV7
 from linattn_np.models.rwkv import names
-from linattn_np.models.rwkv6.names import official
+from linattn_np.models.rwkv.names import official
+from linattn_np.models.rwkv6.names import VERSION
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -82,7 +83,7 @@ def test_fla_gets_the_same_weights(load, rng):
         name: make.scaled(name, rng.standard_normal(shape, np.float32))
         for name, shape in make.shapes(2, 128, V=30).items()
     }
-    found = official(gpu.fla_weights(weights, 2))
+    found = official(VERSION, gpu.fla_weights(weights, 2))
     assert list(found) == list(weights)
     for name, array in weights.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -26,13 +26,13 @@ from linattn_np.models import (
     matrices,
 )
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.dropout import apply_dropout, keep
 from linattn_np.models.rwkv import cpu_layers, names
 from linattn_np.models.rwkv.version import name_in_block
 from linattn_np.models.rwkv7 import math
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import HostProducts
+from linattn_np.models.training_steps import apply_dropout, keep
 
 V = 23
 LITERAL = {RWKV6: literal_rwkv6, RWKV7: literal_rwkv7}

@@ -23,13 +23,12 @@ from linattn_np.__main__ import main
 from linattn_np.errors import ContractError
 from linattn_np.models import RWKV6, checkpoint, training, training_steps
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.dropout import keep
 from linattn_np.models.rwkv6 import grad
 from linattn_np.models.rwkv6.names import VERSION
 from linattn_np.models.rwkv6.parameters import Layout
 from linattn_np.models.training import Settings, Text, Training
 from linattn_np.models.training_products import HostProducts
-from linattn_np.models.training_steps import StepInputs
+from linattn_np.models.training_steps import StepInputs, keep
 
 WROTE = "wrote {0}/model.safetensors. To write with it: linattn-np generate --model {0}/model.safetensors 'The '"
 TRAIN = [sys.executable, "-m", "linattn_np", "train"]

@@ -12,11 +12,11 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_training_kernels as kernels
 from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import RWKV6, RWKV7, training, training_steps
-from linattn_np.models.dropout import Dropout, keep
 from linattn_np.models.fine_tuning import Base, LowRank, States
 from linattn_np.models.rwkv import cuda_grad
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import CudaProducts, HostProducts
+from linattn_np.models.training_steps import Dropout, keep
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30

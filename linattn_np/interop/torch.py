@@ -38,8 +38,7 @@ from ..errors import ContractTypeError
 from ..gates import Gates, of_library
 from ..messages import kind_of
 from .calls import Operator, as_returned, flattened, functions, initial_state_argument, is_pair
-from .torch_calls import Call, Compute, ComputeNow, is_recorded, unchangeable
-from .torch_memory import as_torch
+from .torch_calls import Call, Compute, ComputeNow, as_torch, is_recorded, unchangeable
 
 ON_RANKS = {op: function for function, op in distributed.operators.OPERATORS.items()}
 TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # older Dynamo loses the operator of a gradient

@@ -8,8 +8,9 @@ text, so that a compiled graph can contain them. For `vmap`, and for shapes with
 from __future__ import annotations
 
 import ast
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from ..accepted_arrays import host_array
 from ..array_kinds import BFLOAT16, from_native
 from ..declarations import OPERATORS
 from ..errors import ContractTypeError
-from .calls import Operator, blank, outline
-from .torch_memory import as_torch
+from .calls import Operator, blank, on_stream, outline
 
 DTYPES = {
     torch.float64: np.dtype("f8"),
@@ -144,6 +144,31 @@ def graph_text(call) -> str | None:
     call : a `Call`, or its text. A `Call` that was made before torch began to record is also recorded
     """
     return call if isinstance(call, str) else call.text() if is_recorded() else None
+
+
+# -- torch's stream and memory on CUDA --------------------------------------------------------------------------------
+# Results can be freed or kept (`record_stream`) as any tensor, and memory that a graph of `torch.cuda.graph` needs is
+# in the graph's own pool.
+@contextmanager
+def as_torch(tensor):
+    """A context in which CuPy uses torch's current stream of the tensor's device and torch's allocator."""
+    if not tensor.is_cuda:
+        yield
+        return
+    import cupy
+
+    device = tensor.device
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with on_stream(device.index, stream), cupy.cuda.using_allocator(partial(memory_of_torch, device)):
+        yield
+
+
+def memory_of_torch(device, size: int):
+    """CuPy memory of `size` bytes, owned by a torch tensor, which `array_kinds.from_native` finds again."""
+    import cupy
+
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.data_ptr(), size, memory, device.index or 0), 0)
 
 
 # -- autograd functions -----------------------------------------------------------------------------------------------

@@ -86,6 +86,6 @@ class Trainable(Protocol):
         """``(mean cross entropy in nats, its pullback)`` for the weights of a `Layout.tree`, as `rwkv.grad.loss`
         returns them.
 
-        On CUDA, `products` is a `CudaProducts`, and `dropout` a `dropout.Dropout` or None. The keywords `recompute` and
-        `cut` are given only by trainings that need them.
+        On CUDA, `products` is a `CudaProducts`, and `dropout` a `training_steps.Dropout` or None. The keywords
+        `recompute` and `cut` are given only by trainings that need them.
         """

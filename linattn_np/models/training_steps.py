@@ -8,14 +8,15 @@ Both classes have float32 vectors `weights` (all parameters of the model), `firs
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from ..graph_capture import in_graphs
 from .devices import NotCopied
-from .dropout import Dropout, apply_dropout, keep
 from .training_products import CudaProducts, HostProducts
 
 CLIP = 1.0  # the gradient's largest norm
@@ -26,6 +27,28 @@ AHEAD = 2  # the most steps by which the host is ahead of the device
 BLOCKS = 4  # blocks per multiprocessor, in the kernels that read all parameters
 
 
+# -- dropout: on the host a function, on a GPU the arguments of kernels that apply it ----------------------------------
+def keep(x):
+    """(x without any dropout, the pullback)."""
+    return x, lambda dy: dy
+
+
+def apply_dropout(rng, rate, x):
+    """(x with a share `rate` of its elements set to 0 and the others scaled up, the pullback)."""
+    mask, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
+    return x * mask * scale, lambda dy: dy * mask * scale
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The arguments of kernels: `seeds`, two integers on the device that determine which elements become 0; `rate`, the
+    share of these."""
+
+    seeds: Any
+    rate: float
+
+
+# -- on the CPU -------------------------------------------------------------------------------------------------------
 class HostSteps:
     """Training steps on the CPU, in float32.
 
@@ -122,6 +145,7 @@ def corrections(number):
     return [1 - beta ** (number + 1) for beta in BETAS]
 
 
+# -- on the GPU -------------------------------------------------------------------------------------------------------
 class StepInputs:
     """The inputs of a step on the current CUDA device: tokens [batch, length], two seeds, and the `schedule`, which is
     (learning rate, factor of weight decay, the two `corrections`).

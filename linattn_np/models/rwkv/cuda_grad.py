@@ -30,7 +30,7 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
 
     version, mix_classes : the RWKV version, and its subclasses of `Mix` in the order of a layer
     products : a `CudaProducts`, which multiplies matrices
-    dropout : a `dropout.Dropout`, or None for no dropout
+    dropout : a `training_steps.Dropout`, or None for no dropout
     recompute : whether a layer stores only its residuals and computes its other activations again for the gradients
     """
     step = TrainingStep(version, weights, tokens, products, dropout, cut)

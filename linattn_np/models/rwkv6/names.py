@@ -1,9 +1,7 @@
 """The parameters of RWKV-6 (x060), and the names and shapes that they have in files."""
 
 from collections.abc import Mapping
-from functools import partial
 
-from ..rwkv import names
 from ..rwkv.names import (
     as_row,
     block_prefix,
@@ -145,4 +143,3 @@ VERSION = Version(
     fla_eps=1e-6,
     fla_group_eps_factor=lambda weights: 1,
 )
-official = partial(names.official, VERSION)
