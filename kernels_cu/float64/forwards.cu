@@ -1,4 +1,5 @@
-// what      Every recurrence with gates in float64, forwards in time: outputs, or the gradient of the queries.
+// what      RWKV-6, and GLA with gates of channels, of columns of V, or one for each token, in float64, forwards in
+//           time: outputs, or the gradient of the queries.
 // math      X is a row of the state [K, V]; or of its transpose [V, K], whose rows are the columns of V. x_t, a_t and
 //           u_r are numbers of the row; X, y_t, b_t, z_t and u_c are vectors over the columns. a and b are decays
 //           X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t
@@ -14,11 +15,11 @@
 // barriers  none
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
-// limits    COLUMNS columns a launch. Later launches add to the `result` of earlier ones; their pointers to arrays with
-//           columns are those of the launch's first column
+// limits    COLUMNS columns a launch. Later launches add to the `result` of earlier ones
 #include "cards.cuh"
 #include "state_row.cuh"
 
+// The pointers to arrays with columns (b, y, z, u_columns, initial, final, chunk_starts) are to the launch's first one.
 struct Args {
   Rows<const double> x, a, y, b, z;
   Rows<double> result;
@@ -35,15 +36,16 @@ struct Args {
   double scale;
 };
 
-// The blocks that a multiprocessor must have room for, which limits a thread's registers; 0: no number is asked for.
-// Then the assembler chooses the registers itself, and in one case chooses so few that it spills: fewer than 9 blocks
-// allow.
+// The blocks that a multiprocessor must have room for, which limits a thread's registers. 0: no number is asked for,
+// and the assembler chooses the registers itself. In one case it then chooses too few and spills: with room for 9
+// blocks asked for, it takes more.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_SM100 ? 9 : 0;
 
 // ReadOrder: AfterWrite, or BeforeWrite for RWKV-6 (read_order.cuh). COLUMNS: 32 times a lane's columns (Row in
 // state_row.cuh): lane l has columns l, l + 32, ...; X.each(columns, f) calls f(number, column) for those that exist.
-// StateRow: the warp's row r, of head h of sequence n, whose tokens are `span` of batch row b.
+// StateRow: the warp's row r, of head h of sequence n, whose tokens are `span` of batch row b; WARPS = 4 rows a block.
+// store_or_add(to, x, adds): to = x, or to += x.
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
   const StateRow row(args.shape, args.R);

@@ -3,8 +3,8 @@
 // math      per chunk of 32 tokens, S [K, V] being the state before it, A [query, key] its scores (wide_operands.cu).
 //           Decays [K] are e^(sum of log gates): E_i over the chunk's gates up to i (RWKV-6: up to i - 1), L_j over
 //           those after j, D over all.  o_i = scale (S^T (E_i q_i) + sum_j A_ij v_j),  S <- D S + sum_j L_j k_j v_j^T
-// shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands, scores, decays: see
-//           wide_storage.cuh
+// shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands: of every 128 channels a tile of
+//           E_i q_i, then one of L_j k_j; scores: A, rounded, then its rounding errors; decays: D (wide_storage.cuh)
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
 //           and 128 of the channels
 // smem      WideShared: operands of two chunks, and the outputs over each tile of channels
@@ -15,8 +15,11 @@
 // limits    bfloat16; K up to 128 TILES
 //
 // Names. WIDE = 128: channels of a tile; TILE_SIZE: numbers of a tile [CHUNK = 32 tokens, WIDE]; SCORES: numbers of a
-// chunk's scores; STAGES = 2: chunks in shared memory. copy_tile, copy_rows, copy_unaligned_rows start copies of
-// neighbouring numbers, or of rows. State, Output: a lane's numbers of S and o in accumulators
+// chunk's scores, whose layout is WideScores; STAGES = 2: chunks in shared memory. copy_tile, copy_rows<bytes, loops
+// unrolled, ...>, copy_unaligned_rows start copies of neighbouring numbers, or of rows; rows after the end become 0.
+// With g = lane / 4, t = lane % 4 a lane has, of its warp's 16 columns: State, S[n][2h + p], column g + 8h, channel
+// 8n + 2t + p; Output, o[m][side][2h + p], token 16m + 8h + g, column 8 side + 2t + p. Piece<4, T>: four numbers of a
+// row. chunks_of: a sequence's chunks in its batch row. opaque: keeps the compiler from holding addresses in registers
 #include "gated/forward_copies.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/wide_storage.cuh"
@@ -35,7 +38,7 @@ template <typename T> struct Args {
   float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
-  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
+  i64 bytes;  // the largest of 16, 8, 4 and 2 of which the starts and lengths of all rows of v and o are multiples
 };
 
 template <typename T, int TILES> struct alignas(16) WideStage {
@@ -44,7 +47,7 @@ template <typename T, int TILES> struct alignas(16) WideStage {
 };
 template <typename T, int TILES> struct alignas(16) WideShared {
   WideStage<T, TILES> stages[STAGES];
-  float sums[TILES][CHUNK<T>][LDO];  // o of the chunk, over each tile of channels
+  float sums[TILES][CHUNK<T>][LDO];  // each tile's part of the chunk's o, the sum over its channels
 };
 
 // T: bfloat16; TILES: tiles of 128 channels that K has, the last one maybe in part.
@@ -118,6 +121,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
           *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
+    // S <- D S + sum of L k v^T; 1, here and above: PRODUCTS, one product for each
     update_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, in.v, in.decays + tile * WIDE, 16 * strip);
     __syncthreads();  // the outputs over each tile are in shared memory
     const i64 token = span.start + BT * chunk;

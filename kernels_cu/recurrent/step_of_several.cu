@@ -1,7 +1,7 @@
 // what      Decodes a few tokens for each of B sequences, of which the caller may later reject some (speculative
-//           decoding). First the tokens of the previous call that were accepted, the first ones of those pending, are
-//           applied to the state, and the state is stored. This call's tokens then change it in registers only, and are
-//           stored as pending.
+//           decoding). The first `accepted` tokens of those pending, which the previous call stored, are applied to the
+//           state, and the state is stored. This call's tokens then change it in registers only, and are stored as
+//           pending.
 // math      S_t [K, V] is the state after token t, pending or of this call, decay = e^g. With S' = diag(decay) S_(t-1):
 //             S_t = S' + k u^T (Dplr: + b p^T)
 //           Gla: u = v, o = scale q^T S_t;   BeforeWrite: u = v, o = scale q^T (S_(t-1) + diag(bonus) k v^T)
@@ -9,21 +9,26 @@
 //           Dplr: u = v, p = S_(t-1)^T a, o = scale q^T S_t
 //           o is computed without S_t, from one reading of S': o = scale (S'^T q + (q . k) u + (q . b) p), p of Dplr
 //           only (BeforeWrite: scale (S_(t-1)^T q + (q . diag(bonus) k) u)); the dot products are `weights`
-// shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], bonus [HV, K],
-//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p, decay of K numbers or one, b
-//           and p for Dplr only: W = gates + KEYS K + KEYS V; k is stored after the division by its length. slots [B]
-//           or null: sequence b has state slots[b] of the P states, or state b; no two sequences share one. accepted
-//           [B] or null: how many of the pending tokens were accepted; null: none
+// shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], bonus [HV, K];
+//           in the code H is HV, h a head of values, and `head` the head of q, k, a and b that it shares. A `b` in an
+//           index is the sequence, elsewhere Dplr's vector. state [P, HV, K, V]. pending [P, HV, M, W]: a token's W
+//           numbers are decay (K or one) | k | u, for Dplr decay | k | b | u | p; k is stored after the division by its
+//           length. slots [B] or null: sequence b has state slots[b] of the P states, or state b; no two sequences
+//           share one, which is not checked here. accepted [B] or null: how many pending tokens were accepted, the
+//           first ones; null: none
 // grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
 //           LANE_COLUMNS columns of LANE_CHANNELS channels
 // smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
 // barriers  three every BV columns: all tokens are in shared memory | normalized q and k, and `weights`, are | the last
 //           token has been read; two a token: the warps' sums are in shared memory | their totals are
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
-// source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19; 2025, eq. 17; as delta/tokens.cuh
+// source    Gla: Yang et al., 2024, eq. 3; BeforeWrite: Peng et al., 2024, eq. 18-19; the others: see delta/tokens.cuh
 // limits    K <= BK; T <= M <= TOKENS; the last axis of the state is contiguous
 //
 // A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
+// Names. real.cuh: Real<T>, float, or double for double; to_real and from_real convert; inverse_root(x), 1 / sqrt x.
+// decay_of(g): e^g. LEAST_SQUARE (delta/lengths.cuh): added to the square of a length before the division. Of Rows x,
+// x.row(sequence, head, token) is a row's address, x.t the distance of rows. sum_over_lanes<32>: over a warp
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -87,6 +92,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
   constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, BLOCK_WARPS = BLOCK / 32, LANE_COLUMNS = 16 / sizeof(S),
                 LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = BLOCK / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE;
   // LANES neighbouring threads have the BV columns of one channel.
+  // A warp has all BV columns. So sums over its lanes LANES apart, and then over warps, are sums over channels alone.
   static_assert(LANES <= 32, "a warp has all columns: the sums over warps are those over channels");
   struct alignas(16) Piece {
     S x[LANE_COLUMNS];
@@ -97,6 +103,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
   const i64 slot = args.slots ? args.slots[b] : b;
+  // The host cannot check counts that are on the device: one below 0 counts as 0, one above M as M.
   const i64 requested = args.accepted ? args.accepted[b] : 0;
   const int accepted = requested < 0 ? 0 : requested > args.M ? int(args.M) : int(requested);
   // The address of a pending token's numbers: decays, then its k (Dplr: and b), then its u (and p).

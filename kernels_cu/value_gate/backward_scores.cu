@@ -1,7 +1,7 @@
-// what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, and its tokens decayed to the
-//           chunk's ends. Launched twice: with q, k, the channels' gates g, and K; and with do, v, the columns' gates
-//           gv, and V in their places. Below, q, k, g and K are the launch's. backward_states.cu and
-//           gated/backward_channels.cu read the results.
+// what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, its queries decayed from the
+//           chunk's start, and its keys decayed to its end. Launched twice: with q, k, the channels' gates g, and K;
+//           and with do, v, the columns' gates gv, and V in their places. Below, q, k, g and K are the launch's.
+//           backward_states.cu and gated/backward_channels.cu read the results.
 // math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to
 //           i; A_ii = scale q_i . k_i, in `diagonal`;
 //           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: over the chunk
@@ -17,8 +17,10 @@
 //           between both tokens and the query's from it (gated/backward_scores.cuh); within a sub-chunk of 8 tokens
 //           both are factors about its middle, some of them inverse decays (MiddleFactors in decays.cuh). q_i . k_i is
 //           float32. If a gate is above GROWTH (1 nat), pairs in a sub-chunk are computed one by one (growth.cuh).
-//           Scores in a sub-chunk are multiplied by NEAR_SCALE (2^22, backward.cuh), for float32's range. growth: the
-//           largest sum of one channel's positive gates over the chunk if a gate is above GROWTH, else 0
+//           Scores in a sub-chunk, and only these, are stored times NEAR_SCALE = 2^22 (backward.cuh): otherwise
+//           products of them and small decays would be below float32's normal numbers. gated/backward_channels.cu
+//           divides its sums by it. growth: the largest sum of one channel's positive gates over the chunk if a gate is
+//           above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 //
@@ -27,8 +29,12 @@
 // PairDecays(a) has those from the sub-chunk's start (start) and to its end (end), MiddleFactors(a) the factors about
 // its middle; product_over(x, first, end) is the product of x[first ... end - 1]. backward.cuh: fetch_rows starts to
 // copy rows to a tile, zeros where there are none; store_rows stores those that exist. CHUNK = 64 and SUB = 8 tokens,
-// SUBS = 8; LD: the distance of neighbouring rows of a tile. ChunkScores (gated/backward_scores.cuh): a warp's blocks
-// of 16 x 16 scores; CHANNELS = 32; ChannelTokens: a tile [channel, token]
+// SUBS = 8; LD: the distance of neighbouring rows of a tile; padded_width: K rounded up to a multiple of 8.
+// chunk_tokens: a chunk's first token and the one after its last. at_least(x, y): the larger one, NaN if x is.
+// ChunkScores (gated/backward_scores.cuh): a warp's blocks of 16 x 16 scores and their places, half_row, half_column
+// and quarter; CHANNELS = 32; ChannelTokens: a tile [channel, token]. growth.cuh: score_of_pair gives lane n the score
+// of the pair of tokens pair_of(n). by_token.cuh: tokens_at, an array's rows in memory; growth_of, the largest sum of
+// positive gates
 #include "gated/backward_scores.cuh"
 #include "value_gate/by_token.cuh"
 #include "growth.cuh"
@@ -51,15 +57,16 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   T k[CHUNK * LD<T, CHANNELS>];
   G g[CHUNK * LD<G, CHANNELS>];
   ChannelTokens<Stored> queries, keys;  // decayed from and to the middle of their sub-chunk
-  // Each in the columns of its own tokens: the keys before a border between sub-chunks, blocks of 16 or halves of 32
-  // tokens, decayed to it, and the queries after it, decayed from it.
+  // Columns of tokens before a border have keys decayed to it, those of tokens after it queries decayed from it.
+  // border8: borders in the middle of each 16 tokens; border16: of each 32 tokens; border32: of the chunk.
   ChannelTokens<Stored> border8, border16, border32;
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
 };
 
-// T: the type of q and k; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// T: the type of q and k; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3. 4 or 2: the blocks
+// whose registers a multiprocessor is to hold at once.
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
     value_gate_backward_scores(const Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {
@@ -129,8 +136,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const MiddleFactors<AfterWrite> middle(token_decays);
         // The queries decayed from their sub-chunk's start, and the keys decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
-        // quarter_end: the first sub-chunk after the border in the middle of the half that has m; half_end: of the
-        // chunk
+        // The first sub-chunk after a border: quarter_end after the one in the middle of the half that m is in,
+        // half_end after the one in the middle of the chunk.
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.queries + index, middle.queries * query);
         put_pair(s.keys + index, middle.keys * key);
@@ -161,8 +168,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                    __shfl_xor_sync(0xffffffffu, self_products[m].y, lanes)};
     if (g == m) *reinterpret_cast<float2*>(s.self_products[warp] + 8 * m + 2 * t) = self_products[m];
   }
-  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. Of the two corrections, one is for the
-  // operands of these products, the other for those of the products in which gated/backward_channels.cu has the scores.
+  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. Both kernels' products cut their operands off
+  // to tf32: one correction is for those of the scores, the other for those that gated/backward_channels.cu makes of
+  // the scores. Scores of single pairs, below, take only the second one.
   const auto put = [&](const float (&d)[2][4], int row, int column) {
     Stored* to = args.scores + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
 #pragma unroll
@@ -192,6 +200,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   if (grows) {  // replaces the scores of this warp's two sub-chunks; lane n computes the n-th of 28 pairs
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
+      // rows: 0 or less if the sub-chunk is after the sequence's end; then score_of_pair reads nothing and returns 0.
       const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
       const float score = score_of_pair<AfterWrite>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
                                                     args.g.row(b, h, first_token), args.q.t, args.k.t, args.g.t,

@@ -1,11 +1,17 @@
 // what      Products of the value gate's forward kernel: outputs from the state, outputs from the chunk's values, and
 //           the update of the state.
-// shapes    a sub-chunk has BC = 8 tokens, a chunk SUBS of them. With g = lane / 4 and t = lane % 4 a lane has, of a
-//           warp's 16 columns, columns g and g + 8: of outputs, which are transposed, o[n / 2][n % 2][2h + p] is token
-//           8n + 2t + p, column g + 8h; of the state, S[n][2h + p] is channel 8n + 2t + p, column g + 8h; of values, or
-//           of gates, of 16 tokens, x[p] is tokens 2t and 2t + 1 of sub-chunk p / 2, column g + 8 (p % 2): pair p of a
-//           left operand [column, token]. Scores are right operands [key, query]. SUBS is 4, or 2 if operands are
-//           floats
+// math      o = F * (q decayed) S + (A * F) v, with the columns' decays F from the chunk's start, or between two
+//           tokens; S <- diag(decay of channels) S diag(decay of columns) + (k decayed to the chunk's end)^T (v decayed
+//           to it)
+// shapes    a sub-chunk has BC = 8 tokens, a chunk SUBS of them: 4, or 2 if operands are floats. With g = lane / 4 and
+//           t = lane % 4 a lane has columns g and g + 8 of a warp's 16:
+//             outputs (transposed)     o[n / 2][n % 2][2h + i] is token 8n + 2t + i, column g + 8h
+//             the state                S[n][2h + i] is channel 8n + 2t + i, column g + 8h
+//             values or gates of 16    x[p], pair p of a left operand [column, token], is tokens 2t and 2t + 1 of
+//             tokens                   sub-chunk p / 2, column g + 8 (p % 2)
+//           A in memory is [query, key], 0 above the diagonal; products take it as right operands [key, query]
+// barriers  none here: before a call, one of the caller's has passed since s.A, s.v, s.value_gates and the operands
+//           were written. All lanes of a warp call these functions together
 // numerics  sums in float32; the state is rounded to an operand, and so are decayed values. If gates grow, the values
 //           of a sub-chunk of 8 tokens are added one by one. PRODUCTS: tf32 products for each product of float32 data,
 //           1 or 3; Math, Left, Right, multiply, multiply_half: fragments.cuh
@@ -13,7 +19,11 @@
 // Names. CHUNK<T>: tokens of a chunk; OperandOf<T>::Type: the type of operands in shared memory. State, Output: a
 // lane's numbers of S and o. Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader
 // values and gates. state_q, state_k: the chunk's queries and keys, decayed for products with S. product_over(x, first,
-// end): the product of x[first ... end - 1]
+// end): the product of x[first ... end - 1]. Schedule: which launches and results there are; ScoreStorage: the part of
+// Shared that has A, of rows LDA apart, in which a score is the sum of NUMBERS numbers. take(i, x): sets number i of an
+// operand, `words` its 16-bit pairs. place: the address of a number in a tile; scale_columns: multiplies a lane's
+// outputs by a factor for each of its columns; opaque(x): x, not held in a register between uses. AfterWrite: queries
+// read the state after their token's write
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
@@ -50,7 +60,7 @@ __device__ __forceinline__ void load_scores(RightTf32<SPLIT> (&b)[1], const floa
 }
 
 // o += S^T (q decayed)^T, over all channels of the tile. q: the chunk's queries, decayed from its start by the
-// channels' gates. N: pieces of 16 channels for which one load brings a query's right operands.
+// channels' gates. One load brings right operands of N times 16 channels.
 template <int PRODUCTS, typename T, int BK>
 __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const State<BK>& S,
                                                              const typename OperandOf<T>::Type* q) {
@@ -147,14 +157,10 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
   return within;
 }
 
-// Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays. The order of the steps
-// matters: it goes from border to border in time. At every border between sub-chunks o is multiplied by the columns'
-// decays since the previous border, and the scores times the values decayed to the border are added. At last o is
-// decayed from its sub-chunk's start to the token (PairDecays(...).start), and the terms of its own sub-chunk's values
-// are added. These values are times MiddleFactors(...).keys, the decay to the sub-chunk's middle; their sums are times
-// `queries`, the decay from the middle; some of both are inverse decays. The argument `true`: a token's score with
-// itself takes these factors, too; then a gate below -16 counts as -16. If gates grow, these terms are added one by
-// one. multiply_half(d, a, b, half): only the keys of sub-chunk `half` of the 16 count.
+// Completes the outputs of the chunk: o holds (q decayed) S without the columns' decays, and goes from border to border
+// in time, so the order of the steps matters. grows: whether a gate of the warp's columns is above GROWTH; it is equal
+// for all lanes, since MiddleFactors shuffles. multiply_half(d, a, b, half): only the keys of sub-chunk `half` of the
+// 16 count.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s,
                                                              int stage, const ColumnsReader<BV, G>& gates,
@@ -174,13 +180,15 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
       for (int p = 0; p < 4; ++p) border.set(p, PairDecays<AfterWrite>(decays[p]).end * x[p]);
-      // the second sub-chunk reads values of the first
+      // The second sub-chunk's outputs go on by the first one's decay, and read its values, decayed to its end.
       scale_columns(o[m][1], sub_chunk_decays[0][2 * m], sub_chunk_decays[1][2 * m]);
       load_scores<LDA>(scores, s.A, 16 * m + BC, 16 * m, DISTANCE);
 #pragma unroll
       for (int n = 0; n < NUMBERS; ++n) multiply_half(o[m][1], border, scores[n], 0);
     }
-    if (SUBS == 4 && m == 0) {  // outputs of the second 16 tokens, o[1], read values of the first 16
+    // Outputs of the second 16 tokens, o[1], go on by the decay of the first 16, and read their values, decayed to
+    // token 16.
+    if (SUBS == 4 && m == 0) {
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
       for (int p = 0; p < 4; ++p)
@@ -194,7 +202,11 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
         for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, scores[n]);
       }
     }
-    float within[2][4] = {};  // the terms of both sub-chunks' own values, decayed to the middle, or, if `grows`, whole
+    // Last, outputs read the values of their own sub-chunk. within: sums of scores times these values, which have their
+    // factors to the sub-chunk's middle (MiddleFactors.keys), but not the outputs' from it (.queries); if `grows`, with
+    // all decays, added one by one. <..., true>: a token's own value takes both factors, too. So they must be inverse
+    // to each other and finite: a gate below -16 counts as -16.
+    float within[2][4] = {};
     if (grows) {
       const WithinSubChunks sums = sum_one_by_one(s, stage, 16 * m, threadIdx.x >> 5 << 4);  // the warp's first column
 #pragma unroll
@@ -213,7 +225,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       float (&to)[4] = o[m][p >> 1];
-      const int row = 2 * (p & 1);
+      const int row = 2 * (p & 1);  // of to[row] and to[row + 1]: the lane's two tokens in column g + 8 (p % 2)
       const float2 start = PairDecays<AfterWrite>(decays[p]).start,
                    factor = grows ? float2{1.f, 1.f} : MiddleFactors<AfterWrite, true>(decays[p]).queries;
       to[row] = start.x * to[row] + factor.x * within[p >> 1][row];

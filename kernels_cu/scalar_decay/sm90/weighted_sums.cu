@@ -14,8 +14,9 @@
 //           A_ii are left out of q . dq and of k . dk: no gate multiplies them. The array that a sum's o is multiplied
 //           by, q for dq and k for dk, is called its partner
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
-//           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg [B, H, T]
-//           as g, or [B, H, T, tiles] float32, from each block the part of its BV columns of dk, for the host to add
+//           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg
+//           contiguous: [B, H, T] of g's type if dk has one tile, else [B, H, T, tiles] float32, from each block the
+//           part of its BV columns of dk, for the host to add
 //           Fragments: with g = lane / 4 and t = lane % 4 a lane has, of sums [16 rows of a warp, columns], x[4n + 2h +
 //           p]: row g + 8h, column 8n + 2t + p. So of Values, an output o: row is a column of V, column is a token; of
 //           the state S: row is a column of V, column is a channel of K; of scores d: row is a query, column is a key.
@@ -24,33 +25,38 @@
 //           64 columns, which holds their state transposed in registers; a warpgroup that computes A; a warp that moves
 //           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
 //           cluster and load their chunks at about the same time, so that the second one finds them in L2
-// passes    Template argument Pass. Whole: o and final states. Summary: final states and decays alone, without q and o,
-//           where sequences are cut into segments so that more blocks work at a time. Each segment is a sequence here,
-//           and scan_segments.cu joins the segments' states. Gradients: dq, dk and dv in one launch, without dg.
-//           Queries: dq; Keys: dk, dv. With dg, two launches: GatedQueries gives dq, and writes token_sums and, for
-//           each stretch, the state S before the stretch's last chunk (`stretch_states`); then GatedKeys reads both and
-//           gives dk, dv, dg. Constants of a pass: HAS_OUTPUTS, all but Summary; SUMS, the WeightedSums of its launch;
-//           ALL_BACKWARD, Keys and GatedKeys; SPLITS_STATE, Whole; SERVES_GATE_GRADIENT, GatedQueries and GatedKeys,
-//           of which GatedKeys WRITES_GATE_GRADIENT; block_serves_gate_gradient(): this block's sum there is dq or dk
+// passes    Pass          SUMS  constants that are true                        results
+//           Whole         1     HAS_OUTPUTS, SPLITS_STATE                      o, final states
+//           Summary       1     none                                           final states, decays
+//           Gradients     3     HAS_OUTPUTS                                    dq, dk, dv
+//           Queries       1     HAS_OUTPUTS                                    dq
+//           Keys          2     HAS_OUTPUTS, ALL_BACKWARD                      dk, dv
+//           GatedQueries  1     HAS_OUTPUTS, SERVES_GATE_GRADIENT              dq, token_sums, stretch_states
+//           GatedKeys     2     the same, ALL_BACKWARD, WRITES_GATE_GRADIENT   dk, dv, dg, from the last two
+//           SUMS: WeightedSums of a launch. stretch_states: of each stretch, S before its last chunk. Summary takes
+//           each segment of a sequence for a sequence; scan_segments.cu joins their states
 // smem      weighted_sums_storage.cuh. Stage: a chunk's q, k, v, partner and A; Gates: its decays
-// barriers  mbarriers of a stage. full: the chunk's tokens and gates are there; scores: A is stored; done: o is stored
-//           over v, partner . o over the partner, and inputs have been read; summed: those products have been read
+// barriers  mbarriers of a stage. full: the chunk's tokens and gates are there; scores: A is stored; done: consumers
+//           have read the inputs, and stored o over v and partner . o over the partner; summed: the warp that sums dg
+//           has read partner . o
 // numerics  products of bfloat16 numbers in float32. S is multiplied as the sum of two bfloat16 numbers in Whole,
 //           rounded to one in gradients; A and the decayed v are rounded to one. The exponent of each decay is a sum of
-//           gates, never a difference of sums, so no gate is too strong. In dg_t the two contributions of a pair (i, j)
-//           with i >= t and j >= t cancel. If i and j are in one chunk, what remains is float32's rounding, since dq
-//           and dk use the same rounded A; otherwise it is bfloat16's
-// source    Yang et al., 2024, "Gated Linear Attention Transformers", sections 4 and 4.4; Sun et al., 2023, "Retentive
-//           Network", section 2.2
+//           gates, never a difference of sums, so no gate is too strong. In dg_t the terms of two tokens, neither of
+//           them before t, cancel: up to float32's rounding if both are in one chunk, where dq and dk use the same
+//           rounded A, else up to bfloat16's
+// source    Yang et al., 2024, sections 4 and 4.4; Sun et al., 2023, "Retentive Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
 //           bytes. So for gradients the layer's K and V are both at most BK
 //
-// Names. warpgroup.cuh: Values, accumulators of an output; Operand, two bfloat16 numbers a register; matrix_row and
-// swizzled, addresses in a panel of 64 numbers of each token; load_channels, store_values: of a warp's 16 columns of
-// it; read_state starts o = S q, write_state S += v k^T, multiply_pairs o += v A^T, all of which wgmma_wait completes;
-// each_transposed calls f for the lane's numbers of S and their addresses in a state in memory; gate_of: a token's log
-// gate, 0 outside of the sequence. weighted_sums_storage.cuh: first_token_of, the first token of an iteration's chunk;
-// ends_stretch, whether a chunk is its stretch's last one; Registers, a thread's registers by role
+// Names. warpgroup.cuh: Values, accumulators of an output; Operand, two bfloat16 numbers a register; each_two calls
+// f(i, ...) for each two tokens o[i], o[i + 1]; matrix_row and swizzled, addresses in a panel of 64 numbers of each
+// token; load_channels and store_values move a warp's 16 columns of a panel; each_transposed(S, state, strides, size,
+// ...) calls f for the lane's numbers of S and their addresses in `state`; gate_of: a token's log gate, 0 outside of
+// the sequence. wgmma_wait<n> waits until at most n groups of products run; wgmma_keep keeps uses of a result behind
+// it. weighted_sums_storage.cuh: first_token_of, the first token of an iteration's chunk; ends_stretch, whether a chunk
+// is its stretch's last one; block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk;
+// Registers, registers by role; TWO_BLOCKS, whether a multiprocessor holds two blocks. opaque and forget keep the
+// compiler from holding in registers what is computed from their argument
 #include "lanes.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
@@ -58,8 +64,8 @@
 
 // Fills `gates` from the log gates gate0 and gate1 of tokens `lane` and 32 + lane. Groups of 1, 2, 4, ... tokens are
 // joined in pairs: `to_token` sums the gates from the group's start through the token, `to_end` those from after the
-// token to the group's end. Both are logarithms to base 2. output_scale, value_scale: factors of all output_factors and
-// value_factors.
+// token to the group's end. Both are logarithms to base 2. gates.output_factors are E (backwards: L) times
+// output_scale, gates.value_factors L (backwards: E) times value_scale.
 __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1, int lane, float output_scale,
                                           float value_scale, bool backwards) {
   float to_token[2] = {LOG2E * gate0, LOG2E * gate1}, to_end[2] = {0.f, 0.f};
@@ -154,7 +160,8 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
 
 // The address in `stretch_states` of the state of the stretch that `token` is in: S before the stretch's last chunk.
 // Stretches are counted from each sequence's start; the last one may be short. A sequence's first slot is its start in
-// the batch row divided by STRETCH, rounded down, plus its number in the row: so no two sequences share one.
+// the batch row divided by STRETCH, rounded down, plus its number in the row. No two sequences share one: n tokens have
+// floor((n - 1) / STRETCH) + 1 slots, and the next sequence's first slot is at least floor(n / STRETCH) + 1 further on.
 template <int BK, class Args>
 __device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile& work, int token) {
   const i64 first_slot = (i64(work.batch) * args.shape.H + work.head) * (args.shape.T / STRETCH + args.shape.count);
@@ -228,9 +235,9 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
 // Copies chunks to the stages STAGES iterations ahead, and results back to memory. fetch_chunk and store_chunk
-// (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width, first column). All lanes arrive at the
-// barrier of fetch_chunk, whose phase ends when the bytes are there; store_chunk returns when the tile may be
-// overwritten.
+// (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width, first column, whether results are
+// added to what is there). All lanes arrive at the barrier of fetch_chunk, whose phase ends when the bytes are there;
+// store_chunk returns when the tile may be overwritten.
 template <class Pass, int BK, int BV>
 __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const WeightedSum& sum, const WorkTile& work,
                                             int column, bool backwards) {
@@ -277,11 +284,11 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A_ij = scale D_ij q_i . k_j, from products d of queries and keys: a lane has query g of both
-// blocks and keys 2t and 2t + 1 of every 8; g = lane / 4, t = lane % 4. Scores of later keys (BACKWARDS: earlier keys)
-// are 0. SEPARATE_SELF: a token's score with itself goes to gates.self_scores, and is 0 in A. All warps run the same
-// code, a quarter of the size of code for each warp; so each computes some scores that are then replaced by 0.
-// The decay between two tokens is 2^(to_token of the later + to_end of the earlier), at the level at which the two are
-// in neighbouring groups of 2^level tokens.
+// blocks and keys 2t and 2t + 1 of every 8. Scores of later keys (BACKWARDS: earlier keys) are 0. SEPARATE_SELF: a
+// token's score with itself goes to gates.self_scores, and is 0 in A. All warps run the same code, and so compute some
+// scores that are then replaced by 0: code for each warp would be four times as large. The decay between two tokens is
+// 2^(to_token of the later + to_end of the earlier), at the level at which the two are in neighbouring groups of
+// 2^level tokens.
 template <bool BACKWARDS, bool SEPARATE_SELF>
 __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
                                              int warp) {
@@ -327,8 +334,8 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
     for (int m = 0; m < HALF_BLOCKS; ++m) {
       const int n = HALF_BLOCKS * half + m;
       u32 pair = 0;
-      // The last block of 8 keys in a half (BACKWARDS: the first) is on the diagonal or all its scores are 0: `pair`
-      // stays 0 for it, and the next line takes the diagonal's scores.
+      // No query of the half is after its last 8 keys (BACKWARDS: before its first 8): apart from the block on the
+      // diagonal, which the next line takes, their scores are 0.
       if (m != (BACKWARDS ? 0 : HALF_BLOCKS - 1)) {
         pair = decayed(n, m / 2 ? 4 - upper : 3 + upper);  // groups of 8 tokens if they are in the same 16, else of 16
         if (BACKWARDS ? n < block : n > block) pair = 0;
@@ -469,7 +476,8 @@ template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& sum,
                                         const WorkTile& work, int tile_column, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  // How many blocks of 16 channels of S are converted to bfloat16 for one group of products: all if registers suffice.
+  // How many blocks of 16 channels of S are converted to bfloat16 for one group of products: all if registers suffice,
+  // as they do for one number each (not SPLITS_STATE) if one warpgroup of consumers has 128 channels (BK > BV).
   constexpr int CONVERTED = !SPLITS_STATE<Pass> && BK > BV ? BK / 16 : BK / 64;
   const int warpgroup = threadIdx.x / 128, column = tile_column + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = work.sequence_head * sum.K * sum.V;  // of this sequence and head in `initial`
@@ -509,10 +517,11 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const u32 phase = iteration / STAGES & 1;
     const bool is_stretch_end =
         block_serves_gate_gradient<Pass>() && ends_stretch(first_token_of(iteration, work, backwards), work);
-    // GatedKeys: becomes this lane's share of -<S, dS> after the stretch's last token. The code's S is dS there, as the
-    // sum goes backward in time. The stored state S' is that before the last chunk, so S = E_64 S' + sum_j L_j v_j
-    // k_j^T, and <S, dS> has two terms: E_64 <S', dS>, which is computed here, and the sum of k_j . (L_j dS v_j), which
-    // is added below: L_j dS v_j is the part of dk_j that comes from dS.
+    // GatedKeys: becomes this lane's share of -<X, dS> after the stretch's last token, with X the layer's state, k and
+    // v the layer's. The variable S is dS, as the sum goes backward in time. GatedQueries has stored X', the state
+    // before the stretch's last chunk: X = E_64 X' + sum_j L_j v_j k_j^T. So <X, dS> has two terms: E_64 <X', dS>,
+    // computed here, and the sum of k_j . (L_j dS v_j), added below, where L_j dS v_j is the part of dk_j that comes
+    // from dS.
     float end_term = 0.f;
     if constexpr (SERVES_GATE_GRADIENT<Pass>) {
       if (is_stretch_end) {
@@ -531,7 +540,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const float chunk_decay = gates.chunk_decay, decays[2] = {chunk_decay, chunk_decay};
     Values o;
     if constexpr (HAS_OUTPUTS<Pass>) {
-      // o = S q of the state before the chunk, then S *= decays; the callback, which stores S, is empty.
+      // o = S q of the state before the chunk (`true`), then S *= decays. CONVERTED: 16 channels of S at a time;
+      // SPLITS_STATE: S is the sum of two numbers, with which the callback, empty here, is called.
       read_state<BK, true, CONVERTED, SPLITS_STATE<Pass>>(o, S, decays, in.q,
                                                           [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
@@ -562,10 +572,12 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
         const int next = first_token_of(iteration + 1, work, backwards);
         if (block_serves_gate_gradient<Pass>() && next >= 0 && ends_stretch(next, work)) load_stretch_state(prefetched);
       }
+      // write_state's product may still run and read the first v. The second one has registers of its own in PTX, as
+      // tests/under_way.py checks, and the assembler keeps a product's registers until it is waited for.
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
-      multiply_pairs<false>(o, v, in.A, true);  // starts o += v A^T
+      multiply_pairs<false>(o, v, in.A, true);  // starts o += v A^T: not by key; adds
       wgmma_commit();
     }
     wgmma_wait<0>();
@@ -581,8 +593,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
     barrier_arrive(s.done[iteration % STAGES]);
   }
-  // Gradients: the caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only the first
-  // segment's last dS is stored, as the gradient of the initial state.
+  // SUMS > 1: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only
+  // the first segment's last dS is stored, as the gradient of the initial state.
   const bool first_segment_only = SUMS<Pass> > 1;
   if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
     const i64 state_index =
@@ -591,7 +603,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
                         [](float& value, float* to) { *to = value; });
   }
   if constexpr (!HAS_OUTPUTS<Pass>)
-    for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {  // as scan_segments.cu reads them
+    // A channel's decay is the product of two rows in scan_segments.cu: the second row is 1.
+    for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {
       float* const to = args.decays + work.sequence_head * 2 * sum.K + c;
       to[0] = total_decay, to[sum.K] = 1.f;
     }
@@ -613,7 +626,7 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   const u32 block = reversed / SUMS<Pass>;
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
-  const bool backwards = ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && sum.backwards;
+  const bool backwards = ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && sum.backwards;  // SUMS > 2: Gradients
   // Summary: a sequence of the caller is cut into args.segments segments. scan_segments.cu reads the states of the
   // first args.computed segments of each; the others are not computed.
   if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.segments >= args.computed) return;
@@ -646,8 +659,9 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
     registers_down<RoleRegisters::OTHERS>();
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) {
+      // Constant indices into args take fewer registers.
       if (block_serves_gate_gradient<Pass>())
-        move_chunks(s, args.sums[0], work, column, backwards);  // a constant index into args takes fewer registers
+        move_chunks(s, args.sums[0], work, column, backwards);  // dq or dk, the first sum; GatedKeys' dv is the last
       else
         move_chunks(s, args.sums[SERVES_GATE_GRADIENT<Pass> ? SUMS<Pass> - 1 : blockIdx.x % SUMS<Pass>], work, column,
                     backwards);
