@@ -46,12 +46,6 @@ def host_array(numbers):
     return array if isinstance(array, np.ndarray) and array.dtype.kind in "biuf" else None
 
 
-def contents(numbers, kinds):
-    """A hashable of the numbers that `host_array` finds, if their dtype is one of `kinds`; else None."""
-    array = None if array_kinds.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
-    return None if array is None or array.dtype.kind not in kinds else (array.dtype, array.shape, array.tobytes())
-
-
 def differentiable(operator, library) -> str:
     """The end of an error: the differentiable function to use instead, or "" if `operator` is None."""
     return f": import {operator} from linattn_np.interop.{library}" if operator else ""

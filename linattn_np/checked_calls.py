@@ -3,7 +3,7 @@
 import numpy as np
 
 from . import array_kinds, precisions
-from .accepted_arrays import contents
+from .accepted_arrays import host_array
 from .bounded_cache import Cache
 from .layouts import swap_heads
 from .problem import Problem
@@ -62,6 +62,13 @@ def call_key(op, inputs, arguments):
             return None, addresses
         parts.append(part)
     return (op, precisions.current(), *arguments, *parts), addresses
+
+
+def contents(numbers, kinds):
+    """A hashable of numbers on the host (one, or a list, tuple or array of them) if their dtype is one of `kinds`; else
+    None."""
+    array = None if array_kinds.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
+    return None if array is None or array.dtype.kind not in kinds else (array.dtype, array.shape, array.tobytes())
 
 
 def exact_key(x):

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import numpy as np
 
 from .. import varlen
-from ..accepted_arrays import contents, host_array
+from ..accepted_arrays import host_array
 from ..array_kinds import from_native
 from ..checked_calls import call_key
 from ..conversions import callers_sizes
@@ -117,8 +117,9 @@ class RankCall:
         cu_seqlens = self.arguments["cu_seqlens"]
         if cu_seqlens is None:
             return None
-        bounds = host_array(cu_seqlens) if contents(cu_seqlens, "iu") else None
-        total = int(bounds[-1]) if bounds is not None and bounds.ndim == 1 and bounds.size else 0
+        bounds = host_array(cu_seqlens)
+        is_list = bounds is not None and bounds.ndim == 1 and bounds.dtype.kind in "iu" and bounds.size
+        total = int(bounds[-1]) if is_list else 0
         return op.spans(cu_seqlens, sizes | {"T": total}).bounds
 
     def shared_values(self, problem, state, bounds, sizes):
