@@ -1,7 +1,6 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
 //           Computes dq, du, and query_share: the part of dg, the log gates' gradient, that needs S. The second pass
-//           (backward_keys.cu) adds the part that needs dS, the gradient of S.
-//           ReadOrder (read_order.cuh) chooses the operator: reads_before_write is true for RWKV-6, false for GLA
+//           (backward_keys.cu) adds the part that needs dS, the gradient of S. reads_before_write: RWKV-6, else GLA
 // math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it; i, j and t are its tokens.
 //           Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
 //           those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -10,44 +9,45 @@
 //           query_share_t = sum_{i>=t} q_i (sum_{j<t} dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t), computed as
 //           sum_{i>=t} q_i (sum_j dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t) - sum_{j>=t} k_j sum_i dA_ij D_ij q_i
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
-// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V]. query_share has the memory of an array of g's type
-//           (query_share.cuh). All other arrays are float32. u [H, K]. Each of N sequences has P segments:
-//           initial [N P, H, K, V]: the states at their starts
-//           dht [N P, H, K, V]: the gradients of the states at their ends
-//           du [N P, H, K]: their terms of du
-//           ends [N P, H, K]: sum_v (the state at the end) dht
-//           query_sums [B, H, chunks, K + FLAGS]: first K sums, of each channel sum_i q_i from_state_i. If the
-//           channel's query_share is in multiples of a unit, a power of 2, the sum's 9 lowest bits hold this unit. The
-//           FLAGS numbers after them are bytes, one for each warp: 1 if the second pass is to compute the chunk token
-//           by token
+// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V]; query_share: of g's type, or multiples of a unit in
+//           its place (query_share.cuh). The others are float32. u [H, K]. Each of N sequences has P segments:
+//           initial, dht [N P, H, K, V]: the states at their starts, and the gradients of those at their ends
+//           du, ends [N P, H, K]: their terms of du; sum_v (the state at the end) dht
+//           query_sums [B, H, chunks, K + FLAGS]: first K sums, of each channel sum_i q_i from_state_i, whose 9 lowest
+//           bits hold the unit, a power of 2, if query_share has one; then FLAGS numbers that are bytes, one for each
+//           warp: 1 if the second pass is to compute the chunk token by token
 //           checkpoints [B, H, T / CHECKPOINT_EVERY + 1, BK, BV]: the states before every CHECKPOINT_EVERY-th token
 //           (states.cuh). BK and BV: K and V rounded up to 64 or 128
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
-// smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and float_do; consumers
-//           read all of it, and overwrite q by dq and g by query_share, which the copying warp then stores. Iterations
-//           of a block count the chunks of all its segments; an iteration's stage is its number modulo STAGES, and it
-//           waits for phase (number / STAGES) of that stage's barriers
-// barriers  mbarriers of each stage. arrived: v and do have been copied; full: q, k and g have; dA_stored: dA and
-//           float_do are stored; done: consumers have read the stage and stored its results. The warps that arrive at
-//           dA_stored have waited for arrived, so consumers need not
-// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. The two sums that make
-//           query_share_t have products of the same rounded numbers, so that pairs with both tokens after t cancel but
+// smem      Stage, STAGES times. Iterations of a block count the chunks of all its segments; an iteration's stage is
+//           its number modulo STAGES, and it waits for phase (number / STAGES) of that stage's barriers
+// barriers  mbarriers of each stage. A chunk's way, in time, and the barrier that ends a step:
+//           copying warp   copies v and do                                                        arrived
+//                          copies q, k and g                                                      full
+//           three warps    wait for arrived; store dA and float_do                                dA_stored
+//           consumers      wait for dA_stored and full; store dq over q and query_share over g    done
+//           copying warp   waits for done; copies the results to memory, then the next chunk to the stage
+// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. Queries and keys are cut off
+//           to tf32 before both sums that make query_share_t (EXACT), so that pairs with both tokens after t cancel but
 //           for float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV of a launch, multiples of 8; BK and BV of 64, 128; rows start
-//           on 16 bytes
+// limits    sm_90a; bfloat16, float16; K and V of a launch up to 128, multiples of 8; rows start on 16 bytes
 //
-// Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens; Values, accumulators [channel,
-// token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh: Chunk and SubChunk, a lane's numbers of a chunk
-// or sub-chunk; Gates, its log gates; Counts, which gates a sum has; Pairs, numbers of pairs of tokens, which
-// PairReader multiplies by keys (add_keys) or queries (add_queries); Across, operands at borders of sub-chunks;
-// SubChunkDecays. decays_from_middle, decays_from_start, decays_to_end, decay_within, decay_queries, decay_keys: decays
-// of tokens, and tokens times decays. states.cuh: FloatTile, a tile in float32; start_read, start_write start products
-// that read S or add to it, wgmma_wait<0> waits for them; decay_state multiplies S by the chunk's decays; StateOperand,
-// decayed keys as start_write takes them; state_values, queries with the values that they have in the second pass.
-// Segment, segment_of, each_segment: what a block computes; load_state and each_of_state read and write a state in
-// memory; checkpoint_at: where a stored state is. query_share.cuh: units_for, sum_with_unit, store_query_share
+// Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens, of which warpgroup_panels are a
+// warpgroup's; Values, accumulators [channel, token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh:
+// Chunk and SubChunk, a lane's numbers of a chunk or sub-chunk, each_neighbours calls f(sub-chunk n, channel h) for its
+// pairs of tokens; Gates, its log gates; Counts, which gates a sum has; Across, operands at borders of sub-chunks;
+// PairReader multiplies numbers of pairs by keys (add_keys) or queries (add_queries), of sub-chunk (queries', keys').
+// decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys<EXACT, ...>: tokens times
+// these, EXACT: cut off to tf32. lane_offset: where a lane's numbers are in a panel. states.cuh: FloatTile, a tile in
+// float32; start_read, start_write start products that read S or add to it, wgmma_wait<0> waits for them, wgmma_keep
+// keeps uses of their results behind it; decay_state multiplies S by the chunk's decays; StateOperand, decayed keys as
+// start_write takes them, set by put(n, h, two tokens). Segment, segment_of<BACKWARDS>, each_segment: what a block
+// computes; load_state and each_of_state (`true`: with code of its own for V = BV) read and write a state in memory;
+// checkpoint_at: where a stored state is, first_checkpoint: a segment's first. IS_NARROW<T>: T is float16.
+// query_share.cuh: IN_UNITS<G>, whether shares have units; units_for chooses them by the magnitudes that add_sizes adds
+// up; exceeds_float16: whether a share is infinite in it. channel_sum: over the four lanes of a channel
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -62,7 +62,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;  // segments of a sequence
   // Only if P = 3: whether each sequence and head has two blocks. One computes segment 0, the other segments 1 and 2 as
-  // one. In the second pass one computes segment 2, the other segments 0 and 1.
+  // one; in the second pass one computes 2, the other 0 and 1. So only 0 and 2 are summarised before (states.cuh).
   i64 joined;
   i64 adds;  // whether dq is added to what dq holds: its sum over the columns of V that earlier launches had
 };
@@ -80,7 +80,7 @@ constexpr int STAGES = 3;  // chunks in shared memory at a time
 // Schedule: OneEach or InTurn (states.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  ChunkPlaces<Schedule, false, STAGES + 1> places;  // InTurn: of the chunks that are being copied
+  ChunkPlaces<Schedule, false, STAGES + 1> places;  // InTurn: at(number): where a copied chunk lies; next(): finds it
   WorkTile segment;                                 // OneEach, RWKV-6: the block's
   Barrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
 };
@@ -178,11 +178,12 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     // + j] is query lane / 4 + 8 half, key 2 (lane % 4) + j.
     float products[2][4];
     pair_products(products, in.do_, in.v, block, lane);
-    // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
+    // Queries and keys that meet dA in products have been cut off to tf32: on average to 1 / TF32_CORRECTION of them.
     const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // queries_of, keys_of: the block's first query and key. Keys 8 later are at pair_index XOR 8.
+      // queries_of, keys_of: the block's first query and key. pair_index: a pair's index in dA; keys 8 later are at it
+      // XOR 8. pair_value: rounded to tf32.
       const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
       const int distance = query - key, pair = pair_index(query, key);
       // Returns dA of `query` and key + j; product: of their do and v.
@@ -238,7 +239,8 @@ template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
 // Sets `results` to the terms of pairs within sub-chunks, and adds their terms to du. CLAMPED: gates were loaded so;
-// counts: which gates the sum for each decay has (decays.cuh); dA reads `pairs`; u, du: of this lane's two channels.
+// counts: which gates the sum for each decay has (decays.cuh); dA: reads the chunk's dA, which is `pairs`; u, du: of
+// this lane's two channels.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void set_pairs_within(Gradients& results, const TokenOperands<T, G>& tokens,
                                                  const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
@@ -433,7 +435,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                                                    offset);
   };
   if (!Schedule::in_turn || tokens)
-    start_chunk(chunks_before);  // an empty segment has no stage: another segment's chunk may be copied there just now
+    start_chunk(chunks_before);  // InTurn: an empty segment has no stage, another's chunk may be on its way there
 #pragma unroll 1
   for (int iteration = chunks_before; (iteration - chunks_before) * CHUNK < tokens;
        ++iteration, query_sums += K + FLAGS) {
@@ -471,8 +473,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     add_pairs_across<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
                                                       counts, dA, scale, by_token, offset, write_state);
 
-    // sum_i q_i from_state_i of the lane's two channels, computed as the sum of all tokens' terms of query_share_t, in
-    // which q's and k's terms of each pair of the chunk cancel.
+    // Of the lane's two channels sum_i q_i from_state_i: the sum over all tokens of query_term - key_term, in which the
+    // two terms of each pair of the chunk cancel.
     float sum[2];
     u32 unit[2];  // IN_UNITS, which is G bfloat16: the exponents of the units; see query_share.cuh
     if (!by_token) {
@@ -495,7 +497,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    // After the last chunk, InTurn reads the same stage again: another segment may be copied to the next one just now.
+    // After the last chunk InTurn reads this stage again, since another segment may be copied to the next one just now.
+    // That product's result is not used: float_do may change while it runs.
     start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks_before) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
@@ -503,7 +506,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if (!by_token && t == 0 && inside[h]) query_sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
     const int next = (iteration + 1 - chunks_before) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
-      // The state before the segment's token `next`.
+      // The state before the segment's token `next`. joined: also the one after segment 0, which lies in the middle of
+      // a block of the second pass.
       float4* to = checkpoint_at<BK, BV>(args.checkpoints, checkpoint + next / CHECKPOINT_EVERY);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};

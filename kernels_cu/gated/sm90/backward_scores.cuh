@@ -6,27 +6,31 @@
 // limits    sm_90a; T of bfloat16, float16
 //
 // Names. swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel; at_offset: the address
-// there. multiply_halves: a warp's product of 16-bit operands. wgmma_tile, wgmma, wgmma_fence, _commit, _wait, _keep:
-// products of a warpgroup, see states.cuh
+// there; lane_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand.
+// each_neighbours calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of: their register in an
+// Operand. multiply_halves: a warp's product of 16-bit operands of the last argument's type. wgmma<type, N,
+// transposed>(d, a, b, adds), wgmma_tile(address, leading, stride), wgmma_fence, _commit, _wait, _keep: products of a
+// warpgroup, see states.cuh
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
 // The byte offset of channel c of token `row` in a panel [32 tokens][32 channels] of float32 operands within
-// sub-chunks. Four channels of eight neighbouring tokens, and 8 channels of every second token, are in different banks.
+// sub-chunks. There are no bank conflicts: eight lanes load 16 channels of two neighbouring tokens (multiply_within),
+// and a warp stores 8 channels of the four tokens 2t of a sub-chunk (put_within).
 __device__ __forceinline__ int within_offset(int row, int c) {
   return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
 }
-// The byte offset in ChannelStage of panel `panel`, 32 channels, of the queries within sub-chunks. These queries
-// overwrite q and g, which have been read: the first 32 of a warpgroup's 64 channels overwrite its panel of q, the
-// other 32 its part of g.
+// The byte offset in ChannelStage, which begins with q, k and g, of panel `panel`, 32 channels, of the queries within
+// sub-chunks. Panel 2w takes the place of warpgroup w's panel of q, panel 2w + 1 that of its part of g, which is as
+// long or longer; q and g have been read.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
   return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
 
 // The byte offset in A [key, query] of a lane's first score in a block of 8 queries and 8 keys: of query g and key 2t,
-// with g = lane / 4, t = lane % 4. queries, keys: the block's first ones. Key 2t + 1 is at offset XOR 16, a row later;
-// 8 queries later is offset XOR 32. Of a sub-chunk's queries, 2t is in column t and 2t + 1 in t + 4, as tf32 products
-// take them.
+// with g = lane / 4, t = lane % 4. queries, keys: the block's first ones. Key 2t + 1 is at (offset XOR 16) + 128, in
+// the next row; 8 queries later is offset XOR 32. Of a sub-chunk's 8 columns, query 2t has column t and query 2t + 1
+// column t + 4: the order of tokens in tf32 operands.
 __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
   return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
 }
@@ -34,8 +38,10 @@ __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
 // x rounded to tf32, as A is stored.
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
-// d[query, key] = a b^T for a warp's 8 queries and all keys. A warp has 16 rows of the product. The stride of 512 bytes
-// between blocks of 8 rows makes the first 8 the warp's queries; the other 8 rows are not used.
+// d[query, key] = a b^T for the 8 queries from 8 w on of warp w, and all keys. A warp has 16 rows of the product,
+// blocks 2w and 2w + 1 of 8 rows. With a stride of 512 bytes, half a block, block 2w starts at byte 1024 w, its first
+// query. Block 2w + 1 is not used. The last one ends 512 bytes behind a's panel: in the next one, or in dA, which
+// follows do in ValueStage.
 template <typename T, int PANELS>
 __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
                                               T (&b)[PANELS][CHUNK][64]) {
@@ -78,7 +84,8 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
 // d[query, key] for the 8 queries and keys within a warp's sub-chunk: query g and keys 2t and 2t + 1, with g = lane /
 // 4, t = lane % 4. A lane loads 4 channels at once, as depths t and t + 4 of two products. One query operand `a` serves
 // both products: rows g (a[0], a[2]) hold channels 0 and 2 and are used in the first, rows g + 8 (a[1], a[3]) hold
-// channels 1 and 3 and are used in the second. keys_within swaps channels 1 and 2 to fit.
+// channels 1 and 3 and are used in the second. To fit, the consumers of backward_keys.cu have stored keys_within with
+// channels 1 and 2 of every four swapped.
 template <int BK, typename T, typename G, class Stage>
 __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& keys_within, Stage& in, int warp,
                                                 int lane) {

@@ -21,14 +21,18 @@
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
-// Names. decays.cuh: Chunk, a lane's numbers of a chunk's tokens; Operand, the same in 16 bits; Gates, its log gates;
-// Counts, which gates a sum has; SubChunkDecays, over each sub-chunk, with before(n), after(n), all();
-// decays_from_start, decays_to_end: of tokens, from or to the border of their sub-chunk. states.cuh: start_write starts
-// S += x^T values; decay_state, scale_down multiply S by numbers of channels; QueryScale: powers of 2, `up` and its
-// inverse `down`. growth.cuh: exceeds_growth, whether gates are too far above 0 for products; update_state_by_token,
-// update_gradient_by_token. backward_tokens.cuh: is_first, is_last segment of its sequence in a direction; slot_of, its
-// index in `states`; load_initial_state: loads and stores what a sequence's first segment starts with. each_of_state
-// calls f for the lane's numbers of S, two at a time, and their address; wgmma_wait<0> waits for all products
+// Names. decays.cuh: Chunk, a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token
+// p; Operand, the same in 16 bits; each_neighbours calls f(n, h), neighbours_of finds both tokens in an Operand; Gates,
+// log gates; Counts, which gates a sum has; SubChunkDecays, over each sub-chunk, with before(n), after(n), all();
+// decays_from_start, decays_to_end: of tokens, from or to the border of their sub-chunk. lane_offset, warpgroup_panels:
+// where a lane's numbers are in a panel, and the panels of a warpgroup. states.cuh: start_write starts S += x^T values;
+// decay_state, scale_down multiply S by numbers of channels; IS_NARROW<T>: T is float16; QueryScale: powers of 2, `up`
+// and its inverse `down`, and whether all are 1 (`true`). growth.cuh: exceeds_growth, whether gates are too far above 0
+// for products; update_state_by_token, update_gradient_by_token. backward_tokens.cuh: is_first, is_last segment of its
+// sequence in a direction; slot_of, its index in `states` of a grid with `tiles` blocks a segment; load_initial_state:
+// loads and stores what a sequence's first segment starts with. each_of_state calls f for the lane's numbers of S, two
+// at a time, and their address (`true`: with code of its own for V = BV); wgmma_wait<0> waits for all products, and
+// wgmma_keep keeps uses of their result behind it
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -66,7 +70,9 @@ template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
 // chunk. A segment takes one walk, or two. chunks: of the segment; copied_before, votes_before: how many chunks were
 // copied, and votes taken, in the walk before, 0 for the first walk; the second one continues with the next stages and
-// phases of the barriers. n counts the walk's chunks, or votes, from 0.
+// phases of the barriers. n counts the walk's chunks, or votes, from 0. The first STAGES - 1 chunks are copied at the
+// start. Vote n comes at the end of chunk n, when chunks before n have been read; then chunk n + STAGES - 1 is copied
+// to the stage of chunk n - 1.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
@@ -84,7 +90,8 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ void wait(int n) const {
     barrier_wait(s.full[stage(n)], (copied_before + n) / STAGES & 1);  // the n-th chunk has been copied
   }
-  // The n-th vote, of all consumers, when they have read the chunks before the n-th: whether any of them needs more.
+  // The n-th vote: whether any consumer needs another chunk. All consumers vote, at the end of the n-th chunk, whose
+  // product may still run: they have read the chunks before it. barrier_any: a barrier, and whether any is `wanted`.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes_before + n) % STAGES;
     fence_async();  // orders these reads before the next copies to the same stages
@@ -136,8 +143,8 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
 
 // ---- first walk, from the border: S += (keys decayed to the border)^T values ----------------------------------------
 
-// e^-48, see FORGOTTEN_NATS (tensor.cuh): what a state times this decay adds to a later one is less than float32's
-// rounding, unless it was 4e13 times as large.
+// e^-48 (FORGOTTEN_NATS in tensor.cuh). A state that has decayed so far changes a later one by less than float32's
+// rounding, unless the early state was 4e13 times as large as the later one.
 constexpr float NEGLIGIBLE = 1.4251641e-21f;
 constexpr float LARGEST_DECAY = 0x1p60f;  // if a gate above 0 makes D larger, products may overflow
 
@@ -149,12 +156,13 @@ struct BorderDecay {
   __device__ __forceinline__ float product(int h) const { return decay[h] * down[h]; }
 };
 
-// Changes `down`, and S with it, so that the factor of the chunk's token nearest to the border is near 1: `decay`, or,
-// FIRST_DECAYS, that times the decay of the chunk's first gate, which decays its first token (GLA's dS). outer_decays:
-// from the start of a sub-chunk to its queries, or from its keys to its end.
+// Changes `decay` and `down` by inverse powers of 2, and S with them, so that the factor of the chunk's token nearest
+// to the border is between 2^-8 and 2. This factor is `decay`; FIRST_DECAYS (GLA's dS): `decay` times the decay of the
+// chunk's first gate. outer_decays: from the start of a sub-chunk to its queries, or from its keys to its end. A factor
+// of 0 has the least exponent; if it is infinite or NaN, out_of_range is set, and S is not used.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const Chunk& outer_decays) {
-  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about NEGLIGIBLE
+  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is below NEGLIGIBLE = 2^-69.2
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -201,7 +209,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
     wgmma_keep(S);
     if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
-    each_neighbours([&](int n, int h) {
+    each_neighbours([&](int n, int h) {  // n: here a sub-chunk
       const float2 two = unpack<T>(neighbours_of(loaded, n, h));
       const float factor =
           scale * to_border.decay[h] * (BACKWARDS ? chunk_decays.before(n, h) : chunk_decays.after(n, h));
@@ -266,7 +274,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
     for (int h = 0; h < 2; ++h) segment_decay[h] *= decays.all(h);
-    Across unused;  // operands of scores, which decay_queries and decay_keys compute, too
+    Across unused;  // operands of scores, which decay_queries and decay_keys set, too; <false>: not cut off to tf32
     QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     load_operand(x, in.keys[warpgroup], offset);
@@ -310,7 +318,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   bool out_of_range = false;
   const Walk walk(s, work);
   const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, out_of_range, walk, args, channel);
-  if (walk.vote(taken, out_of_range)) {  // the same for all consumers, which have read the chunks that were copied
+  // The result is the same for all consumers. They have waited for all copies, so that a second walk may use the
+  // stages.
+  if (walk.vote(taken, out_of_range)) {
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;

@@ -8,44 +8,47 @@
 //             state_term_i = q_i scale E_i S do_i;  query_sums = sum_i state_term_i;  S_t = e^g_t S_{t-1} + k_t v_t^T
 //             dq_i = scale E_i S do_i + sum_{j<=i} dA_ij D_ij k_j  (RWKV-6: j < i, + dA_ii u k_i)
 //             query_share_t = sum_{i>=t} (state_term_i + q_i sum_{j<t} dA_ij D_ij k_j)  (RWKV-6: i > t)
-//           Second pass; dS: the gradient, by later chunks, of the state after the chunk; dS_t: that of S_t by all
-//           reads
+//           Second pass; dS: the gradient, by later chunks, of the state after the chunk; dS_t: that of S_t, by the
+//           outputs of tokens from t on (RWKV-6: t + 1), also in later chunks; carried: sum_v of dS times that state
 //             GLA dS_{t-1} = e^g_t dS_t + scale q_{t-1} do_{t-1}^T;  RWKV-6 dS_{t-1} = e^g_t dS_t + scale q_t do_t^T
 //             dk_j = dS_j v_j  (RWKV-6: + dA_jj u q_j);  dv_j = dS_j^T k_j  (RWKV-6: + scale (q_j . u k_j) do_j)
 //             key_term_j = k_j L_j dS v_j;  before = D sum_v S dS = carried - sum_j key_term_j
 //             dg_t = query_share_t + sum_{j<t} key_term_j + before;  then carried <- before + query_sums
 //           x e^sum is grown(x, sum) (tensor.cuh): finite, if the result is, also where e^sum is not
-// numerics  Products on tensor cores need the decay between two tokens as two factors, which growth takes out of range:
-//           within a sub-chunk a gate counts as LEAST_GATE = -16 at least, so that e^(growth - 16) of a token would
-//           outlast a gate of -inf, and float16 ends at e^11. The results here overflow only where the recurrence
-//           itself does.
+// numerics  Products on tensor cores need the decay between two tokens as two factors, for which growth is too much: a
+//           gate counts as LEAST_GATE = -16 at least within a sub-chunk, so e^(growth - 16) of a token would outlast a
+//           gate of -inf; and float16 ends at e^11. The results here overflow only where the recurrence itself does.
 //
 // Names. Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels; PANEL<X>:
-// of 128 bytes. decays.cuh: Gates, a lane's log gates; each_neighbours, neighbours_of: its pairs of tokens; Chunk, its
-// numbers; Pairs, pair_at: dA. query_share.cuh: IN_UNITS, ONE, power_of_two, sum_with_unit, query_share_value.
-// backward_tokens.cuh: channel_sum(x), the sum over the four lanes of a channel. S[4n + 2h + p]: channel h of the
-// lane's two, column 8n + 2t + p, t = lane % 4
+// of 128 bytes. decays.cuh: Gates, a lane's log gates, float32 ones times LOG2E; each_neighbours, neighbours_of: its
+// pairs of tokens; Chunk, its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i. at_least: the
+// larger one, NaN if one is; on packed numbers, of each half. query_share.cuh: IN_UNITS<G>, whether shares have a unit,
+// which is kept as its float32 exponent, ONE for 2^0; power_of_two(exponent); sum_with_unit, a sum whose lowest bits
+// hold the exponent; query_share_value, a stored share. backward_tokens.cuh: channel_sum(x), the sum over the four
+// lanes of a channel; share_sums: see its use. S[4n + 2h + p]: channel h of the lane's two, column 8n + 2t + p, t =
+// lane % 4. All lanes of a warp call functions with shuffles or votes together
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
-// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: then
-// at most e^(LEAST_GATE + GROWTH_LIMIT) of a token outlasts a gate of -inf: e^-10 (float16: e^-12). If every gate is
-// below GROWTH, the sum is not looked at, and products are used: 32 such gates of float16 data are below 8 nats.
+// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: at
+// most e^(LEAST_GATE + GROWTH_LIMIT) of a token then outlasts a gate of -inf, e^-10 (float16: e^-12). If every gate is
+// below GROWTH, the sum is not looked at, and products are used: beside a gate of -inf a sub-chunk then has 7 gates,
+// which leave at most e^-9 (float16: e^-14), and 32 such gates of float16 data are below 8 nats.
 template <typename T> constexpr float GROWTH_LIMIT = 6.f;
 template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-// FORGOTTEN: a smaller decay of a channel over a chunk leaves of its state no more than the rounding error of the
-// second pass's sums over V. ROUNDING: the largest relative error of these sums.
+// FORGOTTEN: a smaller decay of a channel over a chunk leaves of its state no more than the usual rounding error of the
+// second pass's sums over V, relative to their terms. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
 // Whether a channel's decay times sum_v S dS, with S the state before a chunk and dS the gradient of the state after
 // it, counts as 0. rest: its value, computed as sum_v (state after the chunk) dS less the terms of the chunk's keys;
-// size: the magnitude of these two;
-// decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding error, unless the state grew before
-// the chunk and its gradient grows after it: if that may be, kept_ratio is ROUNDING, and a rest above kept_ratio times
-// `size` is kept; else kept_ratio is infinite. No branches, since a warp's channels differ.
+// size: the magnitude of these two; decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding
+// error, and kept_ratio, infinite, forgets it. But if the gradient may have grown after the chunk, as the state before
+// it, kept_ratio is ROUNDING: a rest above that times `size` is more than rounding, and is kept. No branches, since a
+// warp's channels differ.
 __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_ratio) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_ratio * fabsf(size)));
 }
@@ -75,7 +78,8 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
 }
 
 // Whether gates above 0 of one of the warp's channels sum to more than GROWTH_LIMIT; also true for NaN. Not inlined,
-// and gates are loaded again from shared memory, since the callers have no registers left.
+// and gates are loaded again from shared memory, since the callers have no registers left. PANELS, here and below with
+// [CHUNK][PANELS]: the numbers of a panel's row; with [PANELS][CHUNK]: the number of panels.
 template <typename T, typename G, int PANELS>
 __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
@@ -200,7 +204,7 @@ __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
 // Divides a channel's query share by its unit, a power of 2, and returns the channel's sum with the unit
-// (query_share.cuh). The unit is 1 unless the largest finite value exceeds float16's range.
+// (query_share.cuh). The unit is 1 if all finite values are below 2^15, else the power of 2 that makes them so.
 __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum) {
   u32 largest = 0;
   for (int m = 0; m < CHUNK / 4; ++m) {
@@ -218,7 +222,7 @@ __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum
 __device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Tokens share;  // in another order of tokens than Tokens' own, which convert_to_units does not need
+    Tokens share;  // the lane's own tokens, not 4m + lane % 4: convert_to_units does not depend on their order
     for (int m = 0; m < CHUNK / 4; ++m) share[m] = query_share[m / 2][2 * h + m % 2];
     sum[h] = convert_to_units(share, sum[h]);
     for (int m = 0; m < CHUNK / 4; ++m) query_share[m / 2][2 * h + m % 2] = share[m];
@@ -234,8 +238,8 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
 }
 
 // Computes a chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the
-// query share (this pass's part of dg) overwrites g. Stores `query_sums` of this lane's channels that are `inside` K.
-// dA holds scale do_i . v_j times TF32_CORRECTION.
+// query share (this pass's part of dg) overwrites g. Stores the query sums of this lane's channels that are `inside` K,
+// at query_sums[0] and [8]. dA holds scale do_i . v_j times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* query_sums, const bool (&inside)[2],
                                                          Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
@@ -334,8 +338,9 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
 
 // Computes a chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites
 // q, dg overwrites g, dv overwrites v. carried: of this lane's channels sum_v S dS with the state after the chunk; on
-// return, with the state before it. parts: [BC][BK / 16][BV] in shared memory; barrier: the number of a named barrier
-// of the 2 BK consumer threads; grew: whether the first pass computed the chunk token by token (query_share_value).
+// return, with the state before it. query_sums: [BK], from channel 0 on. parts: [BC][BK / 16][BV] in shared memory;
+// barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: whether the first
+// pass computed the chunk token by token (query_share_value).
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&carried)[2], const float* query_sums,
                                                       float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
