@@ -13,47 +13,44 @@
 //             k_j end_j (dS v_j) of the keys j < t
 //             sum over V of S dS, times the product of all a_m of the chunk
 //             dA_ij q_i decay_ij k_j of the pairs j < t <= i                              (RWKV-6: j < t < i)
-//           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. decay_ij of a pair of two sub-chunks is the
-//           product of two factors, the key's decay to a border between them and the query's from it: the border of the
-//           halves (border32), else of the blocks (border16), else of the block's two sub-chunks (border8). That of a
-//           pair within one sub-chunk is the product of both tokens' factors about the sub-chunk's middle, some of
-//           which are inverse decays (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t
-//           less the terms of all keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same
-//           rounded operands, so that these pairs cancel up to float32's rounding. All other terms of dg are added,
-//           without a difference.
-//           The factors about a middle are bounded where decays are strong: a log gate of less than -20 nats (RWKV-6:
-//           -16) counts as -20 (-16) in them, so that inverse decays are finite (decays.cuh). Nothing bounds them where
-//           log gates are above 0. If one of a warp's 16 channels in a block of 16 tokens exceeds GROWTH (1 nat), they
-//           could leave float32's range: then the pairs within the block's two sub-chunks are summed one by one
-//           (growth.cuh).
+//           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. decay_ij of a pair is the product of two factors,
+//           the key's decay to a border and the query's from it:
+//             pairs of the two halves       border32: the chunk's middle
+//             of a half's two blocks        border16: the half's middle
+//             of a block's two sub-chunks   border8: the block's middle
+//             within a sub-chunk            both tokens' factors about its middle, some of them inverse decays: a log
+//                                           gate below -20 (RWKV-6: -16) counts as -20 (-16) in them (decays.cuh). If
+//                                           one of a warp's 16 channels in a block exceeds GROWTH (1 nat), they could
+//                                           leave float32's range: these pairs are summed one by one (growth.cuh)
+//           dg_t of pairs within a sub-chunk is a difference: the terms of all queries i >= t less those of all keys j
+//           >= t. Pairs with j >= t are in both sums, of the same rounded operands, so that they cancel up to float32's
+//           rounding. All other terms of dg are added, without a difference.
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels. A lane has the
 //           channels lane / 4 + 8 octet of them, octet 0 or 1, and tokens 2 (lane % 4) and the next of every sub-chunk
-// smem      q, k, g of the chunk, copied by all threads; a warp reads its 16 channels, and writes dq, dk, dg over them.
-//           Two stages of 32 columns of v and do, copied by all threads, read by all warps. PairData overwrites these
-//           stages: dA, written and read by all warps, and operands and decays that a thread or warp writes for itself
-// barriers  two for every 32 columns of V: the columns have been copied | all warps have read them.
-//           Then: dA is in shared memory | dq, dk and dg are in shared memory
+// smem      q, k, g of the chunk; a warp reads its 16 channels, and writes dq, dk, dg over them. Two stages of 32
+//           columns of v and do; then PairData in their place: dA, which all warps read, and operands and decays that a
+//           thread or warp writes for itself
+// barriers  a block's work in time:
+//             for every 32 columns of V   barrier: all threads have copied them; sums S do, dS v, dA and S dS go on;
+//                                         barrier: all warps have read them
+//             then                        dA to shared memory; barrier; the decays of sub-chunks, and border32
+//             for each half, block of 16  the other operands; dq and its terms of dg, dk and its terms of dg
+//             last                        barrier: dq, dk and dg are in shared memory; all threads store them
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
 //           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
 //           Columns of V may have gates, too (Columns is Gated; GLA only). Then v comes decayed to the chunk's end, do
 //           decayed from its start, and dA is computed by value_gate/backward_scores.cu.
-//           GatedTurned: the same with keys and values exchanged, for dv and dgv. `Args` then has
-//             q = do, k = v, g = gv; given_do = q, given_v = k, gv = g; shape.K = V, shape.V = K
-//             v = k decayed to the chunk's end, do_ = q decayed from its start, each in columns of K
-//             scores, diagonal = scale q_i . k_j with decays, in the place of dA; decays = those of K's channels
-//             row_growth = of the columns of V, column_growth = of the channels of K
-//             dk = dv, dg = dgv; dq = null: the gradient of do is not wanted. chunk_states is the same memory
-// source    Yang et al., 2024, "Gated Linear Attention Transformers", section 4.4; Peng et al., 2024, "Eagle and
-//           Finch", eq. 18-19
+// source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 //
 // Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory; SPLIT,
 // whether an operand is two tf32 numbers. A product is D[16, 8] += A[16, 16] B[16, 8]: Left and Right are a lane's part
 // of A and B, in pairs p; LeftData, RightData: of data as they are in memory; Held: a Left in few registers. load_left,
-// load_right (two B side by side) and load_channels read tiles in shared memory; `take` sets a pair without rounding.
+// load_right (two B side by side) and load_channels read tiles in shared memory (left <true>: [depth, row], else [row,
+// depth]; right <true>: [column, depth], else [depth, column]); `take` sets a pair without rounding.
 // decays.cuh: with a the decays of a lane's two tokens, PairDecays(a) has those from the sub-chunk's start (start) and
 // to its end (end), MiddleFactors(a) the factors about its middle; whole_decay is the decay over the sub-chunk;
 // lane_sums(x) has the sums of x over the four lanes of a channel: `all`, `before` this lane, `after` it.
@@ -85,7 +82,12 @@ struct Gated {
   static constexpr bool gated = true, turned = false;
   template <typename T, typename Stored> using Type = Stored;
 };
-// Gated, with K and V swapped: the kernel reads the transposes of S and dS.
+// Gated, with keys and values exchanged, for dv and dgv. The kernel reads the transposes of S and dS, and Args have
+//   q = do, k = v, g = gv; given_do = q, given_v = k, gv = g; shape.K = V, shape.V = K
+//   v = k decayed to the chunk's end, do_ = q decayed from its start, each in columns of K
+//   scores, diagonal = scale q_i . k_j with decays, in the place of dA; decays = those of K's channels
+//   row_growth = of the columns of V, column_growth = of the channels of K
+//   dk = dv, dg = dgv; dq = null: the gradient of do is not wanted. chunk_states is the same memory
 struct GatedTurned : Gated {
   static constexpr bool turned = true;
 };

@@ -23,15 +23,14 @@
 //           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
 //           and BV: K and V rounded up to 64 or 128
 // smem      backward_keys_storage.cuh
-// barriers  mbarriers, defined in backward_keys_storage.cuh. What happens to a chunk, in time:
-//           the last warpgroup copies q, k, g and query_share (full), v and do (arrived), and makes dA (dA_stored);
-//           consumers wait for full and dA_stored, store decayed queries and keys over q, g and k, and dS for dv
-//           (operands);
-//           the warps that make A wait for operands, read the queries and keys within sub-chunks (within), store A
-//           (scores); if BK = 128 they then store dv over v (done);
-//           consumers wait for within, store dk over q and dg over g; if BK = 64 they wait for scores and store dv over
-//           v (done);
-//           the last warpgroup waits for done, copies the results to memory, and the next chunk to their place.
+// barriers  mbarriers, defined in backward_keys_storage.cuh. A chunk's way, in time, and the barriers that end steps:
+//           last warpgroup   copies q, k, g, query_share (full), v and do (arrived); makes dA (dA_stored)
+//           consumers        wait for full, dA_stored; store decayed queries and keys, and dS for dv (operands)
+//           makers of A      wait for operands; read queries and keys within sub-chunks (within); store A (scores); if
+//                            BK = 128: store dv over v (done)
+//           consumers        wait for within; store dk over q, dg over g; if BK = 64: wait for scores, store dv over v
+//                            (done)
+//           last warpgroup   waits for done; copies the results to memory, and the next chunk to their place
 //           Iterations of a block count the chunks of all its segments; an iteration's stage is its number modulo
 //           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
@@ -43,15 +42,17 @@
 //
 // Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens; Values, accumulators [channel,
 // token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh: Chunk and SubChunk, a lane's numbers of a chunk
-// or sub-chunk; Gates, its log gates; Counts, which gates a sum has; PairReader, products of queries with dA
-// (add_queries); Across, operands at borders of sub-chunks; SubChunkDecays. decays_from_middle, decays_from_start,
-// decays_to_end, decay_within, decay_queries, decay_keys: decays of tokens, and tokens times decays. states.cuh:
+// or sub-chunk; Gates, its log gates, and Counts, which of them a sum has, for 16-bit gates with minus signs in half of
+// their numbers (`true`); PairReader, products of queries with dA (add_queries); Across, operands at borders of
+// sub-chunks; SubChunkDecays. decays_from_*, decays_to_end, decay_within, decay_queries, decay_keys: decays of tokens,
+// and tokens times decays (`false`: not cut off to tf32 here). states.cuh: put_float_tile<warps>: a tile in float32;
 // read_part, start_write start products that read dS or add to it; scale_state, decay_state multiply dS by numbers of
 // channels; scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`; StateOperand, decayed queries as
 // start_write takes them; state_values, keys with the values that they have in a product with a state. Segment,
-// segment_of, each_segment: what a block computes; load_state and each_of_state read and write a state in memory;
-// checkpoint_at: where a stored state is. backward_scores.cuh: multiply_within and multiply_across compute scores;
-// put_within, put_across and put_state store operands; multiply_rows computes dA. wgmma_wait<0> waits for all products
+// segment_of<BACKWARDS>, each_segment: what a block computes; sum_tokens_by_shuffles<false>: over earlier tokens;
+// load_state and each_of_state read and write a state in memory; checkpoint_at: where a stored state is.
+// backward_scores.cuh: multiply_within and multiply_across compute scores; put_within, put_across and put_state store
+// operands; multiply_rows computes dA. wgmma_wait<0> waits for all products
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
