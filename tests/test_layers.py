@@ -249,18 +249,24 @@ def test_gradients_where_gates_forget_almost_nothing(place, rng):
 
 
 def test_training_with_gradients(place, rng):
-    """Weights are written in place, and the next call sees them."""
+    """Weights are written in place, and the next call sees them: a small step lowers the loss by what gradients say.
+
+    Longer steps may raise it: the norm of a head whose outputs are small bends the loss. Of a step that lowers it by a
+    share, the bend changes what is lowered by 320 times this share at most in 2,937 draws, and one in 12 of them as
+    much by a tenth.
+    """
     layer = placed(place, random_weights(rng, D, H), {})
     x = place.asarray(rng.standard_normal((2, 40, D)).astype(finest(place)))
-    target = layer(x)[0] * 0.5
-    losses = []
-    for _ in range(10):
+    target, share = layer(x)[0] * 0.5, 1e-6 if finest(place) is np.float64 else 1e-4
+    for _ in range(3):
         (y, _), pull = layer.vjp(x)
-        losses.append(float(((y - target) ** 2).mean()))
+        loss = float(((y - target) ** 2).mean())
         _, gradients = pull(2 * (y - target) / y.size)
+        rate = share * loss / sum(float((gradient**2).sum()) for gradient in gradients.values())
         for name, gradient in gradients.items():
-            layer.weights[name] -= 0.5 * gradient
-    assert losses[-1] < 0.7 * losses[0]
+            layer.weights[name] -= rate * gradient
+        lowered = loss - float(((layer(x)[0] - target) ** 2).mean())
+        assert abs(lowered - share * loss) < 0.5 * share * loss
 
 
 # -- dtypes and other libraries ----------------------------------------------------------------------------------------
