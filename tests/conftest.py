@@ -30,6 +30,7 @@ from linattn_np.ops import OPS
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
 QUICK = "quick"  # the mark, and what -m says for it
+PATIENCE = 600  # seconds after which a process or thread of a test hangs, even on a core ten times slower than CI's
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATOR:
     from turns import take_turns

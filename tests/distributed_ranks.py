@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import DOUBLE, SINGLE
+from conftest import DOUBLE, PATIENCE, SINGLE
 from reference import assert_close, same_bits
 from test_distributed import LENGTHS, VARIANTS, Call, flat
 
@@ -99,7 +99,9 @@ def killed(comm):
 def hangs(comm):
     compute(comm)
     if comm.rank == 1:
-        time.sleep(60)
+        time.sleep(2 * PATIENCE)
+    if comm.rank == 0:
+        comm.limit_s = 2
     try:
         compute(comm)
     except distributed.RankLost as error:
@@ -158,6 +160,10 @@ def strays(comm):
 def receives(comm):
     """Rank 0 waits for a message, rank 1 makes a call."""
     compute(comm)
+    if comm.rank == 0:
+        comm.limit_s = 2
+        while not comm.communicator.Iprobe(1):
+            time.sleep(0.01)
     try:
         compute(comm) if comm.rank else comm.recv(np.zeros(4), 1)
     except distributed.RankLost as error:
@@ -166,7 +172,7 @@ def receives(comm):
 
 def engine_for(names):
     device = "cuda" if "autograd_on_cards" in names else "cpu"
-    return distributed.connect(device, limit_s=2 if {"hangs", "receives"} & set(names) else 60)
+    return distributed.connect(device)
 
 
 if __name__ == "__main__":

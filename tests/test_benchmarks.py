@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -176,11 +175,16 @@ def test_a_sample_waits_for_the_clock(monkeypatch):
         assert len(rests) == waited and card.highest <= 1979
 
 
-def test_a_sample_is_short():
-    called = []
+def test_a_sample_is_short(monkeypatch):
+    called, now = [], [0.0]
+
+    def slow_call():
+        now[0] += 0.006
+
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=lambda: now[0] + 1e-6 * len(called)))
     turns = devices.Turns(Cpu(), [partial(called.append, n) for n in range(10)])
     assert turns.count == 10 and called == [*range(10)] * 2
-    slow = devices.Turns(Cpu(), [lambda: time.sleep(0.006)] * 10)
+    slow = devices.Turns(Cpu(), [slow_call] * 10)
     assert slow.count == 1
 
 

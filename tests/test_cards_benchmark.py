@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from conftest import PATIENCE
 from test_distributed_engines import ENVIRONMENT, mpiexec
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -104,7 +105,7 @@ def test_texts_are_timed(size, tmp_path):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARKS / "cards_texts.py"), "--texts=3", "--tokens=2", "--slots=1", *size]
     environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=120, cwd=tmp_path)
+    subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=PATIENCE, cwd=tmp_path)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["same_lines"] and row["seconds"] > 0 and row["texts"] == 3
 
@@ -122,6 +123,6 @@ def test_graphs_are_timed(card, tmp_path):
     if card.name != "cupy":
         pytest.skip("Numba has no graphs")
     command = [sys.executable, *GRAPHS, "--device=cuda", "--out", str(tmp_path / "rows.json")]
-    subprocess.run(command, check=True, env=ENVIRONMENT, timeout=120, cwd=tmp_path)
+    subprocess.run(command, check=True, env=ENVIRONMENT, timeout=PATIENCE, cwd=tmp_path)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert len(rows) == 8 and all(row["graphs"] and row["ms"] > 0 for row in rows)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import PATIENCE
 from test_examples import AUSTEN, ENVIRONMENT
 
 import linattn_np
@@ -113,7 +114,7 @@ def test_the_examples_are_the_commands(script, name):
             [sys.executable, ROOT / "examples" / script, word],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             env=ENVIRONMENT,
         )
 
@@ -427,7 +428,7 @@ def test_processes_share_texts_beside_a_thread_too(tmp_path):
     source.write_text("\n".join(json.dumps({"prompt": "Emm", "tokens": 1, "temperature": 0}) for _ in range(3)))
     options = ["--batch-file", source, "--output", target, "--slots", "1", "--cards", "2", "--device", "cpu"]
     command = [sys.executable, tmp_path / "threaded.py", "generate", *options]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a"] * 3
 

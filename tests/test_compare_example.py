@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from conftest import PATIENCE
 from test_examples import ENVIRONMENT
 
 from linattn_np.command import measuring
@@ -19,7 +20,7 @@ def compare(*arguments):
         [sys.executable, "-m", "linattn_np", "compare", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         env=ENVIRONMENT,
     )
 

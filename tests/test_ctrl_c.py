@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from conftest import PATIENCE
 from test_examples import ENVIRONMENT, GREEDY, ON_THE_CPU, decode, interruptible, until
 
 from linattn_np.command import signals
@@ -27,7 +29,7 @@ def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
     process.send_signal(signal.SIGINT)
     wanted = f"1 of 2 texts are done, {target} has" if finished else f"0 of 2 texts are done, {target} is not written"
     until(leader, wanted.encode())
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE) == 130
     process.stdout.close()
     os.close(leader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"][: 1 + finished]
@@ -71,7 +73,7 @@ def test_no_moment_loses_an_interrupt(where, call, how, alone, tmp_path):
         env=ENVIRONMENT,
         cwd=tmp_path,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.returncode == 130, process.stderr
@@ -85,7 +87,7 @@ def test_an_interrupt_writes_the_state(tmp_path):
     process = interruptible("--tokens", 1000000, "--prompt", "Mr. Knight", *GREEDY, "--save-state", state)
     until(process.stdout.fileno(), b"Mr. Knightley and")
     process.send_signal(signal.SIGINT)
-    rest, messages = process.communicate(timeout=60)
+    rest, messages = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and re.fullmatch(ON_THE_CPU, messages) and rest.endswith(b"\n")
     done = decode("--load-state", state, "--prompt", " and", "--tokens", 1, *GREEDY)
     assert done.returncode == 0, done.stderr
@@ -105,7 +107,7 @@ def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
     process.stdin.close()
     process.stdout.read()
     messages = process.stderr.read()
-    assert process.wait(60) == 0, messages
+    assert process.wait(PATIENCE) == 0, messages
     assert re.fullmatch(
         ON_THE_CPU + rb"model.safe.*\nprefill \d+ tokens at .*\ndecode \d+ tokens at \d+ tokens/s\n", messages
     )
@@ -116,14 +118,16 @@ def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
 
 def test_an_interrupt_between_answers_ends_the_chat_and_writes_the_state(tmp_path):
     state = tmp_path / "state.npz"
-    process = interruptible("--chat", "--tokens", 3, *GREEDY, "--save-state", state, stdin=subprocess.PIPE)
-    process.stdin.write(b"How do you do?\n")
-    process.stdin.flush()
-    until(process.stdout.fileno(), b"\n")
-    time.sleep(0.2)
+    leader, follower = pty.openpty()
+    process = interruptible("--chat", "--tokens", 3, *GREEDY, "--save-state", state, stdin=follower)
+    os.close(follower)
+    os.write(leader, b"How do you do?\n")
+    for _ in range(2):  # the second one comes when the answer has ended
+        until(process.stderr.fileno(), b"> ")
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and state.exists()
-    for stream in (process.stdin, process.stdout, process.stderr):
+    assert process.wait(PATIENCE) == 130 and state.exists()
+    os.close(leader)
+    for stream in (process.stdout, process.stderr):
         stream.close()
 
 
@@ -131,7 +135,7 @@ def test_an_interrupt_ends_it_quietly():
     process = interruptible("--tokens", 1000000)
     process.stdout.read(60)
     process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
+    _, messages = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and re.fullmatch(ON_THE_CPU, messages)
 
 
@@ -150,7 +154,7 @@ def test_an_interrupt_while_python_ends_is_quiet(before, tmp_path):
     script = tmp_path / "linattn-np"
     script.write_text(PRESSED.format(before))
     command = [sys.executable, script, "--version"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == -signal.SIGINT and done.stderr in ("", "linattn-np: interrupted while it was loading\n")
 
 
@@ -213,8 +217,9 @@ def test_a_signal_while_the_work_ends_leaves_no_handler(terminal, monkeypatch):
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_ctrl_c_that_bounces_ends_no_chat(terminal):
+def test_a_ctrl_c_that_bounces_ends_no_chat(terminal, monkeypatch):
     """The first has stopped an answer, and the chat goes on; another signal of the burst is none of it."""
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with signals.handled():
         with signals.deferred():
             signal.raise_signal(signal.SIGINT)
@@ -245,5 +250,5 @@ sys.exit(main(["--version"]))
 def test_an_interrupt_of_an_import_is_quiet(times, tmp_path):
     (tmp_path / "linattn-np").write_text(IN_AN_IMPORT.format(times))
     command = [sys.executable, tmp_path / "linattn-np"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "linattn-np: interrupted while it was loading\n")

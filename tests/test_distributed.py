@@ -142,7 +142,7 @@ class Call:
         return whole
 
     def by_ranks(self, lengths, gradient=True, **more):
-        return self.whole(run_threads(partial(self.on_rank, lengths, gradient, **more), len(lengths), limit_s=60))
+        return self.whole(run_threads(partial(self.on_rank, lengths, gradient, **more), len(lengths)))
 
     def by_one(self, gradient=True, **more):
         """(results, gradients) of the operator itself, on all tokens."""
@@ -291,7 +291,7 @@ def test_cards_have_the_bits_of_one(card, operator, lengths, rng):
     call, more = Call(operator, rng, dtype=SINGLE, layout="bthd"), {"there": card.asarray, "back": card.tohost}
     more["segment_size"] = 25
     work = partial(call.on_rank, lengths, True, **more)
-    found = call.whole(run_threads(work, len(lengths), device="cuda", limit_s=60))
+    found = call.whole(run_threads(work, len(lengths), device="cuda"))
     one = call.on_rank([150], True, distributed.Alone(), **more)
     assert all(same_bits(x, y) for x, y in zip(flat(found), flat(one), strict=True))
 
@@ -346,7 +346,7 @@ def test_captured_calls(card, operator, ranks, rng, monkeypatch):
             assert all((other == 7).all() for other in others)
         return len(graph_capture.in_graphs)
 
-    kept = [on_rank(distributed.Alone())] if ranks == 1 else run_threads(on_rank, 2, device="cuda", limit_s=30)
+    kept = [on_rank(distributed.Alone())] if ranks == 1 else run_threads(on_rank, 2, device="cuda")
     assert all(kept)
 
 
@@ -385,7 +385,7 @@ def refused(change, rng, ranks=3, **options):
             distributed.gla(*arrays, comm=comm, **given)
         return raised.value
 
-    return run_threads(on_rank, ranks, limit_s=10)
+    return run_threads(on_rank, ranks)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_call_like_the_last_but_for_another_ranks_tokens(lengths, rng):
         calls[0].on_rank([75, 40], True, comm)
         return calls[1].on_rank(lengths, True, comm)
 
-    calls[1].compare(calls[1].whole(run_threads(on_rank, 2, limit_s=20)), calls[1].by_one())
+    calls[1].compare(calls[1].whole(run_threads(on_rank, 2)), calls[1].by_one())
 
 
 def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
@@ -430,7 +430,7 @@ def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
             call.on_rank([75, 75], True, comm, scale=0.5 if comm.rank else None)
         return str(raised.value)
 
-    for words in run_threads(on_rank, 2, limit_s=20):
+    for words in run_threads(on_rank, 2):
         assert re.search(
             "gla: scale is .* on rank 0, but 0.5 on rank 1|scale is 0.5 on rank 1, but .* on rank 0", words
         )
@@ -450,7 +450,7 @@ def test_calls_alike_say_once_what_they_mean(rng, monkeypatch):
         assert all(same_bits(x[0][0], found[0][0][0]) for x in found)
         other.on_rank([50, 50], False, comm)
 
-    run_threads(on_rank, 2, limit_s=20)
+    run_threads(on_rank, 2)
     assert sorted(tokens for tokens, _ in said) == [50, 50, 75, 75]
 
 
@@ -485,7 +485,7 @@ def test_ranks_in_other_calls_are_named(rng):
         return said
 
     others = "linear_attention", "gla's gradient", "Training"
-    for said in run_threads(on_rank, 2, limit_s=10):
+    for said in run_threads(on_rank, 2):
         assert said == [f"the call is gla on rank 0, but {name} on rank 1" for name in others]
 
 
@@ -551,7 +551,7 @@ def test_gradients_that_do_not_fit_end_all_ranks(rng):
             pullback(call.do[:, :, : 75 - comm.rank])
         return str(raised.value)
 
-    first, second = run_threads(on_rank, 2, limit_s=10)
+    first, second = run_threads(on_rank, 2)
     assert "rank 1 refused its call: ContractError: gla: do is" in first
     assert second.startswith("gla: do is (2, 2, 74, 5)")
 

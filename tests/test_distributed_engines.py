@@ -1,5 +1,6 @@
 """What carries distributed calls: processes under mpiexec and by torchrun's variables, NCCL, torch's groups, JAX."""
 
+import atexit
 import ctypes
 import json
 import os
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from reference import LIMITS
 from test_distributed import VARIANTS
 
@@ -46,7 +48,7 @@ def mpiexec(ranks, *what, cwd):
         pytest.skip("there is no mpiexec")
     as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
     command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, *what]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
 
 
 def mpi_version():
@@ -56,9 +58,11 @@ def mpi_version():
 
 def torchrun_variables(ranks):
     """What torchrun sets on all ranks alike."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch, which sets this too, may listen there
+    reserved.bind(("127.0.0.1", 0))
+    atexit.register(reserved.close)  # until then the system gives the port to no other program
+    port = reserved.getsockname()[1]
     return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
@@ -78,7 +82,7 @@ def under_torchrun(ranks, *what):
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=60)[0] for process in started]
+        said = [process.communicate(timeout=PATIENCE)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -130,10 +134,8 @@ def test_a_killed_rank_ends_the_others_under_mpi():
 
 @pytest.mark.mpi
 def test_a_rank_that_hangs_ends_the_others_under_mpi():
-    start = time.monotonic()
     done = under_mpi(3, "hangs")
-    assert done.returncode != 0 and time.monotonic() - start < 30
-    assert "waited 2 s for rank 1" in done.stdout
+    assert done.returncode != 0 and "waited 2 s for rank 1" in done.stdout
 
 
 OPERATIONS = (
@@ -191,7 +193,7 @@ def test_impossible_ranks_are_refused_at_once(changed, words, monkeypatch):
     start = time.monotonic()
     with pytest.raises(ContractError, match=f"^connect: {re.escape(words)}"):
         distributed.connect()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < distributed.engine.LIMIT_S
 
 
 @pytest.mark.parametrize("limit_s", [0, -1.0, float("nan"), float("inf"), "600", None, True, 1e-9, 10**400])
@@ -253,7 +255,7 @@ def test_a_rank_that_does_not_come(monkeypatch):
         start = time.monotonic()
         with pytest.raises(RankLost, match=f"^rank {rank} of 2 does not reach the others by 127.0.0.1:[0-9]+: "):
             distributed.connect(limit_s=0.5)
-        assert time.monotonic() - start < 10 and not torch.distributed.is_initialized()
+        assert time.monotonic() - start < distributed.engine.LIMIT_S and not torch.distributed.is_initialized()
 
 
 def test_a_host_without_a_rank_asks_for_none():
@@ -341,22 +343,22 @@ def stand_in(monkeypatch):
             said.append("own gathers")
             barrier, sources = self.shared
             sources[self.rank] = source
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             for rank in range(self.size):
                 ctypes.memmove(to + rank * count, sources[rank], count)
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
 
         def send(self, source, count, dtype, peer, stream):
             barrier, sources = self.shared
             sources[self.rank, peer] = source
-            barrier.wait(10)
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
+            barrier.wait(PATIENCE)
 
         def recv(self, to, count, dtype, peer, stream):
             barrier, sources = self.shared
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             ctypes.memmove(to, sources[peer, self.rank], count)
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
 
         def abort(self):
             said.append("aborted")
@@ -441,7 +443,7 @@ def test_what_does_not_arrive_is_aborted(capsys):
     watch = Watch(aborted.set, "NCCL, rank 0 of 2", 0.2)
     arrive(watch, watch.begin())
     watch.begin()
-    assert aborted.wait(5)
+    assert aborted.wait(PATIENCE)
     with pytest.raises(RankLost, match="NCCL, rank 0 of 2: waited 0.2 s for the other ranks"):
         watch.check()
     assert "waited 0.2 s" in capsys.readouterr().err
@@ -450,12 +452,12 @@ def test_what_does_not_arrive_is_aborted(capsys):
 def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch, capsys):
     monkeypatch.setattr(nccl, "GRACE_S", 0.1)
     aborted, ended = threading.Event(), [None]
-    watch = Watch(aborted.set, "NCCL, rank 0 of 2", 4.0, lambda: ended[0])
+    watch = Watch(aborted.set, "NCCL, rank 0 of 2", 2.0 * PATIENCE, lambda: ended[0])
     ended[0] = "rank 1 has ended"  # in good time: nothing is under way
     arrive(watch, watch.begin())
     assert not aborted.wait(1.5)
     watch.begin()
-    assert aborted.wait(2.5)
+    assert aborted.wait(PATIENCE)
     with pytest.raises(RankLost, match="NCCL, rank 0 of 2: rank 1 has ended"):
         watch.check()
 
@@ -469,7 +471,7 @@ def test_a_call_that_waits_for_a_rank_is_aborted(monkeypatch):
         pass
     assert watch.waits_since() is None
     with pytest.raises(RankLost, match="rank 1 has ended"), watch.host_call():
-        assert aborted.wait(5)
+        assert aborted.wait(PATIENCE)
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
     watch.end()
 
@@ -485,7 +487,7 @@ def test_ranks_in_different_calls_do_not_hang(sent, expected):
         ):
             comm.recv(np.zeros(expected), 1)
 
-    run_threads(on_rank, 2, limit_s=10)
+    run_threads(on_rank, 2)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 1000), (1000, 2000)])
@@ -502,7 +504,7 @@ def test_messages_of_other_sizes_are_named_and_leave_the_engine_whole(sizes):
     first, second = (f"with a message of {8 * size} bytes" for size in sizes)
     place = "in or after no operation (call 0)"
     words = f"the ranks are in different operations: rank 0 is {place}, {first}; rank 1 is {place}, {second}"
-    assert run_threads(on_rank, 2, limit_s=10) == [words, words]
+    assert run_threads(on_rank, 2) == [words, words]
 
 
 def test_many_messages_may_be_under_way():
@@ -510,14 +512,14 @@ def test_many_messages_may_be_under_way():
         waits = [comm.all_gather(np.array([n + comm.rank])) for n in range(3000)]
         return [wait().ravel().tolist() for wait in reversed(waits)]
 
-    assert run_threads(on_rank, 2, limit_s=30)[1] == [[n, n + 1] for n in reversed(range(3000))]
+    assert run_threads(on_rank, 2)[1] == [[n, n + 1] for n in reversed(range(3000))]
 
 
 # -- the benchmark ----------------------------------------------------------------------------------------------------
 def test_the_benchmark_runs_on_threads(tmp_path):
     sizes = ["--tokens", "40", "--total", "80", "--heads", "2", "--dim", "8"]
     command = [sys.executable, "benchmarks/cards.py", "--threads", "2", *sizes, "--out", str(tmp_path / "rows.json")]
-    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=60, env=ENVIRONMENT)
+    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=PATIENCE, env=ENVIRONMENT)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     found = {(row["op"], row["pass"], row["scaling"]) for row in rows}
     assert found == {
@@ -549,7 +551,7 @@ def test_shard_map_on_cards(card, monkeypatch):
 
 def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention", "linear_attention")):
     command = [sys.executable, "sharded_jax.py", *cards]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = [*(f"{name} over heads" for name in names), "gla over batch", "rwkv6 over batch"]
     wanted += [

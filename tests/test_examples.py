@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -27,7 +28,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents
 
 def decode(*arguments, stdin=b""):
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=60, env=ENVIRONMENT
+        [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=PATIENCE, env=ENVIRONMENT
     )
 
 
@@ -84,7 +85,7 @@ def austen():
 
 
 def test_it_writes_english_with_no_argument():
-    done = subprocess.run(GENERATE, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(GENERATE, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, env=ENVIRONMENT)
     text, messages = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == 0, messages
     assert text.startswith("It is a truth universally acknowledged, that ")
@@ -387,7 +388,7 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
     said = until(leader, b"1 of 3 texts are done, ")
     if how == signal.SIGKILL and b"has ended with exit code -9" not in said:
         said += until(leader, b"has ended with exit code -9")
-    assert process.wait(60) == (130 if how == signal.SIGINT else 2), said
+    assert process.wait(PATIENCE) == (130 if how == signal.SIGINT else 2), said
     process.stdout.close()
     os.close(leader)
     assert json.loads(target.read_text()) == {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"}
@@ -493,7 +494,7 @@ def test_progress_shows_on_a_terminal():
     except OSError:  # how a terminal says that its last writer has left
         pass
     os.close(leader)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     megabytes = [int(done) for done in re.findall(rb"loading model.safetensors \[[# ]{30}\] (\d+) of 8 MB", seen)]
     assert megabytes == sorted(megabytes) and megabytes[-1] == 8 and len(set(megabytes)) > 4
     assert b"1024 of 1500 tokens" in seen
@@ -505,4 +506,4 @@ def test_a_closed_pipe_ends_it_quietly():
     process.stdout.close()
     messages = process.stderr.read()
     process.stderr.close()
-    assert process.wait(60) == 0 and re.fullmatch(ON_THE_CPU, messages)
+    assert process.wait(PATIENCE) == 0 and re.fullmatch(ON_THE_CPU, messages)

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from test_examples import ENVIRONMENT, interruptible
 from test_training import WROTE
 
@@ -168,14 +169,14 @@ def test_a_file_that_is_not_there_has_a_neighbour(tmp_path):
 )
 def test_closed_and_full_streams(how, code, written, said):
     command = f"{sys.executable} -m linattn_np {how}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
     assert (done.returncode, done.stdout) == (code, written), done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 def test_python_without_docstrings():
     command = [sys.executable, "-OO", "-m", "linattn_np", "train", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
     assert done.returncode == 0 and "usage: linattn-np train" in done.stdout, done.stderr
 
 
@@ -255,6 +256,7 @@ def test_a_signal_before_the_first_step_says_how_to_go_on(trained, tmp_path, mon
 )
 def test_a_burst_of_signals_is_one(numbers, trained, tmp_path, monkeypatch):
     """A key bounces, and launchers pass on what a terminal has sent, too: the step is finished and saved."""
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: 0.0))
     at_step(monkeypatch, 2, lambda: [signal.raise_signal(number) for number in numbers])
     code, lines = trained(*SMALL)
     assert code - 128 in numbers and kept(tmp_path / "out") == 2
@@ -357,7 +359,7 @@ def test_texts_are_kept_as_they_are_done(number, tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    _, messages = process.communicate(timeout=60)
+    _, messages = process.communicate(timeout=PATIENCE)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), messages
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a", "a"]
     assert number == signal.SIGKILL or b"2 of 3 texts are done, " in messages
@@ -451,7 +453,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_processes_end_with_the_one_that_started_them():
     process = subprocess.Popen([sys.executable, "-c", ORPHANS], env=ENVIRONMENT, stdout=subprocess.PIPE)
     children = process.stdout.readline().split()
-    assert process.wait(60) == -signal.SIGKILL and len(children) == 3
+    assert process.wait(PATIENCE) == -signal.SIGKILL and len(children) == 3
     process.stdout.read()  # ends when the last of them has
     process.stdout.close()
 
@@ -608,7 +610,7 @@ def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
 def test_where_numba_compiles_nothing_numpy_computes(name, value):
     program = "from linattn_np.models import RWKV6, austen; print(RWKV6.from_file(austen()).layers)"
     environment = ENVIRONMENT | {name: value}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=PATIENCE)
     assert done.stdout.startswith(b"NumpyLayers("), done.stderr
 
 

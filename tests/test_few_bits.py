@@ -11,6 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from literal_rwkv6 import moved_by_rounding
 from reference import rms
 from safetensors.numpy import load_file, save_file
@@ -409,7 +410,7 @@ def quantise(*arguments):
         [sys.executable, str(QUANTISE), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=ENVIRONMENT,
         check=False,
     )

@@ -251,7 +251,7 @@ def test(n):
 def test_a_run_ends_when_a_worker_crashes(tmp_path, monkeypatch, capfd):
     """And says on which test it was."""
     write_suite(tmp_path, CRASHING)
-    monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=60))
+    monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=conftest.PATIENCE))
     found = gpu_record.run_tests(tmp_path, "cupy", 2, [])
     assert found["failed"] == 1 and 20 < found["passed"] < 60
     assert "crashed while running 'tests/test_cupy.py::test[40]'" in capfd.readouterr().out

@@ -300,7 +300,7 @@ x = np.ones((1, 8, 4096, 16), np.float32)
 o = linattn_np.gla(x, x, x, -x)
 child = os.fork()
 if not child:
-    signal.alarm(60)                    # without threads it would wait for ever
+    signal.alarm(600)                   # without threads it would wait for ever
     os._exit(not np.array_equal(linattn_np.gla(x, x, x, -x), o))
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

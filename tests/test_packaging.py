@@ -92,11 +92,12 @@ def test_source_distribution_can_test_itself(tmp_path):
 @pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop", "linattn_np.distributed"])
 def test_import_is_fast_and_loads_no_array_library(module):
     code = (
-        "import json, sys, time, numpy; start = time.process_time()\n"
-        f"import {module}\n"
-        "print(json.dumps([time.process_time() - start, sorted(sys.modules)]))"
+        "import json, sys, time; start = time.process_time()\n"
+        "import numpy; middle = time.process_time()\n"
+        f"import {module}; end = time.process_time()\n"
+        "print(json.dumps([(end - middle) / (middle - start), sorted(sys.modules)]))"
     )
-    seconds, modules = min(
+    times_numpys, modules = min(
         json.loads(
             subprocess.run(
                 [sys.executable, "-c", code], cwd=PACKAGE.parent, check=True, capture_output=True, text=True
@@ -105,7 +106,7 @@ def test_import_is_fast_and_loads_no_array_library(module):
         for _ in range(3)
     )
     assert not LAZY & set(modules)
-    assert seconds < 0.5
+    assert times_numpys < 7  # NumPy's takes 0.07 seconds of a core
 
 
 # -- arrows ---------------------------------------------------------------------------------------------------------

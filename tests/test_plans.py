@@ -8,6 +8,7 @@ from threading import Barrier
 import catalog
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from emulator import EmulatedDevice
 
 from linattn_np.array_kinds import BFLOAT16
@@ -168,7 +169,7 @@ def compiling(monkeypatch):
 
 def test_kernels_are_compiled_side_by_side_and_once(compiling):
     both, done = Barrier(2), []
-    compiling.append(lambda kernel: (both.wait(20), done.append(kernel), kernel.name)[-1])
+    compiling.append(lambda kernel: (both.wait(PATIENCE), done.append(kernel), kernel.name)[-1])
     kernels, device = (rwkv6_model_kernels.Argmax(), rwkv6_model_kernels.GatedAdd(SINGLE)), devices.CupyDevice()
     device.compile(kernels)
     device.compile(kernels)

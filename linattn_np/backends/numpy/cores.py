@@ -13,6 +13,9 @@ import numpy as np
 # Numbers in a buffer of NumPy's ufuncs, by default 8192. Loops over rows shorter than a quarter of a buffer take twice
 # as long, and rows of chunks are short.
 BUFFER = 1024
+# A signal that comes when a thread is about to wait does not end the wait. So the caller's waits have a limit: Ctrl-C
+# ends a call at most so many seconds later.
+LONGEST_WAIT_S = 0.1
 
 
 def workers():
@@ -63,6 +66,9 @@ def in_parallel(task, *items, caller=False):
         if caller or not helpers:
             queue.work()
         for helper in helpers:
+            while not helper.done():
+                with suppress(TimeoutError):
+                    helper.exception(LONGEST_WAIT_S)
             helper.result()
     except BaseException:  # Ctrl-C, or a failed task: other tasks must not write into the caller's arrays any more
         queue.end()
