@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import PATIENCE
 
 from linattn_np import dispatch
 from linattn_np.backends.numpy import cores
+from linattn_np.models import helper_threads, locks
 
 MANY = 10_000  # tasks that take many minutes together
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no signals for threads")
@@ -124,6 +126,49 @@ for pause in (0.005, 0.02, 0.05, 0.1):
     assert (out == 7.0).all(), pause
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
+
+
+def test_ctrl_c_leaves_no_lock_taken():
+    """It may come at any line of Python; then other threads would wait for ever."""
+
+    class Counter:
+        count = 0
+
+        def __init__(self):
+            self.lock = locks.Lock()
+
+        @locks.one_at_a_time
+        def __call__(self):
+            self.count += 1
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for n in range(100):
+            counter = Counter()
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (n + 1))
+                while True:
+                    counter()
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(counter.lock.acquire, blocking=False).result()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_stops_the_helpers_of_a_model(monkeypatch):
+    """Helpers that were woken, and not told to stop, would look at their board for ever."""
+    pytest.importorskip("numba")
+    board, woken = helper_threads.Board(), []
+
+    def wake(array, wanted):
+        woken.append(array[board.loops.STOPPED])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(board, "most", 2)
+    monkeypatch.setattr(helper_threads.HELPERS, "wake", wake)
+    with pytest.raises(KeyboardInterrupt), board.helped(1 << 30):
+        pass
+    assert woken == [0] and board.array[board.loops.STOPPED] == 1 and not board.busy
 
 
 def test_no_thread_is_started_where_an_interrupt_can_find_it():

@@ -78,15 +78,15 @@ class Board:
             yield
             return
         self.busy = True
-        wanted = min(self.most, size // SHARE)
-        if wanted and not HELPERS.started:
-            # Compiles `assist`, which returns at once as the board is stopped. A helper that compiled it might be ended
-            # with the process before the machine code is on the disk.
-            self.loops.assist(self.array)
-        self.array[self.loops.THREADS], self.array[self.loops.STOPPED] = wanted + 1, 0
-        if wanted:
-            HELPERS.wake(self.array, wanted)
-        try:
+        try:  # at once: Ctrl-C may come at any line, and would leave helpers that look at the board for ever
+            wanted = min(self.most, size // SHARE)
+            if wanted and not HELPERS.started:
+                # Compiles `assist`, which returns at once as the board is stopped. A helper that compiled it might be
+                # ended with the process before the machine code is on the disk.
+                self.loops.assist(self.array)
+            self.array[self.loops.THREADS], self.array[self.loops.STOPPED] = wanted + 1, 0
+            if wanted:
+                HELPERS.wake(self.array, wanted)
             yield
         finally:
             self.busy = False

@@ -1,9 +1,9 @@
 """Locks by which several threads use an object one after the other."""
 
+from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import NotSupported
@@ -13,17 +13,12 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-class Lock:
-    """A lock that its holder may take again. A copy of it, or one from a pickle, is a new lock."""
+class Lock(RLock):  # type: ignore[misc]  # to type checkers it is no base, to CPython it is
+    """A lock that its holder may take again. A copy of it, or one from a pickle, is a new lock.
 
-    def __init__(self):
-        self.lock = RLock()
-
-    def __enter__(self):
-        self.lock.acquire()
-
-    def __exit__(self, *error):
-        self.lock.release()
+    It inherits `__enter__`, which is written in C: Ctrl-C could end one in Python when it has taken the lock and the
+    `with` statement does not know it, and the lock would never be released.
+    """
 
     def __reduce__(self):
         return Lock, ()
