@@ -9,10 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from conftest import PATIENCE
 
-from linattn_np import dispatch
+from linattn_np import dispatch, distributed
 from linattn_np.backends.numpy import cores
 from linattn_np.models import helper_threads, locks
 
@@ -169,6 +170,29 @@ def test_ctrl_c_stops_the_helpers_of_a_model(monkeypatch):
     with pytest.raises(KeyboardInterrupt), board.helped(1 << 30):
         pass
     assert woken == [0] and board.array[board.loops.STOPPED] == 1 and not board.busy
+
+
+def test_ctrl_c_ends_the_ranks_of_run_threads():
+    """They went on in the background, and wrote into the caller's arrays."""
+    under_way, written = threading.Event(), np.zeros(1, np.int64)
+
+    def on_rank(comm):
+        while True:
+            written[0] += comm.all_gather(np.array([1]))().sum()
+            under_way.set()
+
+    def press():
+        under_way.wait(PATIENCE)
+        let_main_thread_wait()
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        distributed.run_threads(on_rank, 2)
+    finger.join()
+    before = written.copy()
+    time.sleep(0.1)
+    assert written == before
 
 
 def test_no_thread_is_started_where_an_interrupt_can_find_it():

@@ -51,16 +51,28 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
             mailbox.fail(rank, error)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        wait_for(threads)
+    except BaseException as error:  # Ctrl-C: every rank ends at its next message, and uses no array afterwards
+        mailbox.fail("of the caller", error)
+        wait_for([thread for thread in threads if thread.is_alive()])
+        raise
     if device == "cuda":
         for closing in [end.close(failed=mailbox.failure is not None) for end in ends]:
             closing.join(CLOSING_S)
     if mailbox.failure is not None:
         raise mailbox.failure[1]
     return results
+
+
+def wait_for(threads):
+    """Waits until the threads have ended. A signal that comes when this thread is about to wait does not end the wait,
+    so each wait has a limit."""
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.1)
 
 
 class Mailbox:
@@ -70,7 +82,7 @@ class Mailbox:
         self.limit_s = limit_s
         self.changed = threading.Condition()
         self.messages = defaultdict(deque)  # by (source, to, tag)
-        self.failure = None  # (the first rank that has failed, its error)
+        self.failure = None  # (the first rank that has failed, its error), or of the caller
 
     def leave(self, name, message):
         """Adds a message; `name`: (source, to, tag)."""
@@ -82,16 +94,16 @@ class Mailbox:
         """Waits for the first message of this name, and removes it."""
         deadline = time.monotonic() + self.limit_s
         with self.changed:
-            while not self.messages[name]:
-                if self.failure is not None:
-                    rank, error = self.failure
-                    raise RankLost(f"rank {rank} has ended: {type(error).__name__}: {error}")
+            while self.failure is None and not self.messages[name]:
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise RankLost(f"waited {self.limit_s:g} s for rank {name[0]}")
+            if self.failure is not None:
+                rank, error = self.failure
+                raise RankLost(f"rank {rank} has ended: {type(error).__name__}: {error}")
             return self.messages[name].popleft()
 
     def fail(self, rank, error):
-        """Makes all ranks that wait for a message raise RankLost."""
+        """Makes all ranks raise RankLost where they take the next message."""
         with self.changed:
             self.failure = self.failure or (rank, error)
             self.changed.notify_all()
