@@ -15,7 +15,8 @@ from conftest import PATIENCE
 
 from linattn_np import dispatch, distributed
 from linattn_np.backends.numpy import cores
-from linattn_np.models import helper_threads, locks
+from linattn_np.models import helper_threads, locks, training_steps
+from linattn_np.models.training import VECTORS, Settings, Training
 
 MANY = 10_000  # tasks that take many minutes together
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no signals for threads")
@@ -193,6 +194,24 @@ def test_ctrl_c_ends_the_ranks_of_run_threads():
     before = written.copy()
     time.sleep(0.1)
     assert written == before
+
+
+def test_ctrl_c_leaves_a_training_between_two_steps(monkeypatch):
+    """Its matrices had decayed already, and decayed again in the step that was made anew."""
+    settings = Settings(layers=1, width=16, head_size=8, batch=2, context=20, steps=3)
+    one, whole = (Training(b"It is a truth universally acknowledged, " * 20, settings) for _ in range(2))
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(training_steps, "adam", interrupted)
+            one.step()
+        one.step()
+        whole.step()
+    for name in VECTORS:
+        assert (getattr(one.steps, name) == getattr(whole.steps, name)).all()
 
 
 def test_no_thread_is_started_where_an_interrupt_can_find_it():

@@ -85,10 +85,10 @@ class HostSteps:
         """
         gradient_and_loss(self, self.layout.tree(self.weights), tokens, self.dropout(number))
         norm = np.sqrt((self.gradient * self.gradient).sum())
-        matrices = self.weights[: self.layout.matrices]
-        matrices *= decay
+        decayed = self.weights.copy()  # so that Ctrl-C leaves the vectors before the step, or those after it
+        decayed[: self.layout.matrices] *= decay
         self.weights, self.first, self.second = adam(
-            self.weights,
+            decayed,
             self.gradient,
             self.first,
             self.second,
