@@ -389,6 +389,18 @@ def test_a_file_of_texts_that_was_removed_is_written_anew(tmp_path):
     assert output.finish(2) == 2 and (tmp_path / "out.jsonl").read_text() == '{"text": "a"}\n{"text": "b"}\n'
 
 
+def test_a_signal_with_the_last_token_ends_it(trained, capsys, monkeypatch):
+    """It was forgotten, and later ones too, while the loops of the next text were compiled."""
+
+    def put(text="", end="\n"):
+        if end:  # the end of the text
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(generate, "to_stdout", put)
+    words = ["generate", "--device", "cpu", "--tokens", 1, "--prompt", "Emm"]
+    assert called(capsys, *words)[0] == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("words", [["--prompt", "Emm"], ["--chat"]])
 @pytest.mark.parametrize("error", [errno.EPIPE, errno.ENOSPC])
 def test_a_state_is_kept_where_nobody_reads_the_text(words, error, tmp_path, capsys, monkeypatch):

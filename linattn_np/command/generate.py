@@ -431,10 +431,10 @@ def write(options, model, state, loops):
     to_stdout(prompt.decode("utf-8", "replace"), end="")
     writer = Writer(options, model, state, loops)
     try:
-        text = writer.answer(prompt, options.stop or ())
+        writer.answer(prompt, options.stop or ())
     finally:
         writer.save()
-    if text.finish == "interrupt":
+    if noted.number:  # also if the signal came with the last token
         raise Ended(noted.number)
     writer.tell()
     if loops:
