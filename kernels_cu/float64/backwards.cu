@@ -1,5 +1,5 @@
-// what      Every recurrence with gates in float64, backwards in time: the gradients of what writes a state's rows, of
-//           the rows' gates, and of the initial state.
+// what      RWKV-6, and GLA with gates of channels, of columns of V, or one for each token, in float64, backwards in
+//           time: the gradients of what writes a state's rows, of the rows' gates, and of the initial state.
 // math      X is a row of the state, or of its transpose, whose rows are the columns of V. x_t, a_t, p_t and u_r are
 //           numbers of the row; X, its gradients D and G, y_t, b_t, z_t and u_c are vectors over the columns. a and b
 //           are decays. X_t = a_t (b_t * X_{t-1}) + x_t y_t
@@ -21,11 +21,11 @@
 // numerics  float64 throughout, sums over the columns in a fixed order. da is no difference of sums, which would
 //           lose its digits if gates are strong
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    COLUMNS columns a launch. Later launches add to the dx, da and du of earlier ones; their pointers to arrays
-//           with columns are those of the launch's first column
+// limits    COLUMNS columns a launch. Later launches add to the dx, da and du of earlier ones
 #include "cards.cuh"
 #include "state_row.cuh"
 
+// The pointers to arrays with columns (y, b, z, u_columns, dht, dh0, chunk_starts) are to the launch's first one.
 struct Args {
   Rows<const double> x, a, y, b, z, p;
   Rows<double> dx, da;               // da: null: not wanted
@@ -44,9 +44,9 @@ struct Args {
   double scale;
 };
 
-// The blocks that a multiprocessor must have room for, which limits a thread's registers; 0: no number is asked for.
-// Then the assembler chooses the registers itself, and in one case chooses so few that it spills: fewer than 5 blocks
-// allow.
+// The blocks that a multiprocessor must have room for, which limits a thread's registers. 0: no number is asked for,
+// and the assembler chooses the registers itself. In one case it then chooses too few and spills: with room for 5
+// blocks asked for, it takes more.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE_SM100 ? 5 : 0;
 

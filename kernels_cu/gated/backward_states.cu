@@ -25,11 +25,11 @@
 //
 // Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory; SPLIT,
 // whether an operand is two tf32 numbers. A product is D[16, 8] += A[16, 16] B[16, 8]: Left and RightData are a lane's
-// part of A and B; load_right reads two B side by side from a tile. decays.cuh: with a the decays of a lane's two
-// tokens, PairDecays(a) has those from the sub-chunk's start (start), to its end (end) and over it (whole);
-// lane_sums(x).all is the sum of x over the four lanes of a channel; product_over(x, first, end) the product of x[first
-// ... end - 1]. backward.cuh: fetch_rows starts to copy rows to a tile, zeros where there are none. CHUNK = 64 and SUB
-// = 8 tokens; TILE = 64; tile_at and matrix_at are places in chunk_states
+// part of A and B; load_right<false> reads two B side by side from a tile [depth, column]. decays.cuh: with a the
+// decays of a lane's two tokens, PairDecays(a) has those from the sub-chunk's start (start), to its end (end) and over
+// it (whole); lane_sums(x).all is the sum of x over the four lanes of a channel; product_over(x, first, end) the
+// product of x[first ... end - 1]. backward.cuh: fetch_rows starts to copy rows to a tile, zeros where there are none.
+// CHUNK = 64 and SUB = 8 tokens; TILE = 64; tile_at and matrix_at are places in chunk_states
 #include "backward.cuh"
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a step, and its sub-chunks

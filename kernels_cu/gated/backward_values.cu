@@ -20,14 +20,14 @@
 //
 // Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory. A
 // product is D[16, 8] += A[16, 16] B[16, 8]: Left and Right are a lane's part of A and B; RightData: of data as they
-// are in memory; load_left, load_right and load_matrices (two B side by side) and load_column read tiles in shared
-// memory. decays.cuh: with a the decays of a lane's two tokens, PairDecays(a) has those from the sub-chunk's start
-// (start) and to its end (end), MiddleFactors(a) the factors about its middle; whole_decay is the decay over the
-// sub-chunk; product_over(x, first, end, factor) is factor times x[first ... end - 1]. backward.cuh: fetch_rows starts
-// to copy rows to a tile, zeros where there are none; store_rows stores those that exist. CHUNK = 64 and SUB = 8
-// tokens, SUBS = 8; TILE = 64; tile_at and matrix_at are places in chunk_states; LD: the distance of neighbouring rows
-// of a tile. ChunkScores (backward_scores.cuh): a warp's blocks of 16 x 16 scores; CHANNELS = 32; ChannelTokens: a tile
-// [channel, token]
+// are in memory; load_left<true> (of a tile [depth, row]), load_right<false> ([depth, column]), load_matrices (both two
+// B side by side) and load_column read tiles in shared memory. decays.cuh: with a the decays of a lane's two tokens,
+// PairDecays(a) has those from the sub-chunk's start (start) and to its end (end), MiddleFactors(a) the factors about
+// its middle; whole_decay is the decay over the sub-chunk; product_over(x, first, end, factor) is factor times x[first
+// ... end - 1]. backward.cuh: fetch_rows starts to copy rows to a tile, zeros where there are none; store_rows stores
+// those that exist. CHUNK = 64 and SUB = 8 tokens, SUBS = 8; TILE = 64; tile_at (`true`: of dS) and matrix_at are
+// places in chunk_states; LD: the distance of rows of a tile. ChunkScores (backward_scores.cuh): a warp's blocks of 16
+// x 16 scores; CHANNELS = 32; ChannelTokens: a tile [channel, token]
 #include "gated/backward_scores.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(
         const MiddleFactors<ReadOrder> middle(decays_of_tokens);
         // The query decayed from its sub-chunk's start, and the key decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
-        // The borders between the blocks of the sub-chunk's half, and between the halves, in sub-chunks.
+        // The first sub-chunk after the middle of the half that m is in, and after the middle of the chunk.
         const int block_border = m / 4 * 4 + 2, half_border = SUBS / 2;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t;
         put_pair(s.operands.queries + index, middle.queries * query);

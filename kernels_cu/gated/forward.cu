@@ -23,7 +23,8 @@
 // of which a score is the sum, and the distance of A's rows. WarpShare (forward_operands.cuh): a share of a warp, a
 // span of 4 tokens, of which a lane has LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the
 // chunk; exists(): whether there is one. TokenDecays: e^g of a lane's tokens and channels. State, Output: a lane's
-// numbers of S and o in accumulators. state_q, state_k: the chunk's queries and keys, decayed for products with S
+// numbers of S and o in accumulators. state_q, state_k: the chunk's queries and keys, decayed for products with S.
+// copy_rows<bytes, loops unrolled, ...>, copy_unaligned_rows start copies of rows; Piece<2, X>: two numbers of a row
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -38,7 +39,7 @@
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
   float* sums;  // SplitChannels: the sum of o over the channels of the launches so far; else null
   i64 channel;  // the first channel of this launch
-  i64 bytes;    // the largest of 16, 8, 4 and 2 of which all rows of q, k, v, g and o are multiples
+  i64 bytes;    // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows of q, k, v, g and o
 };
 
 // Stores a lane's outputs one by one, for rows whose pairs of numbers are not aligned. `to`, `sums`: of the lane's

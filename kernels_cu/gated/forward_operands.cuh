@@ -351,7 +351,7 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   Piece<LANE_CHANNELS, T> q[SPAN];
   load_span<BK>(q, s.q[stage], coord);
   __syncwarp();  // the warp has read its rows: state_q may be their memory, and a PairedSpot another lane's place
-  const BorderDecays<LANE_CHANNELS, true> before(s.span_decays, coord, other, grows);
+  const BorderDecays<LANE_CHANNELS, true> before(s.span_decays, coord, other, grows);  // true: from the starts
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
   for (int c = 0; c < LANE_CHANNELS; ++c) decay[c] = 1.f;
@@ -380,7 +380,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   Piece<LANE_CHANNELS, T> k[SPAN];
   load_span<BK>(k, s.k[stage], coord);
   __syncwarp();  // the warp has read its rows: state_k may be their memory
-  const BorderDecays<LANE_CHANNELS, false> after(s.span_decays, coord, other, grows);
+  const BorderDecays<LANE_CHANNELS, false> after(s.span_decays, coord, other, grows);  // false: to the ends
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
   for (int c = 0; c < LANE_CHANNELS; ++c) decay[c] = 1.f;
@@ -422,6 +422,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     store_direct_scores<ReadOrder>(s, coord, q, k);
     __syncwarp();  // keeps the compiler from interleaving these steps, which would take more registers
     compute_decays();
+    // true: the span is after the middle of its sub-chunk
     if (coord.span & 1) store_middle_operands<ReadOrder, true, PRODUCTS>(s, coord, q, k, token_decays);
     else store_middle_operands<ReadOrder, false, PRODUCTS>(s, coord, q, k, token_decays);
   } else {

@@ -36,7 +36,7 @@ template <typename T, typename G> struct Args {
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 parts;               // blocks that share a segment's tokens
-  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows of k, v and g are multiples
+  i64 bytes;               // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
 };
 
 // A tile [STEP tokens, COLS channels or columns] of type E. LD: the distance of neighbouring tokens; BETWEEN: a gap

@@ -39,7 +39,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P;      // segments of a sequence
-  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
+  i64 bytes;  // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
 };
 
 template <int D> constexpr int LANES = D * D / NUMBERS;  // lanes of a head
@@ -61,8 +61,8 @@ template <typename T, typename G, int D> struct Shared {
 };
 
 // Sums x over the lanes of a head, for each of D columns. Each step halves the columns of a lane: afterwards
-// x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: of the first step's exchange, half
-// of LANES.
+// x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: how far apart the two lanes are
+// that exchange columns in this step (exchange_halves, lanes.cuh), half of LANES in the first one.
 template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
   if constexpr (DISTANCE > 0) {
     exchange_halves<DISTANCE*(D / LANES<D>)>(x, DISTANCE, lane & DISTANCE);

@@ -21,7 +21,7 @@
 constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
-  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
+  i64 bytes;  // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
 };
 
 template <typename T, typename G, int D> struct Stage {

@@ -136,7 +136,7 @@ __device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows,
 
 // Starts copying the step that starts at `token`: its first tokens_left tokens and `width` columns, which exist; the
 // rest of the tile becomes zero, gates too, so that tokens after the end have a decay of 1 and add nothing. bytes: the
-// largest of 16, 8, 4 and 2 of which all rows are multiples.
+// largest of 16, 8, 4 and 2 that divides the start and the length of all rows.
 template <class Tile, typename E>
 __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
                                       int tokens_left, int width, int bytes) {

@@ -38,7 +38,7 @@ template <typename T> struct Args {
   float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
-  i64 bytes;  // the largest of 16, 8, 4 and 2 of which the starts and lengths of all rows of v and o are multiples
+  i64 bytes;  // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows of v and o
 };
 
 template <typename T, int TILES> struct alignas(16) WideStage {

@@ -17,7 +17,8 @@
 //
 // Names. WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's
 // scores; BC = 8 tokens of a sub-chunk. Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has
-// LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the chunk. ScoreTask
+// LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the chunk. copy_rows<bytes, loops
+// unrolled, ...>, copy_unaligned_rows start copies of rows. ScoreTask
 // (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them, put_scores
 // stores them in s.A
 #include "read_order.cuh"
@@ -35,7 +36,7 @@ template <typename T, typename G> struct Args {
   T *operands, *scores;
   float* decays;
   Shape shape;
-  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
+  i64 bytes;  // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
 };
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: bfloat16; G: the type of g.

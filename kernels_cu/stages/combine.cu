@@ -24,7 +24,7 @@ template <typename T> struct Args {
   Rows<T> o;
   Shape shape;
   double scale;
-  i64 bytes;  // rows of qg, h, A, v and o are multiples of it
+  i64 bytes;  // divides the start and the length of all rows of qg, h, A, v and o
 };
 
 template <typename T> struct alignas(16) Stage {

@@ -21,7 +21,7 @@ template <typename T> struct Args {
   const float* initial;  // null: zero
   float* final;          // null: not wanted
   Shape shape;
-  i64 bytes;  // rows of kg and v are multiples of it
+  i64 bytes;  // divides the start and the length of all rows of kg and v
 };
 
 template <typename T> struct alignas(16) Stage {

@@ -21,8 +21,8 @@
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory. A
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
 // load_right (two B side by side) read them from tiles. backward.cuh: fetch_rows starts to copy rows to a tile, zeros
-// where there are none. CHUNK = 64 tokens; TILE = 64; LD: the distance of neighbouring rows of a tile; tile_at and
-// matrix_at are places in chunk_states
+// where there are none (`true`: in pieces of 16 bytes). CHUNK = 64 tokens; TILE = 64; LD: the distance of neighbouring
+// rows of a tile; tile_at and matrix_at are places in chunk_states
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 

@@ -91,6 +91,6 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
   float kept_ratio[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
   WorkTile segment;                                     // OneEach: the block's; here, since registers are scarce
-  ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks
+  ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks, the last one first
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], dA_stored[VALUE_STAGES], operands, within, scores;
 };

@@ -25,7 +25,7 @@ template <int BK> struct Lookups<0, BK> {
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
-  const Counts<ReadOrder, G, true> counts;
+  const Counts<ReadOrder, G, true> counts;  // true: of gates with MINUS (decays.cuh), which backward_keys.cu has
   if (what == OFFSETS) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
     // Swaps the middle two of four channels: flips both bits of the channel if they differ.

@@ -471,6 +471,7 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
   else barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have read the decays, which make_chunk stores again
   const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
+  // true: with scales of rows; false: not because of an earlier chunk
   if (make_chunk<Order, true>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate, false) !=
       ChunkResult::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, fills, parity);
@@ -515,6 +516,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       barrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }
+    // false: without scales of rows
     const ChunkResult result =
         make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, after_overflow);
     if (__builtin_expect(result != ChunkResult::MADE, false)) {

@@ -160,7 +160,7 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   }
   __device__ __forceinline__ void multiply_step(int step) {
 #pragma unroll
-    for (int half = 0; half < 4; half += 2) {
+    for (int half = 0; half < 4; half += 2) {  // the first register of a half of the step's channels
       multiply(T{}, scores[step / STEPS], {x[half], x[half + 1]}, x[half + 1]);
       if (SQUARES) multiply(T{}, squares[step / STEPS], {x[half], x[half + 1]}, x[half]);
     }

@@ -411,7 +411,8 @@ template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuf
   }
 }
 
-// Loads the state that a block starts from; zeros if `given` is null.
+// Loads the state that a block starts from; zeros if `given` is null. each_of_state<..., true> (warpgroup.cuh): with
+// code of its own for V = BV.
 template <int BV>
 __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
 #pragma unroll

@@ -20,8 +20,10 @@
 // a register; each_two calls f for each pair of tokens; load_channels loads an Operand; load_token_factors loads a
 // number for each of the lane's tokens; low, high: the two numbers of a register; remainder_of: their rounding errors.
 // gate_of: a token's log gate, 0 outside of the sequence. is_last: whether a segment is its sequence's last one in a
-// direction; slot_of: its index in `states`
-constexpr int CHUNK = 32, CHANNELS = 64;  // of a block
+// direction; slot_of: its index in `states`; load_initial_state loads and stores what a sequence's first one starts
+// with; each_of_state calls f for the lane's numbers of S, two at a time. wgmma_keep keeps uses of a product's result,
+// and other uses of its operands' registers, behind the wait
+constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk; channels of a block
 #include "backward_tokens.cuh"
 
 struct Args {
