@@ -37,8 +37,8 @@ struct Args {
 };
 
 // The blocks that a multiprocessor must have room for, which limits a thread's registers. 0: no number is asked for,
-// and the assembler chooses the registers itself. In one case it then chooses too few and spills: with room for 9
-// blocks asked for, it takes more.
+// and the assembler chooses the registers itself. In one case it then chooses too few and spills. If it is asked for
+// room for 9 blocks, it takes more.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_SM100 ? 9 : 0;
 

@@ -359,8 +359,8 @@ __device__ __noinline__ void compute_token_by_token(const Args<T, G, Value>& arg
   }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), see read_order.cuh. T: the type of q, k, v, do; G: of g and dg.
-// PRODUCTS: tf32 products for each product of float32, 1 or 3. Columns: whether columns of V have gates, see above.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), see read_order.cuh. T: the type of q, k, v, do; G: that of g and
+// dg. PRODUCTS: tf32 products for each product of float32, 1 or 3. Columns: whether columns of V have gates, see above.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
 __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
@@ -706,12 +706,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         }
       }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
-      // By index p, q times the parts of dq, from which dg is made. query_terms: of S and of all earlier keys; if
-      // operands are split, without the keys of the query's own sub-chunk. near_query_terms: of these keys.
+      // By index p, q times the parts of dq, from which dg is made. query_terms: the parts that come from S and from
+      // all earlier keys; if operands are split, without the keys of the query's own sub-chunk. near_query_terms: the
+      // part of these keys.
       float2 query_terms[4], near_query_terms[4];
       {
-        // dA times keys, [16 channels, 16 queries], without the queries' factors: over keys of the same sub-chunk, and
-        // over keys at the borders of 8, 16 and 32 tokens.
+        // dA times keys, [16 channels, 16 queries], without the queries' factors: sums over keys of the same sub-chunk,
+        // and over keys at the borders of 8, 16 and 32 tokens.
         Accumulators over_keys = {}, over_keys16 = {}, over_keys32 = {};
         float over_keys8[4] = {};
         // dAs: right operands [16 keys, 8 queries] for the block's first and second sub-chunk of queries. The last
@@ -771,8 +772,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       {
         // Loaded again, so that the code between needs no registers for it.
         load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-        // dA^T times queries, [16 channels, 16 keys], without the keys' factors: over queries of the same sub-chunk,
-        // and over queries at the borders of 8, 16 and 32 tokens.
+        // dA^T times queries, [16 channels, 16 keys], without the keys' factors: sums over queries of the same
+        // sub-chunk, and over queries at the borders of 8, 16 and 32 tokens.
         Accumulators over_queries = {}, over_queries16 = {}, over_queries32 = {};
         float over_queries8[4] = {};
         Right<M> dAs[2];  // right operands [16 queries, 8 keys]

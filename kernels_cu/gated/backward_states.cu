@@ -274,7 +274,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g.
 // PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())

@@ -93,7 +93,7 @@ __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4
   if ((g & 4) == first_subchunk) sum = sum + sum_of_lanes;  // two lanes have each sum: the one whose `sum` it is adds
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, do and dv; G: of g.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, do and dv; G: that of g.
 // PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __global__ void __launch_bounds__(

@@ -61,7 +61,7 @@ __device__ __noinline__ void store_unaligned(const Output<T>& o, T* to, i64 stri
 }
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. Schedule: forward_storage.cuh. T: the type of q,
-// k, v and o; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// k, v and o; G: that of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     gated_forward(const Args<T, G> args) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H);
   const u32 sequences_per_row = u32(shape.count);
-  // head: of all sequences' heads; b: batch row
+  // head: the number among all sequences' heads; b: batch row
   const u32 sequence = head / H, h = head % H, b = sequence / sequences_per_row;
   const Span span = tokens_of(shape, sequence % sequences_per_row);
   const int first_column = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);

@@ -5,9 +5,10 @@
 #include "ptx.cuh"
 
 // Starts copying a tile [ROWS, COLS], as forward_tiles.cuh lays it out, in pieces of BYTES bytes, for all THREADS
-// threads of the block. from: the tile's first value in memory; stride: of rows. Rows from `rows` on and columns from
-// `width` on become zero. A thread has one column of pieces and every AT_ONCE-th row; if AT_ONCE is a multiple of 8,
-// its pieces have the same place in all of these rows, and `place` is computed once. UNROLL: of the loop over rows.
+// threads of the block. from: the tile's first value in memory; stride: the distance of rows. Rows from `rows` on and
+// columns from `width` on become zero. A thread has one column of pieces and every AT_ONCE-th row; if AT_ONCE is a
+// multiple of 8, its pieces have the same place in all of these rows, and `place` is computed once. UNROLL: how far the
+// loop over rows is unrolled.
 template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256) gated_message(const Args args) {
     if (index < states || channels == 0) return;
     index -= states;
   }
-  // stride: from a head's decays to the next one's; `from` moves from part to part.
+  // stride: the distance of the decays of neighbouring heads; `from` moves from part to part.
   const u32 row = index / channels, n = row / u32(args.H), h = row % u32(args.H), stride = u32(args.factors * args.K);
   if (n >= u32(args.N)) return;
   const float* from = args.decays + n * args.decays_stride + h * stride + index % channels;

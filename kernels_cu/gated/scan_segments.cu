@@ -32,7 +32,8 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
   const u32 index = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
   const i64 h = head % H, n = head / H;
-  // parts: of all segments that are joined, in order; state, decays, column_decays move on from part to part.
+  // parts: how many parts are joined, in order, of all segments; state, decays, column_decays move on from part to
+  // part.
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (index >= size) return;
   const float* state = args.states + (n * P * R * args.H + h) * size + index;

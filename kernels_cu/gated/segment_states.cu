@@ -62,7 +62,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 };
 
 // Starts copying a step's rows in pieces of BYTES bytes; rows from `rows` on and columns from `columns` on become zero.
-// stride: of tokens in memory.
+// stride: the distance of tokens in memory.
 template <int BYTES, int THREADS, typename T, typename E, int COLS>
 __device__ __forceinline__ void copy_rows(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns) {
   constexpr int PIECE = BYTES / sizeof(E), ACROSS = COLS / PIECE;
@@ -184,7 +184,7 @@ template <int BV> struct SegmentTile {
   }
 };
 
-// T: the type of k and v; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// T: the type of k and v; G: that of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const Args<T, G> args) {
   using M = Math<T, PRODUCTS>;
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
       // within_lane: the gates of the lane's tokens, then, of each token, the sum of those of the lane's later tokens;
-      // sum: of all of them.
+      // sum: the sum of the gates of all of them.
       float within_lane[LANE_TOKENS<T>], sum = 0.f, largest = 0.f;
       load_lane_tokens(within_lane, in.g, warp_channel + 8 * octet);
 #pragma unroll

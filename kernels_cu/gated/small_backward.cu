@@ -70,7 +70,8 @@ template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&
   }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g and dg.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g and
+// dg.
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args<T, G> args) {
   constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels of the state, columns of dv

@@ -38,7 +38,7 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and o; G: of g. The
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and o; G: that of g. The
 // launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers, that is
 // for heads of 16 and for float32 gates.
 template <class ReadOrder, typename T, typename G, int D>

@@ -48,7 +48,7 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g. The
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g. The
 // launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers, that is
 // for heads of 16 and for float32 gates. The host counts on them (GatedSmall.resident).
 template <class ReadOrder, typename T, typename G, int D>
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   // slot: the index of the segment's head in states and decays, of all B count = N P segments of the direction.
   const i64 state_size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
 
-  // S: backwards in time, dS. total_decay: of channels 2 lane and 2 lane + 1.
+  // S is dS if time runs backwards. total_decay: that of channels 2 lane and 2 lane + 1.
   float S[D][2] = {}, total_decay[2] = {1.f, 1.f};
   // Calls f(number, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
   const auto each_number = [&](auto f) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     if (n + STEP < longest) fetch_step(n + STEP);
     // Applies token i of the step to S, and its gates to total_decay.
     const auto add_token = [&](int i) {
-      // decays: of all channels; lane_decays: of those in total_decay.
+      // decays: those of all channels; lane_decays: those of the channels in total_decay.
       float key[D], decays[D], lane_decays[2], value[2];
       in.keys.load_row(key, i, coord.head), in.values.load_row(value, i, coord.head, column);
       s.decays.load_row(decays, i, coord.head), s.decays.load_row(lane_decays, i, coord.head, column);

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
   auto& s = *reinterpret_cast<WideShared<T, TILES>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  // head: of all sequences' heads; b: batch row.
+  // head: the number among all sequences' heads; b: batch row.
   const u32 v_tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / v_tiles, H = u32(shape.H);
   const u32 sequence = head / H, h = head % H, b = sequence / u32(shape.count);
   const Span span = tokens_of(shape, sequence % u32(shape.count));

@@ -31,9 +31,10 @@ template <int BK> struct Shared {
   float av[TOKENS * BV];              // [16, BV], gates of columns, then decays
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: of the gates.
-// GATED: whether columns have gates gv, too. load_tile<tokens, columns, distance of rows, threads> (tensor.cuh) copies
-// tokens to shared memory as floats; what is outside of the array becomes 0, so that gates there are 0 and decays 1.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: the
+// gates' type. GATED: whether columns have gates gv, too. load_tile<tokens, columns, distance of rows, threads>
+// (tensor.cuh) copies tokens to shared memory as floats; what is outside of the array becomes 0, so that gates there
+// are 0 and decays 1.
 template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int THREAD_CHANNELS = BK / WARPS;

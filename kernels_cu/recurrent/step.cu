@@ -135,8 +135,8 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
     }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: of g; S: of the
-// stored state.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: that of g; S:
+// that of the stored state.
 template <class ReadOrder, typename T, typename G, typename S>
 __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurrent_step(const Args<T, G, S> args) {
   using R = Wider<T, S>;

@@ -85,7 +85,7 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
   R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // weights: q . k (BeforeWrite: q . diag(bonus) k) and q . b
 };
 
-// T: the type of q, k, v, a, b and o; G: of g and beta; S: of the stored state; R: of the arithmetic.
+// T: the type of q, k, v, a, b and o; G: that of g and beta; S: that of the stored state; R: that of the arithmetic.
 template <class Rule, typename T, typename G, typename S, int BK>
 __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
   using R = Widest<T, S>;

@@ -12,8 +12,8 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-// STEP: of the inner axis, channels or tokens, which products sum over; TILE: rows and columns of a block; STAGES:
-// steps in shared memory at a time.
+// STEP: how much of the inner axis a step has, channels or tokens, which products sum over; TILE: rows and columns of a
+// block; STAGES: steps in shared memory at a time.
 constexpr int STEP = 32, TILE = 64, STAGES = 3;
 
 template <typename T> struct Args {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Sta
 template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combine(const Args<T> args) {
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  // groups: of 64 rows in a chunk; chunk: among those of all batches and heads; c: among those of its batch row
+  // groups: how many groups of 64 rows a chunk has; chunk: the number among all batches and heads, c: in its batch row
   const u32 v_tiles = u32(shape.V + TILE - 1) / TILE, groups = u32(shape.chunk + TILE - 1) / TILE;
   const u32 NC = u32(shape.NC), H = u32(shape.H), chunk = blockIdx.x / v_tiles / groups, c = chunk % NC;
   const u32 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;

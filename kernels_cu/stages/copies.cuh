@@ -53,7 +53,7 @@ __device__ __forceinline__ void copy_tile(T* tile, const Rows<const T>& x, i64 b
   else copy_small_pieces<ROWS, COLS, LD>(tile, from, x.t, rows, columns, int(bytes));
 }
 
-// Operands of products with data of type T: of the data, and of float32 numbers that they are multiplied with.
+// Operands of products of data of type T, and of the float32 numbers that these data are multiplied with.
 template <typename T> constexpr bool EXACT = sizeof(T) == 4;
 template <typename T> using LeftOf = Pairs<EXACT<T>, float, 4>;
 template <typename T> using RightOf = Pairs<EXACT<T>, float, 2>;

@@ -38,7 +38,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, k_tiles = (shape.K + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, k_tile = blockIdx.x / v_tiles % k_tiles * TILE;
-  // n: the sequence, of batch row `batch`; size: of a state
+  // n: the sequence, of batch row `batch`; size: how many numbers a state has
   const i64 head = blockIdx.x / v_tiles / k_tiles % shape.H, n = blockIdx.x / v_tiles / k_tiles / shape.H;
   const i64 batch = n / shape.count, size = shape.K * shape.V;
   const Span chunks = chunks_of(shape, n % shape.count), tokens = tokens_of(shape, n % shape.count);

@@ -71,8 +71,8 @@ template <int BK> struct alignas(16) Shared {
 };
 
 // Loads a lane's W channels of the warp's 16 tokens, from `from` on; zeros from token `rows` and channel `channels` on.
-// stride: of tokens in memory; bytes: as in Args. If rows are multiples of W numbers, the lane's channels all exist or
-// none does.
+// stride: the distance of tokens in memory; bytes: as in Args. If rows are multiples of W numbers, the lane's channels
+// all exist or none does.
 template <int W, typename X>
 __device__ __forceinline__ void load(Piece<W, X> (&x)[WARP_ROWS], const X* from, i64 stride, int rows, int channels,
                                      int bytes) {
@@ -341,7 +341,7 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
   for (int c = 0; c < BK; c += 16) {
     // queries[m], and a's pair m: of four matrices of 8 rows and 8 channels, m has rows 8 (m % 2) and channels
     // 8 (m / 2) on.
-    float2 queries[4], decays[2];  // decays: from the end of the n-th keys to the start of the queries
+    float2 queries[4], decays[2];  // decays: those from the end of the n-th keys to the start of the queries
     // <true, false>: matrix 1 is below matrix 0, and none is transposed. x: row g, channels 2t and 2t + 1 of matrix m.
     each_matrix<true, false>(s.q + warp * WARP_ROWS * ROW<BK> + c, ROW<BK>, [&](int m, float2 x) { queries[m] = x; });
 #pragma unroll
@@ -384,7 +384,7 @@ __device__ __forceinline__ void store_scores(const Rows<float>& A, u32 batch, u3
   }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k; G: of g.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k; G: that of g.
 template <class ReadOrder, typename T, typename G, int BK>
 __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Args<T, G> args) {
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   for (int group = query_group;; --group) {
     __syncthreads();  // decayed queries and keys, and the decays over 16 keys, are in shared memory
     if (first_row < span.stop) {
-      // Of the block's own group a warp uses the keys of the warps before it: of its own, score_within has the scores.
+      // Of the block's own group a warp uses the keys of earlier warps: score_within has the scores of its own.
       const int count = group == int(query_group) ? warp : WARPS<BK>;
       float d[WARPS<BK>][2][4] = {};
       score_earlier<T, BK>(d, s, warp, count);

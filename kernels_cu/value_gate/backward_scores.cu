@@ -4,7 +4,7 @@
 //           backward_states.cu and gated/backward_channels.cu read the results.
 // math      A_ij = scale q_i . decay_ij k_j for j < i, decay_ij [K] = exp of the sum of the log gates g from j + 1 to
 //           i; A_ii = scale q_i . k_i, in `diagonal`;
-//           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: over the chunk
+//           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: those over the chunk
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
 //           padded (padded_width); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
 //           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are bfloat16 if T is,
@@ -65,7 +65,7 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
 };
 
-// T: the type of q and k; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3. 4 or 2: the blocks
+// T: the type of q and k; G: that of g. PRODUCTS: tf32 products for each product of float32, 1 or 3. 4 or 2: the blocks
 // whose registers a multiprocessor is to hold at once.
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   // tokens 2t and 2t + 1 of each of the SUBS sub-chunks.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
-  // c: the chunk in its batch row; head: among those of the launch, h: of all; chunk: index of the chunk in the results
+  // The chunk is number c of its batch row, and `chunk` in the results; the head is number `head` of this launch's, h
+  // of all.
   const int c = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
   const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
   const Span span = chunk_tokens(shape, c);

@@ -87,7 +87,7 @@ __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& ar
   }
 }
 
-// T: the type of the call's arrays; G: of the gates. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// T: the type of the call's arrays; G: that of the gates. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
     value_gate_backward_states(const __grid_constant__ Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {

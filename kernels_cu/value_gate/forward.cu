@@ -55,14 +55,14 @@ template <typename T, typename G> struct Args {
   double scale;
   float* sums;             // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
   float* channel_decays;   // SegmentState: sums of gates over all tokens, and zeros: scan_segments.cu adds both rows
-  float* column_decays;    // SegmentState: the same of the columns, one row
+  float* column_decays;    // SegmentState: such sums of the columns' gates, one row
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows' starts and lengths are multiples
 };
 
 // Starts to copy a chunk's rows to a tile [chunk, COLS] in pieces of `bytes`; zeros from row `rows` and column `width`
-// on. stride: of rows in memory.
+// on. stride: the distance of rows in memory.
 template <int COLS, int THREADS, typename T, typename E>
 __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 16) copy_rows<16, 8, CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width);
@@ -148,8 +148,8 @@ __device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, 
   }
 }
 
-// T: the type of q, k, v and o; G: of both gates. PRODUCTS: tf32 products for each product of float32 data, 1 or 3.
-// AfterWrite below: a query reads the state after its token's write.
+// T: the type of q, k, v and o; G: that of both gates. PRODUCTS: tf32 products for each product of float32 data, 1 or
+// 3. AfterWrite below: a query reads the state after its token's write.
 template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))

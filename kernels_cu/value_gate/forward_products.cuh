@@ -87,8 +87,8 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
 }
 
 // S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed), with the decays of channels and columns over the chunk.
-// sub_chunk_decays: of the lane's two columns over each sub-chunk. Keys have been decayed to the chunk's end; values
-// are here: PairDecays(...).end is the decay from after each token to its sub-chunk's end; it contains shuffles.
+// sub_chunk_decays: those of the lane's two columns over each sub-chunk. Keys have been decayed to the chunk's end;
+// values are here: PairDecays(...).end is the decay from after each token to its sub-chunk's end; it contains shuffles.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
                                                        const ColumnsReader<BV, G>& gates,

@@ -56,7 +56,7 @@
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
-// Named barriers: of all consumers; WARPGROUP_BARRIER + warpgroup: of one warpgroup of consumers.
+// Named barriers: one that all consumers share, and WARPGROUP_BARRIER + warpgroup for each of their warpgroups.
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether dS is tf32 in its product with v, which then needs a float32 copy of v. Otherwise dS is the sum of two
@@ -131,8 +131,9 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   const auto put = [&](int offset, float score) {
     *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(score);
   };
-  // within: products of `query` and the two keys of the warp's sub-chunk. across: of queries lane / 4 and lane / 4 + 8
-  // and keys 2 key_pair and the next, from `queries` and `keys` on. self_score: q . u k of the sub-chunk's `query`.
+  // within: products of `query` and the two keys of the warp's sub-chunk. across: those of queries lane / 4 and
+  // lane / 4 + 8 and keys 2 key_pair and the next, from `queries` and `keys` on. self_score: q . u k of the sub-chunk's
+  // `query`.
   float within[2], across[4], self_score = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
@@ -320,7 +321,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const int first_key = 2 * (lane & 3), distance = query - first_key, pair = pair_index(query, first_key);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      // Returns dA of `query` and first_key + j; product: of their do and v.
+      // Returns dA of `query` and first_key + j; product: that of their do and v.
       const auto value = [&](int j, float product) {
         if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
         return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
@@ -458,7 +459,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     Chunk dk, dg, outer_decays;
     SubChunkDecays decays;
     Across queries_across, keys_across;       // decayed from, and to, the borders of sub-chunks
-    const uint4 offsets = entry_of(OFFSETS);  // x, y: of queries and keys in put_within; z: PairReader::queries_index
+    const uint4 offsets = entry_of(OFFSETS);  // x, y: where put_within puts queries, keys; z: PairReader::queries_index
     // keys_index is 0 and not used: only sums over queries are computed here.
     const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
     const PairReader dA(values.dA, 0, int(offsets.z));
@@ -501,7 +502,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (float& x : from_state) x *= dS_scale.down;
     }
     __syncwarp();      // keeps the compiler from computing all decays first, for which registers are too few
-    Chunk from_start;  // decays of queries from the start of their sub-chunk; outer_decays: of keys to its end
+    Chunk from_start;  // decays of queries from the start of their sub-chunk; outer_decays: those of keys to its end
     decays_to_end(outer_decays, gates, counts());
     decays_from_start(from_start, gates, counts());
     decays_of<ReadOrder>(decays, from_start, outer_decays);

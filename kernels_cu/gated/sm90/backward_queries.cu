@@ -47,7 +47,7 @@
 // computes; load_state and each_of_state (`true`: with code of its own for V = BV) read and write a state in memory;
 // checkpoint_at: where a stored state is, first_checkpoint: a segment's first. IS_NARROW<T>: T is float16.
 // query_share.cuh: IN_UNITS<G>, whether shares have units; units_for chooses them by the magnitudes that add_sizes adds
-// up; exceeds_float16: whether a share is infinite in it. channel_sum: over the four lanes of a channel
+// up; exceeds_float16: whether a share is infinite in it. channel_sum: the sum over the four lanes of a channel
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
       // XOR 8. pair_value: rounded to tf32.
       const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
       const int distance = query - key, pair = pair_index(query, key);
-      // Returns dA of `query` and key + j; product: of their do and v.
+      // Returns dA of `query` and key + j; product: that of their do and v.
       const auto value = [&](int j, float product) {
         if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
         return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
@@ -239,17 +239,17 @@ template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
 // Sets `results` to the terms of pairs within sub-chunks, and adds their terms to du. CLAMPED: gates were loaded so;
-// counts: which gates the sum for each decay has (decays.cuh); dA: reads the chunk's dA, which is `pairs`; u, du: of
-// this lane's two channels.
+// counts: which gates the sum for each decay has (decays.cuh); dA reads the chunk's dA, which is `pairs`; u, du: those
+// of this lane's two channels.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void set_pairs_within(Gradients& results, const TokenOperands<T, G>& tokens,
                                                  const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
                                                  const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    // queries, keys: times their factors about the sub-chunk's middle (decays.cuh). over_keys: for each query i the sum
-    // over j of dA_ij times these keys, without i's factor. over_queries: for each key j the sum over i of dA_ij times
-    // these queries, without j's factor.
+    // queries, keys: these tokens times their factors about the sub-chunk's middle (decays.cuh). over_keys: for each
+    // query i the sum over j of dA_ij times these keys, without i's factor. over_queries: for each key j the sum over i
+    // of dA_ij times these queries, without j's factor.
     SubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
     float self_terms[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 self_weight = ReadOrder::reads_before_write ? self_weights(pairs, n) : float2{};
@@ -332,7 +332,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
     }
   }
   each_neighbours([&](int n, int h) {
-    const float factor = scale * decays.before(n, h);  // decays.before: over all sub-chunks before n
+    const float factor = scale * decays.before(n, h);  // decays.before: the decay over all sub-chunks before n
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;

@@ -24,15 +24,15 @@
 // Names. decays.cuh: Chunk, a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token
 // p; Operand, the same in 16 bits; each_neighbours calls f(n, h), neighbours_of finds both tokens in an Operand; Gates,
 // log gates; Counts, which gates a sum has; SubChunkDecays, over each sub-chunk, with before(n), after(n), all();
-// decays_from_start, decays_to_end: of tokens, from or to the border of their sub-chunk. lane_offset, warpgroup_panels:
-// where a lane's numbers are in a panel, and the panels of a warpgroup. states.cuh: start_write starts S += x^T values;
-// decay_state, scale_down multiply S by numbers of channels; IS_NARROW<T>: T is float16; QueryScale: powers of 2, `up`
-// and its inverse `down`, and whether all are 1 (`true`). growth.cuh: exceeds_growth, whether gates are too far above 0
-// for products; update_state_by_token, update_gradient_by_token. backward_tokens.cuh: is_first, is_last segment of its
-// sequence in a direction; slot_of, its index in `states` of a grid with `tiles` blocks a segment; load_initial_state:
-// loads and stores what a sequence's first segment starts with. each_of_state calls f for the lane's numbers of S, two
-// at a time, and their address (`true`: with code of its own for V = BV); wgmma_wait<0> waits for all products, and
-// wgmma_keep keeps uses of their result behind it
+// decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk. lane_offset,
+// warpgroup_panels: where a lane's numbers are in a panel, and the panels of a warpgroup. states.cuh: start_write
+// starts S += x^T values; decay_state, scale_down multiply S by numbers of channels; IS_NARROW<T>: T is float16;
+// QueryScale: powers of 2, `up` and its inverse `down`, and whether all are 1 (`true`). growth.cuh: exceeds_growth,
+// whether gates are too far above 0 for products; update_state_by_token, update_gradient_by_token. backward_tokens.cuh:
+// is_first, is_last segment of its sequence in a direction; slot_of, its index in `states` of a grid with `tiles`
+// blocks a segment; load_initial_state: loads and stores what a sequence's first segment starts with. each_of_state
+// calls f for the lane's numbers of S, two at a time, and their address (`true`: with code of its own for V = BV);
+// wgmma_wait<0> waits for all products, and wgmma_keep keeps uses of their result behind it
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -68,11 +68,11 @@ template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
-// chunk. A segment takes one walk, or two. chunks: of the segment; copied_before, votes_before: how many chunks were
-// copied, and votes taken, in the walk before, 0 for the first walk; the second one continues with the next stages and
-// phases of the barriers. n counts the walk's chunks, or votes, from 0. The first STAGES - 1 chunks are copied at the
-// start. Vote n comes at the end of chunk n, when chunks before n have been read; then chunk n + STAGES - 1 is copied
-// to the stage of chunk n - 1.
+// chunk. A segment takes one walk, or two. chunks: how many the segment has; copied_before, votes_before: how many
+// chunks were copied, and votes taken, in the walk before, 0 for the first walk; the second one continues with the next
+// stages and phases of the barriers. n counts the walk's chunks, or votes, from 0. The first STAGES - 1 chunks are
+// copied at the start. Vote n comes at the end of chunk n, when chunks before n have been read; then chunk n + STAGES -
+// 1 is copied to the stage of chunk n - 1.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
@@ -158,8 +158,8 @@ struct BorderDecay {
 
 // Changes `decay` and `down` by inverse powers of 2, and S with them, so that the factor of the chunk's token nearest
 // to the border is between 2^-8 and 2. This factor is `decay`; FIRST_DECAYS (GLA's dS): `decay` times the decay of the
-// chunk's first gate. outer_decays: from the start of a sub-chunk to its queries, or from its keys to its end. A factor
-// of 0 has the least exponent; if it is infinite or NaN, out_of_range is set, and S is not used.
+// chunk's first gate. outer_decays: decays from the start of a sub-chunk to its queries, or from its keys to its end. A
+// factor of 0 has the least exponent; if it is infinite or NaN, out_of_range is set, and S is not used.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const Chunk& outer_decays) {
   constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is below NEGLIGIBLE = 2^-69.2
@@ -181,9 +181,9 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
 }
 
 // Computes S (BACKWARDS: dS) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
-// decays: of the lane's channels over the segment, 0 if chunks were left out. Sets out_of_range if gates are too far
-// above 0 for these products: S is not valid then. Returns how many chunks were used. channel: the lane's first one,
-// the other is 8 later.
+// decays: those of the lane's channels over the segment, 0 if chunks were left out. Sets out_of_range if gates are too
+// far above 0 for these products: S is not valid then. Returns how many chunks were used. channel: the lane's first
+// one, the other is 8 later.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& out_of_range,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
@@ -336,7 +336,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = decays[h];
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: of g.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g.
 // Consumers and the copying warp make the same walks, S from the segment's end and dS from its start.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1

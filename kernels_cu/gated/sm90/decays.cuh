@@ -358,8 +358,8 @@ struct Across {
 };
 
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with the lane's two queries of sub-chunk n and
-// channel h, times their decays from the chunk's start and scale[h], for products with a state. outer_decays: of
-// queries from the start of their sub-chunk; d: over whole sub-chunks.
+// channel h, times their decays from the chunk's start and scale[h], for products with a state. outer_decays: those
+// of queries from the start of their sub-chunk; d: decays over whole sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
@@ -378,8 +378,8 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
 }
 
 // Stores keys times their decays in `to`, and calls put(n, h, x, y) with the lane's two keys of sub-chunk n and channel
-// h, times their decays to the chunk's end. outer_decays: of keys to the end of their sub-chunk; d: over whole
-// sub-chunks.
+// h, times their decays to the chunk's end. outer_decays: those of keys to the end of their sub-chunk; d: decays
+// over whole sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
                                            const SubChunkDecays& d, F put) {

@@ -38,7 +38,7 @@ template <class Schedule, typename T, typename G, int BK, int BV>
 constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV>::GROUPS * ProducerCoord<BK>::THREADS;
 
 // Order: AfterWrite (GLA: a token reads the state after its own write) or BeforeWrite (RWKV-6), read_order.cuh.
-// Schedule: how blocks share the work, forward_schedules.cuh. T: of q, k, v and o; G: of g, or ScalarDecay.
+// Schedule: how blocks share the work, forward_schedules.cuh. T: the type of q, k, v and o; G: of g, or ScalarDecay.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)

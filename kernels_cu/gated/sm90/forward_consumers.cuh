@@ -47,7 +47,7 @@ __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, 
 
 // Multiplies this lane's N numbers of the state, of 2 N channels from `first_channel` on, by the chunk's decays.
 // put_decays (forward_rows.cuh) has ordered them so that the 4 that a lane needs of 16 channels are side by side.
-// GATES: of a token, as GATES_PER_TOKEN: if 1, decays[0] is the decay of all channels. thread: its number in the
+// GATES: how many a token has, GATES_PER_TOKEN: if 1, decays[0] is the decay of all channels. thread: its number in the
 // warpgroup.
 template <int GATES, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first_channel = 0) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void put_output_row(T* tile, const float (&o)[16], in
 
 // Starts copying a chunk of v without a tensor map; for all threads of a warpgroup, which all arrive at `loaded`. tile
 // holds a chunk of o that has been stored: a thread overwrites only the 16-byte pieces of it that it has stored itself.
-// Rows from `rows` on and columns from `columns` on become zero. stride: of tokens in memory.
+// Rows from `rows` on and columns from `columns` on become zero. stride: the distance of tokens in memory.
 template <typename T>
 __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
                                             Barrier& loaded) {

@@ -25,7 +25,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
   if constexpr (GATES_PER_TOKEN<G> == 1) return 0;
   else {
     if (threads_copy_rows<Schedule>(args)) return 0;  // tensor maps have no negative token stride
-    // BOXES: chunks of gates that are copied at a time, a batch; ROWS: of a chunk that the block's threads read at
+    // BOXES: chunks of gates that are copied at a time, a batch; ROWS: rows of a chunk that the block's threads read at
     // once.
     using Box = G[CHUNK][BK];
     constexpr int BOXES = sizeof s.inputs / sizeof(Box), ROW_THREADS = BK / 8;  // a thread has 8 channels of a row

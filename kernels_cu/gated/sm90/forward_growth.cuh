@@ -16,9 +16,9 @@
 // fills, or 65. The number is odd: so the phases of `full` and `empty` have the same parity afterwards as after a
 // single fill.
 //
-// Names. T: the type of q and k; G: of the gates, ScalarDecay if all channels of a token have one. GATES: a lane's
+// Names. T: the type of q and k; G: the gates' type, ScalarDecay if all channels of a token have one. GATES: a lane's
 // gates of a token, 4 or 1. ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels;
-// LANES: lanes of a sub-chunk; THREADS: of a producer group. InputStage: a chunk's q, k and g. in_tile, put_key,
+// LANES: lanes of a sub-chunk; THREADS: those of a producer group. InputStage: a chunk's q, k and g. in_tile, put_key,
 // put_state_query store 4 channels of a row in a tile of operands; put_decays: decays of 4 channels; load_gates: a
 // token's log gates. MAKERS: producer groups that take chunks in turn. K_RANKS = 2: two blocks have half of the
 // channels each
@@ -92,7 +92,7 @@ __device__ __noinline__ bool exceeds_growth(const InputStage<HAS_OUTPUTS, T, G, 
   return found;
 }
 // Whether a ScalarDecay's gates above 0 sum to more than SUBCHUNK_GROWTH or a fourth of CHUNK_GROWTH over a sub-chunk.
-// scalar_gate: of this lane's token; BC neighbouring lanes have the tokens of a sub-chunk.
+// scalar_gate: the gate of this lane's token; BC neighbouring lanes have the tokens of a sub-chunk.
 template <typename T> __device__ __forceinline__ bool exceeds_growth(float scalar_gate) {
   float x = at_least(scalar_gate, 0.f);
   for (int distance = 1; distance < BC; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
@@ -117,7 +117,7 @@ template <int K_RANKS> __device__ __forceinline__ bool wait_for_votes(Votes<K_RA
 
 // Stores the operands of a chunk's tokens one by one in its stage, and then starts copying the inputs of the group's
 // next chunk. producer: the thread's number among the block's producer threads; fills: how often the stage was filled
-// before this chunk; parity: of the phase of qk_copied[group] that says that q and k have been copied. The caller
+// before this chunk; parity: that of the phase of qk_copied[group] that says that q and k have been copied. The caller
 // arrives at full[stage] for the last step.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,

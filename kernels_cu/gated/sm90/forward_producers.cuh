@@ -154,7 +154,7 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
 // Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
 // to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
 // it; in k_tile, keys decayed to the end of the chunk, by later_decay, the decay over all later sub-chunks. k_rows: the
-// chunk's keys as they are in memory; a: decays of single tokens; scales: of k_rows (RowScales or NoScales).
+// chunk's keys as they are in memory; a: decays of single tokens; scales: those of k_rows (RowScales or NoScales).
 template <bool HAS_OUTPUTS, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales>
 __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, const T (&k_rows)[CHUNK][BK],
                                          const float (&a)[BC][GATES], const ProducerCoord<BK>& coord,
@@ -378,8 +378,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (Schedule::K_RANKS > 1) {
     if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
-  // neighbour: the decay over the half's other sub-chunk; other_half: over the other half; outside: over all sub-chunks
-  // after this one, and later over all before this one: the product of none, one or both of these two.
+  // neighbour: the decay over the half's other sub-chunk; other_half: that over the other half; outside: that over all
+  // sub-chunks after this one, and later over all before this one: the product of none, one or both of these two.
   // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
   // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
   float neighbour[GATES], other_half[GATES], outside[GATES], border_neighbour[GATES];
@@ -471,7 +471,7 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
   else barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have read the decays, which make_chunk stores again
   const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
-  // true: with scales of rows; false: not because of an earlier chunk
+  // true: rows have scales. false: after_overflow, which only asks for them
   if (make_chunk<Order, true>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate, false) !=
       ChunkResult::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, fills, parity);
@@ -516,7 +516,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       barrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }
-    // false: without scales of rows
+    // false: rows have no scales
     const ChunkResult result =
         make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, after_overflow);
     if (__builtin_expect(result != ChunkResult::MADE, false)) {

@@ -145,8 +145,8 @@ __device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, i
 
 // Starts copying a chunk's rows by all threads of a group, for arrays whose tokens have a negative stride, which tensor
 // maps do not allow. Rows from `tokens_left` on and channels from `channels` on become zero. from: the chunk's first
-// row in memory; stride: of rows; tokens_left: the sequence's tokens from this chunk on. Rows start on 16 bytes and are
-// a multiple of 16 bytes long, as those of tensor maps. Not inlined, since such arrays are rare.
+// row in memory; stride: the distance of rows; tokens_left: the sequence's tokens from this chunk on. Rows start on 16
+// bytes and are a multiple of 16 bytes long, as those of tensor maps. Not inlined, since such arrays are rare.
 template <int THREADS, typename X, int BK>
 __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens_left, int channels,
                                        int thread) {
@@ -161,8 +161,9 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
 // Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
 // chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends: of one arrival and the
 // bytes that tensor maps copy, or of an arrival for each thread that copies rows (forward.cu initialises the barriers).
-// For all threads of the group. tokens: of the block's sequence or segment; thread: its number in the group. The first
-// channel is args.channel, the launch's first one; if K_RANKS blocks share the channels, each has BK, in order of rank.
+// For all threads of the group. tokens: those of the block's sequence or segment; thread: its number in the group. The
+// first channel is args.channel, the launch's first one; if K_RANKS blocks share the channels, each has BK, in order of
+// rank.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {

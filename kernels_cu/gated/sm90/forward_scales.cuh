@@ -88,7 +88,7 @@ __device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerC
 // float16 (out_of_float16) after the copies of the producer group's next chunk to the same memory had begun. Waits for
 // the end of those copies, then overwrites what they brought: make_scaled must make the chunk after this call, by
 // make_chunk or make_tokens, which both copy the next chunk once more. So two more phases of gates_copied[group] and
-// qk_copied[group] end here, or one if there is no next chunk. parity: of the last phase that has ended, updated.
+// qk_copied[group] end here, or one if there is no next chunk. parity: that of the last phase that has ended, updated.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& coord, int chunk, u32& parity) {

@@ -56,7 +56,7 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
   const u32 segments = u32(args.segments), parts = Schedule::has_outputs ? 1 : u32(args.parts);
-  // s: the sequence or segment in its batch row; segment: the same over the batch; part: over the batch.
+  // s: the number of the sequence or segment in its batch row; segment: its number over the batch; part: the part's.
   const u32 head_index = block / tiles, h = head_index % H, segment_index = head_index / H / parts;
   const u32 batch = segment_index % u32(shape.B), s = count - 1 - segment_index / u32(shape.B);
   const u32 segment = batch * count + s, part = segment * parts + head_index / H % parts;

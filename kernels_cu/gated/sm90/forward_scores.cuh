@@ -139,10 +139,10 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
 // Products of undecayed queries and keys of N sub-chunks from `first` on: of the 8 queries and 8 keys, as 16 rows, with
 // the 8 keys (scores) and with the 8 queries (squares). Used are of scores[m] the places [i, i] of queries, q_i . k_i,
 // or if BEFORE [i, i - 1], q_i . k_(i - 1), both in numbers 0 and 1; and [i, i] of keys, |k_i|^2, in numbers 2 and 3.
-// If SQUARES: of squares[m] [i, i] of queries, |q_i|^2. Only rows of one token, or if BEFORE of q_i and k_(i - 1), need
-// the same order of their 16-byte pieces: each token begins with another piece, so that 8 rows are in all banks.
-// put_queries (forward_producers.cuh) takes a step for each row of queries that it stores, which hides the step's
-// latency. Each product is of 8 channels, so that no register has to move.
+// If SQUARES, also of squares[m] the places [i, i] of queries, |q_i|^2. Only rows of one token, or if BEFORE of q_i and
+// k_(i - 1), need the same order of their 16-byte pieces: each token begins with another piece, so that 8 rows are in
+// all banks. put_queries (forward_producers.cuh) takes a step for each row of queries that it stores, which hides the
+// step's latency. Each product is of 8 channels, so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // for each sub-chunk
   static_assert(N * STEPS == BC);
@@ -168,7 +168,7 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   // Whether this lane has the square of a query or key that float16 may not hold.
   __device__ __forceinline__ bool out_of_range(int lane) const {
     const int row = lane >> 2;
-    u32 largest = 0, least = ~0u;  // least: of squares - 1, by which 0 becomes the largest number
+    u32 largest = 0, least = ~0u;  // least: the least square - 1, by which 0 becomes the largest number
     // two: the lane's numbers of row `row`, of which one is on the diagonal in the lane that has it.
     const auto compare = [&](const float* two) {
       const u32 square = __float_as_uint(row & 1 ? two[1] : two[0]);

@@ -83,7 +83,7 @@ template <typename T, typename G> struct Args {
   const float* u;                 // [H, K]: RWKV-6's bonus; null for GLA
   const float* initial;           // [N, H, K, V]: a state for each segment, or for each sequence if `segment_states`
                                   // is given and in SegmentState; null: zero
-  float* final;                   // [N, H, K, V]: a state of each sequence; SegmentState: of each part; or null
+  float* final;                   // [N, H, K, V]: a state of each sequence; SegmentState: one of each part; or null
   Shape shape;
   double scale;
   float* decays;  // [N, H, 2, K], written by SegmentState: the product of both rows is a part's decay

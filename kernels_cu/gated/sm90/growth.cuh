@@ -45,10 +45,10 @@ constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
 // Whether a channel's decay times sum_v S dS, with S the state before a chunk and dS the gradient of the state after
 // it, counts as 0. rest: its value, computed as sum_v (state after the chunk) dS less the terms of the chunk's keys;
-// size: the magnitude of these two; decay: over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly rounding
-// error, and kept_ratio, infinite, forgets it. But if the gradient may have grown after the chunk, as the state before
-// it, kept_ratio is ROUNDING: a rest above that times `size` is more than rounding, and is kept. No branches, since a
-// warp's channels differ.
+// size: the magnitude of these two; decay: the decay over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly
+// rounding error, and kept_ratio, infinite, forgets it. But if the gradient may have grown after the chunk, as the
+// state before it, kept_ratio is ROUNDING: a rest above that times `size` is more than rounding, and is kept. No
+// branches, since a warp's channels differ.
 __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_ratio) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_ratio * fabsf(size)));
 }
@@ -261,7 +261,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
     const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
     const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
     const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
-    // state_term: of each query, q times the state's term of dq; key_terms: q times the terms of the keys up to j.
+    // state_term: for each query, q times the state's term of dq; key_terms: q times the terms of the keys up to j.
     Tokens dq, state_term, key_terms, query_share;
     float sum = 0.f;
 #pragma unroll 1
@@ -316,8 +316,8 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
 }
 
 // Stores in `parts` [BV] what a warp's 16 channels contribute to dv of token `row`: the sum over them of key dS +
-// self_score do. key: of this lane's two channels; self_score: their terms, together, of RWKV-6's score of the token
-// with itself, otherwise 0.
+// self_score do. key: that of this lane's two channels; self_score: their terms, together, of RWKV-6's score of the
+// token with itself, otherwise 0.
 template <typename T, int BV>
 __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[BV / 2], float2 key, float self_score,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
@@ -337,7 +337,7 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
 }
 
 // Computes a chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites
-// q, dg overwrites g, dv overwrites v. carried: of this lane's channels sum_v S dS with the state after the chunk; on
+// q, dg overwrites g, dv overwrites v. carried: for this lane's channels sum_v S dS with the state after the chunk; on
 // return, with the state before it. query_sums: [BK], from channel 0 on. parts: [BC][BK / 16][BV] in shared memory;
 // barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: whether the first
 // pass computed the chunk token by token (query_share_value).
@@ -382,8 +382,8 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    // key_terms: of key j, k_j L_j dS v_j, with dS of the state after the chunk and L_j the decay from j to its end.
-    // sum: of the gates after a token; all_keys: of key_terms; size: of their magnitudes.
+    // key_terms: for key j, k_j L_j dS v_j, with dS of the state after the chunk and L_j the decay from j to its end.
+    // sum: the sum of the gates after a token; all_keys: that of key_terms; size: that of their magnitudes.
     Tokens key_terms, dg;
     float sum = 0.f, all_keys = 0.f, size = 0.f;
 #pragma unroll 1

@@ -109,9 +109,9 @@ __device__ __forceinline__ u32 identity_of_lane() {
   return token == i ? 0x3c00u : token + 1 == i ? 0x3c000000u : 0;
 }
 // Completes x, this lane's dg of a chunk whose gates do not grow: adds the share, and state_term, a term for each of
-// the lane's channels h that all tokens of the chunk have. sums: of these channels over the chunk, with their units.
-// identity: from identity_of_lane(). A product with the identity converts multiples of a unit to float32 and adds the
-// state's term: 4 instructions instead of 32 conversions and additions.
+// the lane's channels h that all tokens of the chunk have. sums: those of these channels over the chunk, with their
+// units. identity: from identity_of_lane(). A product with the identity converts multiples of a unit to float32 and
+// adds the state's term: 4 instructions instead of 32 conversions and additions.
 template <typename G>
 __device__ __forceinline__ void add_query_share(Chunk& x, G (*panels)[CHUNK][PANEL<G>], const float (&state_term)[2],
                                                 const float (&sums)[2], int offset, u32 identity) {

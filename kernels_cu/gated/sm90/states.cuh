@@ -39,7 +39,7 @@ template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float
 // `joined`: a sequence has three segments. One block computes the segment that the pass starts with, another block the
 // other two as one. So only the pass's first segment needs a summary: the state that it leaves if it starts from zero
 // (backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the sequence_head of
-// the block's last segment in time; WorkTile::sequence_head: of its first one.
+// the block's last segment in time; WorkTile::sequence_head: that of its first one.
 struct Segment : WorkTile {
   i64 last_sequence_head;
 };
@@ -155,8 +155,8 @@ __device__ __forceinline__ Scale scale_to_float16(float largest) {
 
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
 // first gate stay in float16's range, and its inverse `down`, by which their sum is multiplied; both 1 unless the
-// gate's decay is below 2^-8. outer_decays: of queries, from the start of their sub-chunk. RWKV-6: always 1, since its
-// first query is not decayed.
+// gate's decay is below 2^-8. outer_decays: decays of queries from the start of their sub-chunk. RWKV-6: always 1,
+// since its first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -211,7 +211,7 @@ template <int BV> using FloatTile = Tile<float, BV>;
 // Writes a FloatTile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
-  // PIECES: of 8 columns, in a row; ROWS: that a warp writes in a step; STEPS: for 8 rows.
+  // PIECES: pieces of 8 columns in a row; ROWS: rows that a warp writes in a step; STEPS: steps for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
   // Of 8 lanes four have a row r, and four the row r XOR 5: so neither loads nor stores of swizzled tiles have bank
   // conflicts.
@@ -360,8 +360,9 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
   scale_state<BV>(S, up0 * d.all(0), up1 * d.all(1));
 }
 
-// x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: from earlier_tokens. all: for each of
-// the lane's two channels the sum over all tokens. The sums are products of x, as two tf32 numbers, and of ones.
+// x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: the operand that earlier_tokens sets.
+// all: for each of the lane's two channels the sum over all tokens. The sums are products of x, as two tf32 numbers,
+// and of ones.
 __device__ __forceinline__ void sum_earlier_tokens(Chunk& x, float (&all)[2], const u32 (&counted)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   SubChunk sum = {};

@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
         f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
       __syncwarp();
-      // The logarithm to base 2 of a decay: over the gates up to this token's (backwards), or from this token's on.
+      // The logarithm to base 2 of the decay over the gates up to this token's (backwards), or from this token's on.
       float sum = LOG2E * gates[stage];
 #pragma unroll
       for (int distance = 1; distance < CHUNK; distance *= 2) {

@@ -69,7 +69,7 @@ template <class Pass, typename G> struct Args {
   // Gated passes: [stretches, BK / 16, BK / 16, 32], bfloat16 states in the layout of lanes' registers
   uint4* stretch_states;
   float* token_sums;  // Gated passes: q_i . dq_i of each tile of columns of dq
-  void* dg;           // GatedKeys: of the gates' type, or float32 if several blocks write parts of it
+  void* dg;           // GatedKeys: numbers of the gates' type, or float32 if several blocks write parts of it
   i64 dq_tiles;       // Gated passes: the tiles of BV columns that dq has
 };
 
@@ -82,7 +82,7 @@ struct alignas(16) Gates {
   float to_end[LEVELS - 1][CHUNK];  // from after the token to the group's end, levels from 1 on
   u32 self_scores[CHUNK];       // SERVES_GATE_GRADIENT: a token's score with itself, the sum of two bfloat16 numbers
   float output_factors[CHUNK];  // E or, backwards, L, times output_scale
-  // L or, backwards, E, times value_scale: of two tokens, the sum of two bfloat16 numbers
+  // L or, backwards, E, times value_scale; for two tokens, each the sum of two bfloat16 numbers
   uint2 value_factors[CHUNK / 2];
   alignas(16) float chunk_decay;
 };
