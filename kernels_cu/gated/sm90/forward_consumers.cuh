@@ -11,18 +11,34 @@
 //           been read). In a sequence's last chunk also: the rows of v after its end are 0. One more only separates two
 //           loops, see `consume`
 // numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if q, k and v are float16
-// limits    sm_90a
-//
-// From wgmma.cuh: wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in registers and b
-// the descriptor wgmma_tile(address, leading, stride) of a swizzled tile; adding bytes / 16 to b moves the tile;
-// TRANSPOSED: the tile is [depth, N], else [N, depth]. wgmma_commit closes a group of products, wgmma_wait<n> waits
-// until n groups are unfinished, wgmma_fence comes before products that read registers written since; wgmma_keep keeps
-// the compiler from moving accesses of d over it. From forward_storage.cuh: SPLIT_SCORES, whether a score is two
-// numbers; headers[stage].row[0], WHOLE_CHUNK or a single token's row; threads_copy_rows, whether tokens have a
-// negative stride, so that there is no tensor map.
+// limits    sm_90a; BK and BV of 64 or 128
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 #include "wgmma.cuh"
+
+// From the includes, wgmma.cuh:
+//   wgmma<type, N, TRANSPOSED>(d, a, b, accumulate): starts d[64, N] = a b, or d += a b. a is in registers, b is a
+//     descriptor of a swizzled tile: [depth, N] if TRANSPOSED, else [N, depth]
+//   wgmma_tile(address, leading, stride): a descriptor. Adding bytes / 16 to it moves the tile
+//   wgmma_fence: before products that read registers written since the last fence
+//   wgmma_commit: closes a group of products; wgmma_wait<n>: waits until at most n groups are unfinished
+//   wgmma_keep(d): keeps the compiler from moving accesses of d over it
+// forward_storage.cuh and forward_schedules.cuh:
+//   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
+//   GATES_PER_TOKEN: 4, or 1 for ScalarDecay. SPLIT_SCORES: whether a score is stored as two numbers
+//   operands.flip(stage): the byte offset of a stage's scores in a tile of scores that two stages share, else 0
+//   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first; for ScalarDecay, too, producers store
+//     one for every channel. headers[stage].row[0]: WHOLE_CHUNK; or the row of the one token whose operands the stage
+//     holds, plus MORE_FILLS if the stage will be filled again for this chunk
+//   scan.skipped_decay: 0 if tokens before this part are skipped, since they decay to nothing; else 1
+//   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
+//     else the tensor maps `v` and `o_boxes` do
+//   Rows x: x.row(b, h, t): the address of a token's row; x.t: the token stride, in elements
+//   VALUES: the named barrier of the first consumer warpgroup. args.channel: the launch's first channel
+// ptx.cuh:
+//   forget(x), opaque(x): hide x's origin from the compiler, which else keeps in registers what it computes from x
+//   copy_of(x): x in a register of its own, not rounded: a tf32 product ignores the last 13 bits
+//   copies_arrive(barrier): this thread arrives when its copies by cp_async have ended
 
 // Calls f(number, address) for every number of the state that this lane holds and that is inside [K, V], with its
 // address in `state` [K, V]. A warpgroup holds BK channels from `channel` on of 64 columns from `column` on. With t =
@@ -47,8 +63,8 @@ __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, 
 
 // Multiplies this lane's N numbers of the state, of 2 N channels from `first_channel` on, by the chunk's decays.
 // put_decays (forward_rows.cuh) has ordered them so that the 4 that a lane needs of 16 channels are side by side.
-// GATES: how many a token has, GATES_PER_TOKEN: if 1, decays[0] is the decay of all channels. thread: its number in the
-// warpgroup.
+// GATES: how many a token has, GATES_PER_TOKEN: if 1, all decays are equal, and only decays[0] is read. thread: its
+// number in the warpgroup.
 template <int GATES, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first_channel = 0) {
   const float common = decays[0];
@@ -86,13 +102,15 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
   }
 }
 
-// `copy` rounds DEPTH channels of the state, S[0 ... DEPTH / 2 - 1] of a lane, to a left operand a: in bfloat16 if T is
-// bfloat16, else in tf32. tile: the number of this group of DEPTH channels.
+// `copy` makes a left operand a of DEPTH channels of the state, S[0 ... DEPTH / 2 - 1] of a lane. If T is bfloat16 it
+// rounds to bfloat16; else the operand is tf32: the product ignores the last bits. tile: the number of this group of
+// DEPTH channels.
 template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
   // Channels get the order in which in_tile and put_state_query (forward_rows.cuh) store tf32 queries: even ones, then
-  // odd ones; in every second panel, which 4 operands read, odd ones first (`swap`).
+  // odd ones. In every second panel of queries odd ones come first (`swap`), so that the producers' stores to two
+  // panels are in different banks. A panel has the channels of 4 operands.
   static __device__ __forceinline__ void copy(u32 (&a)[4], const float* S, int tile) {
     const int swap = tile / 4 % 2 * 2;
     a[0 + swap] = copy_of(S[0]), a[1 + swap] = copy_of(S[2]), a[2 - swap] = copy_of(S[1]), a[3 - swap] = copy_of(S[3]);
@@ -171,9 +189,10 @@ __device__ __forceinline__ void put_output_row(T* tile, const float (&o)[16], in
   }
 }
 
-// Starts copying a chunk of v without a tensor map; for all threads of a warpgroup, which all arrive at `loaded`. tile
-// holds a chunk of o that has been stored: a thread overwrites only the 16-byte pieces of it that it has stored itself.
-// Rows from `rows` on and columns from `columns` on become zero. stride: the distance of tokens in memory.
+// Starts copying a chunk of v without a tensor map; for all threads of a warpgroup, which all arrive at `loaded`. At
+// first `tile` is unused, later it holds a chunk of o that has been stored: a thread overwrites only the 16-byte pieces
+// that it has stored itself. Rows from `rows` on and columns from `columns` on become zero. stride: the distance of
+// tokens in memory.
 template <typename T>
 __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
                                             Barrier& loaded) {
@@ -184,9 +203,8 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
   copies_arrive(loaded);
 }
 
-// The work of one thread of a consumer warpgroup. Template arguments as those of the kernel (forward.cu).
-// In order, of a chunk: compute_chunk; if it returns true, compute_token_by_token; store. store_mark comes before some
-// chunks, finish after the last one.
+// The work of one thread of a consumer warpgroup. For each chunk `consume` calls compute_chunk; compute_token_by_token,
+// if compute_chunk returned true; and store. It calls store_mark before some chunks, and finish after the last one.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
@@ -209,7 +227,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ Consumer(Storage& s, const Args<T, G>& args)
       : s(s), args(args), work(s.work), tokens(s.work.tokens), warpgroup(threadIdx.x / 128), thread(threadIdx.x % 128) {
     bool has_initial = work.initial;
-    // SegmentState: tokens that are skipped before this part have forgotten the initial state.
+    // SegmentState: if tokens before this part are skipped, nothing of the initial state is left after them.
     if constexpr (!Schedule::has_outputs) total_decay = s.scan.skipped_decay, has_initial &= total_decay != 0;
     if (has_initial) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     if (threads_copy_rows<Schedule>(args))
@@ -261,8 +279,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // no o.
   __device__ __forceinline__ void start_products(u32 stage) {
     const float* const decays = s.headers[stage].decay[0];
-    // `thread` holds a register, threadIdx.x is read again: each instance has what was measured to be faster. lane is
-    // used modulo 4 only.
+    // A register is kept for `thread`; threadIdx.x is read anew. Each instance has what was measured to be faster. lane
+    // is used modulo 4 only.
     const int lane = IS_BFLOAT16<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
     if constexpr (Schedule::has_outputs)
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, GATES, PART_OPERANDS, T>(o, S, v, s.operands, decays, stage,
@@ -291,7 +309,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   }
 
   // Multiplies a chunk's operands, and stores o in the slot of v. Returns whether the producers fill the stage for the
-  // chunk's tokens one by one: then these operands were zero, and compute_token_by_token follows.
+  // chunk's tokens one by one. Then this first fill had operands of 0 and decays of 1: S is as before, o is 0, and
+  // compute_token_by_token must follow.
   __device__ __forceinline__ bool compute_chunk(u32 chunk) {
     const u32 token = chunk * CHUNK;
     const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // the compiler sees that lanes agree
@@ -339,10 +358,12 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     return one_by_one;
   }
 
-  // Computes a chunk token by token, after compute_chunk: the producers fill the stage again for every token, or twice
-  // for a token, with the operands of its row only (forward_growth.cuh).
+  // Computes a chunk token by token, after compute_chunk. The producers fill the stage again, with the operands of one
+  // row (make_tokens in forward_growth.cuh): RWKV-6 once a token; GLA twice, first with the token's decays and operands
+  // of 0, whose o of 0 is overwritten after the second fill. These are 32 or 64 fills, an even number: so the stage's
+  // next chunk waits for the parity that it would wait for after a chunk of one fill.
   __device__ __forceinline__ void compute_token_by_token(u32 chunk) {
-    int row = MORE_FILLS;  // StageHeader::row[0]
+    int row = MORE_FILLS;  // StageHeader::row[0]: the token's row, plus MORE_FILLS unless this is the last fill
 #pragma unroll 1
     for (int fill = 1; row & MORE_FILLS; ++fill) {
       const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);
@@ -355,8 +376,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.headers[stage].row[0] : 0, 0);
       if constexpr (Schedule::has_outputs) {
         wgmma_keep(o);
-        // If K_RANKS > 1 `thread` is computed again, to save registers. In other instances one version of the assembler
-        // then ran products one after the other.
+        // If K_RANKS > 1 `thread` is computed again, to save registers, and if gates are float32, the slot. In other
+        // instances one version of the assembler then ran products one after the other.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_output_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
                           [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
@@ -390,7 +411,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   }
 
   // Stores the state before a chunk in args.marks, for the backward pass, if the chunk's number is a multiple of
-  // mask + 1 = args.mark_every.
+  // args.mark_every, a power of two, which is mask + 1. Without marks both args.marks and args.mark_every are 0.
   __device__ __forceinline__ void store_mark(u32 chunk, u32 mask) {
     if (STORES_MARKS && args.marks && (chunk & mask) == 0) {
       const i64 state = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;

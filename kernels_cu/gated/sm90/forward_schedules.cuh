@@ -4,10 +4,18 @@
 // grid      a block for every (sequence, segment or part; head; BV columns of V). The blocks of a cluster have
 //           neighbouring columns. The first blocks have the last sequences of the batch rows: if segments are unequal,
 //           the last ones are the longest, and should start first
-// limits    clusters of two
+// limits    a cluster has two blocks at most
 #include "tensor.cuh"
 
-constexpr int CHUNK = 32, BC = 8, NUM_SUBCHUNKS = CHUNK / BC;  // tokens
+// From the includes:
+//   tokens_of(shape, s): the Span start ... stop - 1 of the tokens of a batch row's s-th sequence (or segment);
+//     shape.count: how many of these a batch row has; shape.H: heads
+//   Args, in forward_storage.cuh: segments (of a sequence); parts (of a segment); segment_states (the final states of
+//     segments from an earlier launch, from which the next segments start; null: each segment starts from a state of
+//     `initial`); backwards (the token stride is negative: then threads copy rows, else tensor maps copy boxes of CHUNK
+//     tokens. Never set for ClusterSplitK: the host copies such arrays first)
+
+constexpr int CHUNK = 32, BC = 8, NUM_SUBCHUNKS = CHUNK / BC;  // CHUNK, BC (of a sub-chunk): in tokens
 constexpr int PANEL = 64;                                      // columns of V a warpgroup
 
 // One block makes all operands of its chunks and multiplies them.
@@ -26,24 +34,28 @@ struct ClusterSplitK : SinglePass {
 struct ClusterSplitV : SinglePass {
   static constexpr int CLUSTER_SIZE = 2, CHUNK_RANKS = 2;
 };
-// Computes only the final states of parts of segments, starting from zero, and their decays; no outputs.
-// scan_segments.cu joins them. One launch for every BK channels.
+// Computes only the final states of parts of segments, and their decays; no outputs. One launch for every BK channels.
+// The host gives one of two:
+//   no `initial`: each part starts from zero; scan_segments.cu joins the parts
+//   `initial`, and one part: a sequence has two segments. The first one starts from the sequence's initial state, and
+//     its final state is the `segment_states` of the next launch; the second one is not computed
 struct SegmentState : SinglePass {
   static constexpr bool has_outputs = false;
 };
 
-// This block's number in its cluster.
+// This block's number in its cluster: that of blockIdx.x, which is also the `block` of work_tile.
 template <class Schedule> __device__ __forceinline__ int rank_of() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 
 // What a block computes: `tokens` tokens of a head from token `start` of the batch row on, and BV columns from `column`
-// on.
+// on. work_tile gives every part all tokens of its segment; narrow_work (forward_forgotten.cuh) then sets start and
+// tokens to those of the part.
 struct WorkTile {
   i32 sequence;  // the number, over the batch, of the segment (a sequence, if none is cut), or of the part
   i32 batch, head, column, start;
-  // Rounded up to a multiple of CHUNK if the tokens end with the batch row and boxes copy them: after the row's end
-  // boxes read 0, and store nothing.
+  // Rounded up to a multiple of CHUNK if the tokens end with the batch row and boxes copy them: boxes read 0 after the
+  // row's end, and store nothing there.
   i32 tokens;
   const float* initial;  // the state before the tokens; null: zero
   float* final;          // where the state after the tokens is stored; null: it is not
