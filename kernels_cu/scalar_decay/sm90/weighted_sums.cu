@@ -1,26 +1,21 @@
 // what      Outputs or gradients of a recurrence with one gate per token and head, in one pass on Hopper, by chunks of
 //           64 tokens. q, k and v enter the products undecayed; decays multiply the scores and the products' results.
-// math      per chunk, E_i the decay from its start through token i, L_j from after token j to its end, D_ij from after
-//           token j through token i; a decay is exp of the sum of the log gates g in between:
+// math      per chunk, with decays e^(sum of log gates): E_i over its gates up to i, L_j over those after j, D_ij over
+//           gates j + 1 to i:
 //           o_i = scale (E_i S q_i + sum_{j<=i} A_ij v_j), A_ij = D_ij q_i . k_j;  S <- E_64 S + sum_j L_j v_j k_j^T
 //           The code's A has the factor `scale`. Tokens beyond a sequence's end are read as zeros
-//           A gradient is such a sum (struct WeightedSum), too, with other arrays in the roles of q, k, v and o:
-//             dq: queries do, keys v, values k, forward in time
-//             dk: queries v, keys do, values q; dv: queries k, keys q, values do; both backward in time: they carry dS
-//             instead of S, j >= i, E and L change places, and `scale` multiplies what tokens add to dS
-//           Below, q, k, v, o, K and V are the roles: in dq's sum "K" is the layer's V and "V" its K.
-//           dg_t = sum of (q_i . dq_i - k_i . dk_i) over i >= t in t's stretch of 256 tokens + <S, dS> after the
-//           stretch's last token. Stretches bound the rounding errors that a longer sum would collect. The terms of
-//           A_ii are left out of q . dq and of k . dk: no gate multiplies them. The array that a sum's o is multiplied
-//           by, q for dq and k for dk, is called its partner
+//           Gradients are such sums (struct WeightedSum), too, of other arrays. Below, q, k, v, o, K and V are roles:
+//             o   q   k   v   partner
+//             dq  do  v   k   q        forward in time; here, and of dk, K is the layer's V, and V its K
+//             dk  v   do  q   k        backward in time: dS in place of S, j >= i, E and L change places, and `scale`
+//             dv  k   q   do           multiplies what tokens add to dS
+//           dg_t = <S, dS> after the last token of t's stretch of 256 tokens + the sum of q_i . dq_i - k_i . dk_i over
+//           i >= t in it. These products of a partner and o are without the terms of A_ii, which no gate multiplies.
+//           Stretches bound the rounding errors that a longer sum would collect
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
 //           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg
 //           contiguous: [B, H, T] of g's type if dk has one tile, else [B, H, T, tiles] float32, from each block the
 //           part of its BV columns of dk, for the host to add
-//           Fragments: with g = lane / 4 and t = lane % 4 a lane has, of sums [16 rows of a warp, columns], x[4n + 2h +
-//           p]: row g + 8h, column 8n + 2t + p. So of Values, an output o: row is a column of V, column is a token; of
-//           the state S: row is a column of V, column is a channel of K; of scores d: row is a query, column is a key.
-//           A u32 has two neighbouring bfloat16 numbers of a row, the first one in its low half
 // grid      a block for every (sequence, head, BV columns of V, WeightedSum), sequence slowest: a warpgroup for every
 //           64 columns, which holds their state transposed in registers; a warpgroup that computes A; a warp that moves
 //           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
@@ -32,7 +27,7 @@
 //           Queries       1     HAS_OUTPUTS                                    dq
 //           Keys          2     HAS_OUTPUTS, ALL_BACKWARD                      dk, dv
 //           GatedQueries  1     HAS_OUTPUTS, SERVES_GATE_GRADIENT              dq, token_sums, stretch_states
-//           GatedKeys     2     the same, ALL_BACKWARD, WRITES_GATE_GRADIENT   dk, dv, dg, from the last two
+//           GatedKeys     2     the same, ALL_BACKWARD, WRITES_GATE_GRADIENT   dk, dv, dg; reads the last two
 //           SUMS: WeightedSums of a launch. stretch_states: of each stretch, S before its last chunk. Summary takes
 //           each segment of a sequence for a sequence; scan_segments.cu joins their states
 // smem      weighted_sums_storage.cuh. Stage: a chunk's q, k, v, partner and A; Gates: its decays
@@ -46,7 +41,7 @@
 //           rounded A, else up to bfloat16's
 // source    Yang et al., 2024, sections 4 and 4.4; Sun et al., 2023, "Retentive Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
-//           bytes. So for gradients the layer's K and V are both at most BK
+//           bytes
 //
 // Names. warpgroup.cuh: Values, accumulators of an output; Operand, two bfloat16 numbers a register; each_two calls
 // f(i, ...) for each two tokens o[i], o[i + 1]; matrix_row and swizzled, addresses in a panel of 64 numbers of each
@@ -59,6 +54,11 @@
 // compiler from holding in registers what is computed from their argument
 #include "lanes.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
+
+// Fragments. With g = lane / 4 and t = lane % 4, here and below, a lane has of sums [16 rows of a warp, columns]
+// x[4n + 2h + p]: row g + 8h, column 8n + 2t + p. Rows and columns are, of an output o (Values), columns of V and
+// tokens; of the state S, columns of V and channels of K; of scores d, queries and keys. A u32 has two neighbouring
+// bfloat16 numbers of a row, the first one in its low half.
 
 // ---- a warp that sums gates ---------------------------------------------------------------------------------------
 
