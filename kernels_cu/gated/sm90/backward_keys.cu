@@ -14,10 +14,9 @@
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
 //           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
 //           backward_queries.cu: query_share, which may be dg itself; query_sums [B, H, chunks, K + FLAGS], of each
-//           channel sum_i q_i scale E_i S do_i, whose 9 lowest bits hold the channel's unit: a power of 2 of which
-//           query_share is multiples (query_share.cuh); after the K sums a byte for each warp, 1 if the chunk is to be
-//           computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S before
-//           every CHECKPOINT_EVERY-th token (states.cuh)
+//           channel sum_i q_i scale E_i S do_i, with the unit of query_share (query_share.cuh) in the 9 lowest bits;
+//           then a byte for each warp, 1 if the chunk is to be computed token by token; ends [N P, H, K], c of a
+//           segment's last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A and dv; last,
 //           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
@@ -35,8 +34,7 @@
 //           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c. kept_ratio is infinite; but 2^-7 (ROUNDING) once a later chunk is
-//           computed token by token, whose growth may have made dS so large that D sum_v S dS is more than rounding
+//           unless it is larger than kept_ratio c
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
@@ -393,6 +391,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     else return computed_counts;
   };
 
+  // Infinite, but ROUNDING = 2^-7 once a later chunk is computed token by token, whose growth may have made dS so large
+  // that D sum_v S dS is more than rounding error.
   float& kept_ratio = s.kept_ratio[Schedule::in_turn ? warp : 0];
   if constexpr (Schedule::in_turn) {
     __syncwarp();  // all lanes have read `kept_ratio` of the previous segment
