@@ -19,6 +19,10 @@
 //           the terms left out are 4e13 times as large
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; a launch for every BK channels
+//
+// Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
+// Left and RightData are a lane's part of A and B; set(p, pair) rounds a pair. lane_sums(x): sums of x over the four
+// lanes of a channel: `all`, and `after` this lane. tokens_of: the tokens of a sequence, here of a segment
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"

@@ -70,9 +70,9 @@ template <int BK> struct alignas(16) Shared {
   float gap_decay[WARPS<BK>][BK];
 };
 
-// Loads a lane's W channels of the warp's 16 tokens, from `from` on; zeros from token `rows` and channel `channels` on.
-// stride: the distance of tokens in memory; bytes: as in Args. If rows are multiples of W numbers, the lane's channels
-// all exist or none does.
+// Loads a lane's W channels (a Piece) of the warp's 16 tokens, from `from` on; zeros from token `rows` and channel
+// `channels` on. stride: the distance of tokens in memory; bytes: as in Args. If rows are multiples of W numbers, the
+// lane's channels all exist or none does.
 template <int W, typename X>
 __device__ __forceinline__ void load(Piece<W, X> (&x)[WARP_ROWS], const X* from, i64 stride, int rows, int channels,
                                      int bytes) {

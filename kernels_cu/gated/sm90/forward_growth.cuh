@@ -21,7 +21,8 @@
 // LANES: lanes of a sub-chunk; THREADS: those of a producer group. InputStage: a chunk's q, k and g. in_tile, put_key,
 // put_state_query store 4 channels of a row in a tile of operands; put_decays: decays of 4 channels; load_gates: a
 // token's log gates. MAKERS: producer groups that take chunks in turn. K_RANKS = 2: two blocks have half of the
-// channels each
+// channels each. send_operands, send_scores: copy to the cluster's other block; fetch_gates, fetch_qk start copies of
+// inputs. larger_of_halves: the larger number of each half of two registers
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"

@@ -46,7 +46,9 @@
 // as floats; times(y, x, f): y = x f, channel by channel; put_four stores 4 numbers; in_tile is the address of a
 // sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store row i; fetch_gates and fetch_qk
 // start copies of a chunk's inputs; clear_gates and clear_keys set to 0 what is after the sequence's end; send_operands
-// and send_scores copy to the cluster's other block.
+// and send_scores copy to the cluster's other block. From forward_growth.cuh: EIGHTH, 1/8 in a gate's type; send_vote,
+// wait_for_votes: votes of the two blocks; make_tokens: makes a chunk token by token. barrier_any: a barrier, and
+// whether its argument is true for any thread. store_if(stores, to, x): a store without a branch.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
