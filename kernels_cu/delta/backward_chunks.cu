@@ -34,6 +34,9 @@
 #include "delta/chunk.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
 //   BT = 32 tokens, TILE = 64
 //   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
 //     operands of tensor cores

@@ -17,6 +17,7 @@
 #include "tensor.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Word<T>: two neighbouring numbers; unpack_pair: as floats; word_of: from floats
 //   LeftReader, RowsReader, RightReader: operands from a tile; multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
 //   copy_rows: starts copies of a tile's rows; own_lane(): this thread's lane

@@ -30,6 +30,7 @@
 #include "delta/growing_chunk.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3 kinds of borders between blocks
 //   unpack_four, put_four: four neighbours as floats; times, add_product: of four
 //   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)

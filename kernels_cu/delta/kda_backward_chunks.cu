@@ -31,6 +31,9 @@
 #include "delta/channel_backward.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
 //   BT = 32 tokens in BLOCKS = 4 blocks of BLOCK = 8; TILE = 64 channels or columns; THREADS = 128
 //   times, plus, plus_times: of two channels at a time; pair_at, put_pair: load and store them
 //   fetch_rows: one warp copies the chunk's rows to a tile; copy_chunk: all threads do

@@ -25,6 +25,7 @@
 #include "delta/prepared.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   BT = 32 tokens
 //   unpack_four, put_four: four neighbours as floats; times: of four
 //   put_split_pair: store numbers as sums of two (a `single` as it is)

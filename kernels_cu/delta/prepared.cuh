@@ -14,6 +14,12 @@
 #include "delta/chunk_storage.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
+//   BT = 32 tokens; Matrix: [32, 32] numbers, each the sum of two for 16-bit data
+
 // TWO_WRITES (RWKV-7): v is written along the rows of Z[0] (Z), and Y along those of Z[1] (Zb).
 template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
   // Bytes of the members before W: all that a walk without outputs reads.

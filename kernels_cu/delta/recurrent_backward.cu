@@ -15,9 +15,9 @@
 //           [B, HV, chunks, V, K padded to a multiple of 4]: the states before every TOKENS-th token; do dv [B, HV, T,
 //           V], dht dh0 [N, HV, K, V]; parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels;
 //           if q and k are normalized, their parts are the gradients of the normalized ones. token_parts [2, tiles, B,
-//           HV, T]: [0] of beta, [1] of GatedDelta's g. Nobody reads the others: [0] of Dplr is 0, [1] of Kda and Dplr
-//           is undefined. starts [direction, N, P, H, K, V]: of direction 1, at segment p, the G' of segment p + 1
-//           before join_segments.cu runs, and dS after segment p from then on. P: segments of a sequence
+//           HV, T]: [0] of beta, [1] of GatedDelta's g, else unused. starts [2, N, P, HV, K, V] of N sequences with P
+//           segments each: [0] is the forward pass's; [1] has at segment p first G' of segment p + 1, which
+//           join_segments.cu then replaces by dS after segment p
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
 //           all channels, LANE_CHANNELS of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
@@ -25,9 +25,9 @@
 //           arrived, and the previous chunk's parts have been added up | decays and the tokens' scalars are in shared
 //           memory | parts of sums over columns are, and the chunk has been read
 // numerics  float32, of float64 data float64. A chunk's states are computed again, forwards, from the state before it,
-//           which the forward kernel has kept. If that dS is not finite, since numbers grew when segments were joined,
-//           the block of the sequence's last segment computes the whole sequence, and the blocks of its other segments
-//           compute nothing
+//           which the forward kernel has kept: the host gives both kernels the same TOKENS. If dS after a sequence's
+//           first segment is not finite, since numbers grew when segments were joined, the block of the sequence's last
+//           segment computes the whole sequence, and the blocks of its other segments compute nothing
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
 #include "delta/segments.cuh"
@@ -37,13 +37,21 @@
 #include "tensor.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   Real<T>: float, or double for float64; to_real, from_real convert
-//   BlockWork: the block's sequence, head and columns
-//   Tokens::fetch starts copies; TokenGates: gates and betas on their way; prepare_tokens: decays and TokenScalars
+//   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
+//     V from first_column on
+//   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
+//   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
+//     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
+//   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
 //   load_neighbours, store_neighbours: N numbers at once
-//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
-//     block takes the whole sequence, as joined states left the range of numbers
+//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
+//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
+//     the other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   THREADS = 128; converted_once: a float64 argument as float; copy_tile: starts the copy of a tile;
 //     sum_over_lanes<N>: over N neighbouring lanes
 
@@ -60,7 +68,7 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   using R = Real<T>;
   // COLUMNS, of a warp: so many that a lane has 64 bytes of S, and of dS. BV: of the block.
   static constexpr int LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
-  // Of sums over columns: for dq, dk, (Dplr) da, db, (gates of channels) dg.
+  // The number of arrays of sums over columns: dq, dk; Dplr also da, db; with gates of channels dg, the last one.
   static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;
   static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;  // rows of a warp for a token
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
@@ -68,8 +76,8 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];  // without channels' gates 16 bytes, not used
   TokenScalars<R> scalars[TOKENS];
   R residual[TOKENS * BV];  // e, or of Dplr p
-  // Warps' parts of dbeta and of GatedDelta's dg. A row is stored with the token before it: the row after the chunk's
-  // last token gets what the previous chunk has left, and is not read.
+  // Warps' parts of dbeta and of GatedDelta's dg. A token's dg is stored while the token before it is computed: so the
+  // row after the chunk's last token is stored, too, as 0, and is not read.
   R token_parts[TOKENS + 1][WARPS][2];
   // A token's rows, by warp. First, row c: column c of the warp in the state before the token. Then, when the warp has
   // read these, row `kind`: its part of a sum over columns, of each channel.

@@ -5,15 +5,16 @@
 //           GatedDelta, Kda: e = beta (v - S'^T k), S+ = S' + k e^T, o = scale (S'^T q + (q . k) e)
 //           Dplr (diagonal plus low rank, RWKV-7): p = S^T a, S+ = S' + b p^T + k v^T,
 //                 o = scale (S'^T q + (q . b) p + (q . k) v)
-//           If args.normalized, q and k above are the given ones divided by their Euclidean lengths. The kernel works
-//           with the given ones and multiplies sums by the inverse lengths
+//           If args.normalized (never for Dplr), q and k above are the given ones divided by their Euclidean
+//           lengths. The kernel works with the given ones and multiplies sums by the inverse lengths
+//           A walk for F or G has no outputs. G is the state after a walk from zeros, of the first segment from the
+//           initial state; F is the state after a walk with values of 0 from the identity. No G of a last segment is
+//           needed, and no F of a first or last one
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
 //           state [N, HV, K, V], kept [B, HV, chunks, V, K and zeros to a multiple of 4]. HV, the number of value
-//           heads, is shape.H; every args.group value heads share a head of q, k, a and b. `starts`: the states from
-//           which segments start, where G is stored; F: a segment's matrix [K, K and zeros to a multiple of 4]; both
-//           for join_segments.cu. G is the state after a walk from zeros, of the first segment from the initial state;
-//           F is the state after a walk with values of 0 from the identity. No G of a last segment is needed, and no F
-//           of a first or last one
+//           heads, is shape.H; every args.group value heads share a head of q, k, a and b. F [segments, HV, K, K and
+//           zeros to a multiple of 4]; starts [segments, HV, K, V]: first G, each in the place of the next segment,
+//           which join_segments.cu then replaces by the state from which that segment starts
 // grid      a block for every (segment, value head, BV columns of V), segment slowest, columns of F after those of V.
 //           BK / 16 neighbouring lanes share COLUMNS columns: each of them holds 16 channels of these columns' state in
 //           registers
@@ -34,17 +35,25 @@
 #include "tensor.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   Real<T>: float, or double for float64; to_real, from_real convert
-//   BlockWork: the block's sequence, head and columns
-//   Tokens::fetch starts copies; TokenGates: gates and betas on their way; prepare_tokens: decays and TokenScalars
+//   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
+//     V from first_column on. Its last argument: more tiles of columns after those of V, whose first_column counts on
+//   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
+//   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
+//     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
+//   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
 //   load_neighbours, store_neighbours: N numbers at once
-//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
-//     block takes the whole sequence, as joined states left the range of numbers
+//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
+//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
+//     the other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   THREADS = 128; converted_once: a float64 argument as float
 
 constexpr int CHANNELS = 16;  // of a lane
-// Tokens of a stage: so many that the stage's q, and its k, are at most 4 KB for every type and BK.
+// Tokens of a stage: so many that the stage's q, and its k, have at most 4 KB for every type and BK.
 template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
@@ -79,8 +88,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     int first_column;
     Segment<R> segment;
   };
-  // Whether the first segment's block takes all tokens of its sequence, as joined states have left the range of
-  // numbers.
+  // Whether the first segment's block takes all tokens of its sequence, as a joined state is not finite.
   const bool whole =
       !args.F && is_whole<false>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
   // n: the segment; tile: work.first_column.
@@ -185,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           erased[c] += __shfl_xor_sync(0xffffffffu, erased[c], distance);
           read[c] += __shfl_xor_sync(0xffffffffu, read[c], distance);
         }
-      R written[COLUMNS];  // e of the given k, of Dplr v: S+ = S' + k written^T (of Dplr + b p^T)
+      R written[COLUMNS];  // e times k's inverse length; Dplr: v. S+ = S' + k written^T (Dplr: + b p^T), k as given
       R o = 0;             // the output of the lane's column number `lane`, which this lane stores
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {

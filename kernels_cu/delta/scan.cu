@@ -21,14 +21,19 @@
 #include "delta/walk.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row
 //   BT = 32 tokens
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
 //   store_tokens: the warp's columns of the tokens to memory
 //   each_number: calls f for the lane's numbers of S. copy_prepared, copy_chunk: start copies
-//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
-//     block takes the whole sequence, as joined states left the range of numbers
+//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
+//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
+//     the other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S; word_of: two numbers as a Word

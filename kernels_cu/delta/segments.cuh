@@ -2,6 +2,11 @@
 //           from, and where the walk stores its last one.
 #include "tensor.cuh"
 
+// From tensor.cuh:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row; tokens_of, chunks_of: those of a sequence
+
 // Whether x is neither infinite nor NaN.
 template <typename R> __device__ __forceinline__ bool is_finite(R x) { return x - x == R(0); }
 
@@ -18,8 +23,9 @@ template <typename R> struct Segment {
 // states that sequences start from, or null; `final`: the memory for those they end with, or null. `starts` [direction,
 // segment, head, K, V]: the states that segments start from; direction 1 is backwards.
 // `outputs`: the walk computes outputs; it starts from `starts`, or, in the first segment, from `given`. A walk without
-// outputs starts from `given` or zeros, and stores its last state in `starts` for the next segment. `whole`: the first
-// segment has all tokens of the sequence, the others have none. h: the head.
+// outputs starts from `given` or zeros, and stores its last state in `starts` for the next segment. `whole`, only of
+// walks with outputs: the first segment has all tokens of the sequence and stores the last state; the others have no
+// tokens and store nothing. h: the head.
 template <bool BACKWARDS, typename R>
 __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shape, u32 P, u32 n, u32 h,
                                                  const Rows<const R>& given, R* starts, const Rows<R>& final,

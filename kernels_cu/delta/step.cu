@@ -19,6 +19,7 @@
 #include "tensor.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   Real<T>: float, or double for float64; to_real, from_real convert; inverse_root: 1 / sqrt
 //   LEAST_SQUARE = 1e-6 is added to the square of a length

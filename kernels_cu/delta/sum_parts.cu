@@ -14,6 +14,7 @@
 #include "tensor.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   THREADS = 128, WARPS = 4
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   sum_over_lanes<32>: over the warp; LEAST_SQUARE = 1e-6

@@ -11,6 +11,9 @@
 #include "tensor.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row; tokens_of: those of a sequence
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   sum_over_lanes<N>: over N neighbouring lanes; inverse_root: 1 / sqrt; LEAST_SQUARE = 1e-6 is added to the square of
 //     a length

@@ -11,9 +11,11 @@
 #include "delta/segments.cuh"
 
 // From chunk.cuh and its includes:
-//   LeftReader: left operands, whose rows are a tile's rows; TransposedReader: left operands, whose rows are its
-//   columns RightReader: right operands, whose rows are a tile's rows; RowsReader: right operands, whose columns are
-//   its rows multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; word_of: two numbers as a Word
+//   LeftReader: left operands, whose rows are a tile's rows
+//   TransposedReader: left operands, whose rows are a tile's columns
+//   RightReader: right operands, whose rows are a tile's rows
+//   RowsReader: right operands, whose columns are a tile's rows
+//   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; word_of: two numbers as a Word
 //   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
 //   State<BK>: float[BK / 8][4]
 

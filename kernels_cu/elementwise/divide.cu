@@ -11,7 +11,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From real.cuh:
+// From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 
 template <typename T> struct Args {

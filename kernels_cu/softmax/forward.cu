@@ -16,7 +16,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// From softmax.cuh:
+// From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
 //   fetch, store: copy a tile of tokens to shared memory, results from it
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each: call f for

@@ -21,6 +21,7 @@
 #include "softmax_work.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
 //   CHUNK_QUERIES = 64; minus_infinity: -inf

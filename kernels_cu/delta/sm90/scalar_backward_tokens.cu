@@ -55,6 +55,8 @@
 #include "lanes.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
@@ -63,8 +65,10 @@
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   at_offset: an address, bytes after a tile's start
-//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
-//     block takes the whole sequence, as joined states left the range of numbers
+//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
+//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
+//     the other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
 //     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
 //     store_transposed: the warp's 16 columns of 32 rows

@@ -53,6 +53,7 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "half_products.cuh"
 
 // From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_tile: a tile's descriptor; wgmma_fence: before products whose registers were written; wgmma_commit closes a

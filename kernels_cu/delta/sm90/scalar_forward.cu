@@ -28,14 +28,17 @@
 #include "delta/sm90/scalar_forward_storage.cuh"
 
 // From the includes:
+//   shape.H: heads of values
 //   barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes; is_whole: whether one
-//     block takes the whole sequence, as joined states left the range of numbers
+//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
+//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
+//     the other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   channel_operand_offset: a byte offset in 32 rows of 128 bytes, swizzled, at which load_transposed and
 //     store_transposed load and store the warp's 16 columns
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
