@@ -11,7 +11,8 @@
 //                     3  border32 2   border32 3   border16 1   diagonal 3
 // shapes    operands are [32, 64]: channel, token; scores are blocks of 16 x 16 tokens in accumulators of mma.sync.
 //           Operands: a struct of the including kernel with the members queries, keys, border8, border16 and border32,
-//           each a pointer to ChannelTokens. M: how operands are stored and multiplied, with the type M::Stored
+//           each a pointer to ChannelTokens. M: how operands are stored and multiplied, with the type M::Stored. All
+//           lanes of a warp call functions with products together
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them

@@ -3,7 +3,8 @@
 //           forward_storage.cuh; readers of tiles: forward_tiles.cuh; Math, Left, Right, multiply: fragments.cuh
 // shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels].
 //           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix, and
-//           likewise of a tile of scores [16 queries, 8 keys]
+//           likewise of a tile of scores [16 queries, 8 keys]. All lanes of a warp call functions with
+//           products together
 // numerics  sums in float32; products with S read it rounded
 //
 // Names. PRODUCTS: tf32 products for each product of float32, 1 or 3. A product is D[16, 8] += A[16, 16] B[16, 8]: Left

@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                    __shfl_xor_sync(0xffffffffu, self_products[m].y, lanes)};
     if (g == m) *reinterpret_cast<float2*>(s.self_products[warp] + 8 * m + 2 * t) = self_products[m];
   }
-  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. Both kernels' products cut their operands off
-  // to tf32: one correction is for those of the scores, the other for those that gated/backward_channels.cu makes of
-  // the scores. Scores of single pairs, below, take only the second one.
+  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. Both kernels' products cut float operands off
+  // to tf32 (of bfloat16, corrections are 1): one correction is for those of the scores, the other for those that
+  // gated/backward_channels.cu makes of the scores. Scores of single pairs, below, take only the second one.
   const auto put = [&](const float (&d)[2][4], int row, int column) {
     Stored* to = args.scores + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
 #pragma unroll

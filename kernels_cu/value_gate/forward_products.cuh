@@ -1,8 +1,8 @@
 // what      Products of the value gate's forward kernel: outputs from the state, outputs from the chunk's values, and
 //           the update of the state.
 // math      o = F * (q decayed) S + (A * F) v, with the columns' decays F from the chunk's start, or between two
-//           tokens; S <- diag(decay of channels) S diag(decay of columns) + (k decayed to the chunk's end)^T (v decayed
-//           to it)
+//           tokens (the caller multiplies by scale); S <- diag(decay of channels) S diag(decay of columns) + (k decayed
+//           to the chunk's end)^T (v decayed to it)
 // shapes    a sub-chunk has BC = 8 tokens, a chunk SUBS of them: 4, or 2 if operands are floats. With g = lane / 4 and
 //           t = lane % 4 a lane has columns g and g + 8 of a warp's 16:
 //             outputs (transposed)     o[n / 2][n % 2][2h + i] is token 8n + 2t + i, column g + 8h

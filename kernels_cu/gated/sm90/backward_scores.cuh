@@ -1,7 +1,8 @@
 // what      Products for scores of a chunk of 32 tokens: A, of decayed queries and keys, and dA, of do and v; and the
 //           layouts of their operands. For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu).
 //           Tile, Operand, SubChunk, Across and the lane's channels and tokens: decays.cuh. ChannelStage, keys_within,
-//           by8, by16: backward_keys_storage.cuh. Queries and keys "within sub-chunks" are those times their decays
+//           by8, by16: backward_keys_storage.cuh. All lanes of a warp multiply together, and by multiply_rows all
+//           threads of a warpgroup. Queries and keys "within sub-chunks" are those times their decays
 //           from the middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16
 //

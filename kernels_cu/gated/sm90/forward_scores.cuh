@@ -7,7 +7,7 @@
 //           scale q_i . u k_i) and, in RWKV-6, A[i, i - 1] = scale q_i . k_(i - 1)
 // numerics  operands about a middle are bfloat16 or tf32; those at borders float16, or T if two blocks' scores are
 //           added; sums float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
-// limits    sm_90a
+// limits    sm_90a; all lanes of a warp call functions with products or shuffles together
 #include "gated/sm90/forward_storage.cuh"
 
 // Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by a factor of 2^-11 / (2 ln 2) on average.

@@ -4,7 +4,8 @@
 //           (backward_keys.cu) loads the share, adds the other terms of dg and overwrites it.
 // shapes    A chunk's tile is [32 tokens, 64 channels] for each warpgroup. Lane `lane` of a warp has channels lane / 4
 //           and lane / 4 + 8 of the warp's 16 channels; index h, 0 or 1, selects one of the two. A `Chunk` holds the
-//           lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p.
+//           lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p. All lanes of a
+//           warp call functions with products or shuffles together
 // numerics  The terms of dg nearly cancel, so an error of the share is large beside dg. If a chunk's gates do not grow
 //           (`exceeds_growth` in growth.cuh):
 //             G bfloat16: the share is stored as float16 multiples of a unit, a power of 2 for each channel of a chunk.

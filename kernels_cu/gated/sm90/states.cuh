@@ -4,7 +4,7 @@
 //           (backward_keys.cu) backwards with its gradient dS. Both are "a state" here, called S.
 // shapes    A chunk has 32 tokens in four sub-chunks of 8. Lane 4 g + t of a warp has channels g and g + 8 of the
 //           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. Values, Operand,
-//           Chunk, SubChunk: decays.cuh, warpgroup.cuh
+//           Chunk, SubChunk: decays.cuh, warpgroup.cuh. All threads of a warpgroup start products with states together
 // numerics  A product with a state takes the state in tf32, which has float32's range, or as two bfloat16 numbers, or
 //           as one float16 number. These roundings add up in the gate's gradient from chunk to chunk, so the first pass
 //           stores S every CHECKPOINT_EVERY tokens, and the second pass computes anew from each stored S what it
