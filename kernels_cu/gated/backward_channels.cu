@@ -41,8 +41,7 @@
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
 //           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
-//           Columns of V may have gates, too (Columns is Gated; GLA only). Then v comes decayed to the chunk's end, do
-//           decayed from its start, and dA is computed by value_gate/backward_scores.cu.
+//           If columns of V have gates, too (Columns; GLA only), dA comes from value_gate/backward_scores.cu.
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 //
@@ -77,7 +76,8 @@ struct Ungated {
   static constexpr bool gated = false, turned = false;
   template <typename T, typename Stored> using Type = T;
 };
-// Gated: columns of V have gates. v and do come with decays multiplied in, of the type `Stored` that products take.
+// Gated: columns of V have gates. v comes decayed to the chunk's end, do decayed from its start, both of the type
+// `Stored` that products take.
 struct Gated {
   static constexpr bool gated = true, turned = false;
   template <typename T, typename Stored> using Type = Stored;

@@ -6,8 +6,8 @@
 //           gate is above 0; all tokens before it are skipped
 // smem      `inputs` as boxes of gates, [CHUNK, BK] each; `operands` as sums of gates, [warp, channel]
 // barriers  mbarrier scan.loaded: a batch of gates is in `inputs`. Of the block, for every batch: sums are in shared
-//           memory, and gates have been read | a vote: whether a channel is not forgotten yet | if so, another: whether
-//           it will not be
+//           memory, and gates have been read | a vote: whether a channel is not forgotten yet | if so, another
+//           vote: whether the search is given up
 // numerics  the skipped part is e^-48 (1.4e-21) of a state: float32 drops it when it is added to a number of similar
 //           size. If a gate is above 0, earlier states may have grown more than they were forgotten since: then nothing
 //           is skipped.

@@ -21,15 +21,14 @@
 //           stage), arrives at full (its operands are complete). Of a group, two a chunk: the decays over all
 //           sub-chunks are in shared memory | all operands of scores are; a third before scores are sent to the
 //           cluster's other block; one more if gates are above a limit. In order: make_chunk
-// numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST_DECAY: see below. If
-//           q and k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds
-//           float16's range is scaled (forward_scales.cuh)
+// numerics  If q and k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds
+//           float16's range is scaled (forward_scales.cuh). Decays within a sub-chunk: see below
 // limits    sm_90a; T of float16, bfloat16; BK of 64, 128; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
-// one program. (A program for each sub-chunk took a third fewer instructions a warp, but all of them together exceeded
-// the instruction cache, and the kernel took 1.5 times as long.) Gates are read first; queries and keys are read row by
-// row as they are needed, since registers are scarce. The score of a query and a key, by their distance:
+// one program: a program for each sub-chunk took a third fewer instructions, but all of them exceeded the instruction
+// cache, and took 1.5 times as long. Queries and keys are read row by row as they are needed, since registers are
+// scarce. The score of a query and a key, by their distance:
 //   in different halves of the chunk       the query decayed from the end of the first half, the key decayed to it
 //   in different sub-chunks of a half      the same, for the end of the half's first sub-chunk
 //   in one sub-chunk                       the same, for its middle; a query before the middle, and a key after it, is

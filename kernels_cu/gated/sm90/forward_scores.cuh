@@ -212,9 +212,9 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
 }
 
 // Computes a warp's share of the scores, and stores it in A, times `scale`. SCALED: rows have scales
-// (forward_scales.cuh), whose inverses are undo_q and undo_k of score_operands.rows. direct: the
-// scores of the warp's DirectProducts; self_scores: in RWKV-6, this lane's part, of its 4 channels, of q_i . u k_i of
-// its sub-chunk's tokens; flip: see Operands (forward_storage.cuh).
+// (forward_scales.cuh), whose inverses are undo_q and undo_k of score_operands.rows. direct: the scores of the warp's
+// DirectProducts; self_scores: in RWKV-6, this lane's part, of its 4 channels, of q_i . u k_i of its sub-chunk's
+// tokens; flip: see Operands (forward_storage.cuh).
 template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
 __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& score_operands,
                                             const Sums (&direct)[ScoreShare<WARPS>::N], float (&self_scores)[BC],
@@ -236,7 +236,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   constexpr int ROWS = BC * 128;  // bytes of the rows of a sub-chunk
   // Stores two scores of the queries of sub-chunk `queries` + `next` and the keys of sub-chunk `keys`.
   const auto put = [&](int queries, int keys, int next, float x, float y) {
-    // Row g, piece g of 16 bytes; XOR 16 keys: piece g ^ keys, where the swizzle has the row's columns 8 keys ...
+    // Of row g the piece g of 16 bytes. XOR 16 keys makes it piece g ^ keys, where the swizzle puts columns 8 keys on.
     char* const place = reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;
     put_scores<Schedule, T>(place, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
   };
