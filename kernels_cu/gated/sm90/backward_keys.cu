@@ -49,12 +49,11 @@
 // start_write takes them; state_values, keys with the values that they have in a product with a state. Segment,
 // segment_of<BACKWARDS>, each_segment: what a block computes; sum_tokens_by_shuffles<false>: over earlier tokens;
 // load_state and each_of_state read and write a state in memory; checkpoint_at: where a stored state is.
-// backward_scores.cuh: multiply_within and multiply_across compute scores; put_within, put_across and put_state store
-// operands; multiply_rows computes dA. wgmma_wait<0> waits for all products; wgmma_keep keeps uses of their results
-// behind it. each_neighbours calls f(sub-chunk n, channel h) for the lane's pairs of tokens, which neighbours_of finds
-// in an Operand; warpgroup_panels: a tile's panels of a warpgroup; pair_index, self_weight_at: places in dA;
-// pair_value, score_value: rounded to tf32. backward_keys_storage.cuh: ChannelStage, ValueStage: a chunk's arrays of K,
-// of V numbers
+// wgmma_wait<0> waits for all products; wgmma_keep keeps uses of their results behind it. each_neighbours calls
+// f(sub-chunk n, channel h) for the lane's pairs of tokens, which neighbours_of finds in an Operand; warpgroup_panels: a
+// tile's panels of a warpgroup; pair_index, self_weight_at: places in dA; pair_value, score_value: rounded to tf32.
+// backward_keys_storage.cuh: ChannelStage, ValueStage: a chunk's arrays of K, of V numbers. multiply_*, put_within,
+// put_across, put_state: backward_scores.cuh
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
