@@ -50,8 +50,8 @@
 // segment_of<BACKWARDS>, each_segment: what a block computes; sum_tokens_by_shuffles<false>: over earlier tokens;
 // load_state and each_of_state read and write a state in memory; checkpoint_at: where a stored state is.
 // wgmma_wait<0> waits for all products; wgmma_keep keeps uses of their results behind it. each_neighbours calls
-// f(sub-chunk n, channel h) for the lane's pairs of tokens, which neighbours_of finds in an Operand; warpgroup_panels: a
-// tile's panels of a warpgroup; pair_index, self_weight_at: places in dA; pair_value, score_value: rounded to tf32.
+// f(sub-chunk n, channel h) for the lane's pairs of tokens, which neighbours_of finds in an Operand; warpgroup_panels:
+// a tile's panels of a warpgroup; pair_index, self_weight_at: places in dA; pair_value, score_value: rounded to tf32.
 // backward_keys_storage.cuh: ChannelStage, ValueStage: a chunk's arrays of K, of V numbers. multiply_*, put_within,
 // put_across, put_state: backward_scores.cuh
 #include "gated/sm90/backward_keys_storage.cuh"
