@@ -1,14 +1,14 @@
 """The declaration of an operator, and the checks of single arguments.
 
-A declaration names the axes of each array, `{"q": "B H T K", "v": "B H T V"}`. Checks, shapes of results, signatures,
-random inputs of tests and the documentation follow from it. An error names the operator, the argument, what was
-expected and what was given.
+A declaration names the axes of each array, `{"q": "B H T K", "v": "B H T V"}`: B rows of the batch, H heads, T tokens,
+K channels of keys, V of values; N sequences. Checks, shapes of results, signatures, random inputs of tests and the
+documentation follow from it. An error names the operator, the argument, what was expected and what was given.
 """
 
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -28,8 +28,8 @@ class Declaration:
     arrays: Mapping[str, str]  # {"q": "B H T K", ...} in the order of the call
     out: str = "B H T V"
     gates: tuple[str, ...] = ()  # arrays that may be float32 if the others are in half precision
-    strengths: tuple[str, ...] = ()  # gates that say how strongly a token is written; the others are logs of decays
-    computed: tuple[str, ...] = ()  # arrays that are results of a stage: float32, or float64 if the others are
+    strengths: tuple[str, ...] = ()  # gates that say how strongly a token is written
+    computed: tuple[str, ...] = ()  # arrays that an earlier stage has returned: float32, or float64 if the others are
     modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
     state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
@@ -37,8 +37,8 @@ class Declaration:
     transition: Transition = Transition.NONE  # what a token does to the state before it
     keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
     second_result: str = "output_final_state"  # the keyword argument that requests a second result; "" for none
-    derived: Any = None  # an object of a class in `derived`, if backends compute another operator in its place
-    differentiable = True  # whether linattn_np.interop has a function of this name
+    derived: Any = None  # an object of a class in derived.py, if backends compute another operator in place of this one
+    differentiable: ClassVar[bool] = True  # of a class of operators: whether linattn_np.interop has a function of each
 
     @property
     def value(self) -> str:
@@ -47,7 +47,7 @@ class Declaration:
 
     @property
     def decays(self) -> list[str]:
-        """The names of the gates that are the log of a token's decay."""
+        """The names of the gates that are the log of a token's decay: not `strengths`, nor gates without tokens."""
         return [name for name in self.gates if self.arrays[name].startswith("B") and name not in self.strengths]
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
@@ -67,7 +67,9 @@ class Declaration:
         return bool(x)
 
     def native(self, name, x, use="computed"):
-        """(`x` as a NumPy or CuPy array over the same memory, the library of `x`). `use`: what is done with it."""
+        """(`x` as a NumPy or CuPy array over the same memory, the library of `x`). `use`: what the call does with it,
+        "computed", "written" or only "copied". An error recommends the function of linattn_np.interop, if there is one;
+        the name of an operator's gradient is the operator's, and a word more."""
         try:
             return accepted_arrays.accepted(name, x, use, self.name.split()[0] if self.differentiable else None)
         except accepted_arrays.Refusal as refusal:
@@ -98,11 +100,12 @@ class Declaration:
         return native
 
     def placed_states(self, name, parts, sizes, home, v_first, groups):
-        """`placed` for the parts of a state, or of its gradient, in the caller's order of axes."""
+        """`placed` for the parts of a state, or of its gradient, in the caller's order of axes: V before K with
+        `v_first`. groups: heads of values for each head of q."""
         wanted = [value_heads.grouped_axes(axes, groups) for axes in self.state]
         if v_first:
             wanted = [axes.replace("K V", "V K") for axes in wanted]
-        return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))
+        return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted, strict=True))
 
     def writable(self, name, x, home):
         """Refuses an array that cannot be written to, or whose elements share memory."""

@@ -182,18 +182,27 @@ def test_info_tells_what_a_user_has_set(capsys, monkeypatch):
     assert re.search("^environment\n  OPENBLAS_NUM_THREADS +1$", called(capsys, "info")[1], re.M)
 
 
+def test_info_goes_on_where_something_is_broken(capsys, monkeypatch):
+    def broken_section():
+        yield "first", 3
+        raise RuntimeError("no reply")
+
+    monkeypatch.setattr(info, "devices", broken_section)
+    monkeypatch.setattr("numpy.show_config", lambda mode: {})
+    code, out, err = called(capsys, "info")
+    assert (code, err) == (0, "")
+    assert re.search("^devices\n  first +3\n  more +cannot be told: RuntimeError: no reply\nbackends$", out, re.M)
+    assert re.search("^  NumPy's BLAS +cannot be told: KeyError: ", out, re.M)
+
+
 def test_info_of_a_user_without_a_home(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     assert len(list(info.caches())) == 4
 
 
-def test_info_goes_on_where_something_is_broken():
-    def broken():
-        raise RuntimeError("no libnvrtc")
-
-    assert info.fact_line(broken) == "cannot be told: RuntimeError: no libnvrtc"
-    assert info.fact_line(3) == "3" and info.version(12040) == "12.4"
+def test_info_tells_the_version_of_cuda():
+    assert info.version(12040) == "12.4"
 
 
 def test_quantise_writes_nothing_that_cannot_be_read_again(tmp_path, capsys, monkeypatch):

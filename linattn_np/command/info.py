@@ -45,6 +45,7 @@ SET_BY_USER = (  # environment variables
     *VARIABLES,
     "CUDA_VISIBLE_DEVICES",
     "CUDA_PATH",
+    "CUDA_CACHE_PATH",
     "CUPY_CACHE_DIR",
     "NUMBA_CACHE_DIR",
     "NUMBA_ENABLE_CUDASIM",
@@ -52,7 +53,7 @@ SET_BY_USER = (  # environment variables
 
 
 def add_options(parser):
-    """It has no options."""
+    """Every subcommand has this function; `info` has no options."""
 
 
 def run(options):
@@ -65,19 +66,28 @@ def run(options):
         ("environment", environment),
     ):
         to_stdout(title)
-        for name, fact in facts():
-            to_stdout(f"  {name:<20} {' '.join(fact_line(fact).split())}")
+        for name, fact in lines_of(facts):
+            to_stdout(f"  {name:<20} {' '.join(fact.split())}")
 
 
-def fact_line(fact) -> str:
-    """A fact as text; it may be a function that finds it. If that fails, the text is the error."""
+def lines_of(facts):
+    """Yields (name, text) for the facts of a section. A fact may be a function that finds it: if it fails, the text is
+    the error. If the section itself fails, the error is its last line."""
     try:
-        return str(fact() if callable(fact) else fact)
+        for name, fact in facts():
+            try:
+                yield name, str(fact() if callable(fact) else fact)
+            except Exception as error:
+                yield name, untold(error)
     except Exception as error:
-        return f"cannot be told: {type(error).__name__}: {error}"
+        yield "more", untold(error)
 
 
-# Each of these yields (name, fact) for the lines of a section.
+def untold(error) -> str:
+    return f"cannot be told: {type(error).__name__}: {error}"
+
+
+# -- sections: each returns or yields (name, fact) for its lines ------------------------------------------------------
 def versions():
     yield "linattn_np", f"{__version__} in {PACKAGE}"
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
@@ -90,7 +100,7 @@ def versions():
 
 def devices():
     yield "CPU", f"{cpu()}, {workers()} cores for this process"
-    folder_for_cupy()
+    folder_for_cupy()  # CuPy cannot be imported without a folder that it may write to
     try:
         import cupy
     except ImportError as error:
@@ -124,9 +134,9 @@ def version(number) -> str:
 def backends():
     """Which backends run operators, on the GPU if there is one, and on which devices models run."""
     try:
-        check_device("models", "cuda")
+        check_device("models", "cuda")  # imports CuPy
         xp, missing = sys.modules["cupy"], None
-    except NotSupported as error:
+    except NotSupported as error:  # its text: "models: device 'cuda' cannot be used: the reason; what helps"
         xp, missing = np, str(error).split(": ")[-1].partition(";")[0]
     for name in ("numpy", "cupy", "numba"):
         yield f"operators, {name}", partial(route, xp if name != "numpy" else np, name, missing)
@@ -148,15 +158,18 @@ def caches():
         ("CUDA's kernels", "CUDA_CACHE_PATH", home / ".nv" / "ComputeCache"),
         ("Numba's loops", "NUMBA_CACHE_DIR", PACKAGE),
     ):
-        folder = Path(os.environ.get(variable) or folder)
-        files = [path for path in folder.rglob("*.nb[ic]" if folder == PACKAGE else "*") if path.is_file()]
-        yield name, f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
-    yield "example's model", austen
+        yield name, partial(cache_in, Path(os.environ.get(variable) or folder))
+    yield "example's model", austen  # a function: its path, or an error that says how to get it
+
+
+def cache_in(folder) -> str:
+    """A folder of compiled code, and how much is in it."""
+    files = [path for path in folder.rglob("*.nb[ic]" if folder == PACKAGE else "*") if path.is_file()]
+    return f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
 
 
 def threads():
-    built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    yield "NumPy's BLAS", f"{built['name']} {built['version']}"
+    yield "NumPy's BLAS", blas_of_numpy
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
@@ -165,6 +178,11 @@ def threads():
     for pool in threadpool_info():
         about = f"{pool['version'] or ''} {pool.get('architecture', '')}"
         yield pool["internal_api"], f"{about}: {pool['num_threads']} threads"
+
+
+def blas_of_numpy() -> str:
+    built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return f"{built['name']} {built['version']}"
 
 
 def environment():

@@ -1,8 +1,8 @@
 """Threads that help a model's call with its matrix products.
 
 They run Numba's loops, which do not hold the GIL. A call wakes them once, not at every product: until the call stops
-them, they look at its board (see `matrix_loops`) for parts of products to compute. If a thread starts late, or never,
-the others compute its parts.
+them, they look at its board for parts of products to compute. If a thread starts late, or never, the others compute
+its parts (`matrix_loops` says how parts are claimed).
 """
 
 import os
@@ -16,7 +16,8 @@ SHARE = 4 << 20  # a helper is woken for so many bytes of matrices: with fewer, 
 
 
 def count() -> int:
-    """The threads of a call: OMP_NUM_THREADS, as BLAS counts them, or the cores that this process may use."""
+    """The threads of a call: OMP_NUM_THREADS, but at most the cores that this process may use; all of these if the
+    variable is not set, or is a list, of numbers for nested teams."""
     wanted = whole_of(os.environ.get("OMP_NUM_THREADS", ""))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(wanted or cores, cores)
@@ -56,11 +57,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class Board:
-    """The board on which a call publishes its products; every call has its own, used by the call's thread alone.
+    """The board on which a call publishes its products. Every call has its own; only the call's thread enters `helped`.
 
-    array : the board for `matrix_loops`
+    array : the board for `matrix_loops`. Two of its elements are set here: THREADS, the call's thread and its helpers,
+        and STOPPED, whether helpers must return
     busy : whether the thread is inside `helped`
-    most : the most helpers
+    most : the most helpers; none where the system lacks sched_yield, which a thread without a part calls
     """
 
     def __init__(self):
@@ -80,10 +82,7 @@ class Board:
         self.busy = True
         try:  # at once: Ctrl-C may come at any line, and would leave helpers that look at the board for ever
             wanted = min(self.most, size // SHARE)
-            if wanted and not HELPERS.started:
-                # Compiles `assist`, which returns at once as the board is stopped. A helper that compiled it might be
-                # ended with the process before the machine code is on the disk.
-                self.loops.assist(self.array)
+            # If the board was used before, a helper that wakes late may join, too. It does no harm: it claims parts.
             self.array[self.loops.THREADS], self.array[self.loops.STOPPED] = wanted + 1, 0
             if wanted:
                 HELPERS.wake(self.array, wanted)
