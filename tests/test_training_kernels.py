@@ -95,12 +95,13 @@ def limit(dtype):
 
 
 def mostly_close(draw, dtype):
-    """`close`, of what `draw` gives; in half precision the median of three draws.
+    """`close`, of what `draw` gives: the median of five draws.
 
-    In bfloat16 one draw of 600 is off by more than the limit, by up to three times as much, and always in the gradient
-    of keys: presumably a head's output is next to nothing there, and its norm magnifies rounding.
+    One draw of 600 is off by more than the limit, by up to three times as much, and always in the gradient of keys:
+    presumably a head's output is next to nothing there, and its norm magnifies rounding. Three of five are seldom off:
+    in one of 20 million runs.
     """
-    draws = [errors(*draw()) for _ in range(1 if dtype == np.float32 else 3)]
+    draws = [errors(*draw()) for _ in range(5)]
     for name in draws[0]:
         assert np.median([of[name] for of in draws]) <= limit(dtype), name
 
@@ -129,8 +130,11 @@ def test_gradients_are_those_of_numpy(device, dtype, kind, rng):
     ids=str,
 )
 def test_gradients_of_other_sizes(device, kind, sizes, rng):
-    layout, vector, tokens = model(rng, (2, 6), kind, **sizes)
-    close(on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), 2e-5, layout)
+    def draw():
+        layout, vector, tokens = model(rng, (2, 6), kind, **sizes)
+        return on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), layout
+
+    mostly_close(draw, DTYPES[0])
 
 
 @pytest.mark.pairwise
@@ -324,8 +328,8 @@ def test_gradients_through_dropout(device, kind, rng):
     layout, vector, tokens = model(rng, kind=kind)
     found = on_device(device, DTYPES[0], layout, vector, tokens, SEEDS, RATE)
     close(found, on_host(layout, vector, tokens, drawn(SEEDS, RATE)), 2e-5, layout)
-    other = on_device(device, DTYPES[0], layout, vector, tokens, (SEEDS[0], SEEDS[1] + 1), RATE)
-    assert abs(other[0] - found[0]) > 1e-4
+    _, other = on_device(device, DTYPES[0], layout, vector, tokens, (SEEDS[0], SEEDS[1] + 1), RATE)
+    assert np.linalg.norm(other - found[1]) > 1e-3 * np.linalg.norm(other)
 
 
 # -- the optimiser ----------------------------------------------------------------------------------------------------
@@ -367,8 +371,9 @@ def test_a_step_is_adamws(device, dtype, scale, rng):
     decayed = np.where(np.arange(count) < matrices, kept, 1) * weights
     wanted = training_steps.adam(decayed, gradient, first, second, clip, rate, *training_steps.corrections(number))
     *found, copy = adamw(device, dtype, (weights, gradient, first, second), matrices, rate, kept, number)
-    for x, y in zip(found, wanted):
-        np.testing.assert_allclose(host(x), y, rtol=1e-5, atol=1e-6)
+    terms = abs(decayed) + abs(wanted[0] - decayed), abs(first) + clip * abs(gradient), wanted[2]  # which may cancel
+    for x, y, size in zip(found, wanted, terms, strict=True):
+        assert (abs(host(x) - y) / size).max() <= 1e-6
     if copy is not None:
         np.testing.assert_array_equal(host(copy), host(found[0])[:matrices].astype(dtype))
 
