@@ -9,14 +9,15 @@ class CommonOperations(Protocol):
 
     The residual x and all that is computed from it are [..., D] with axes of tokens, or [n, ..., D] for a stack of n.
     `shift` (the previous token's normed x) and `wkv` (the recurrence's state) are the layer's part of the state; the
-    operations that get them read and update them.
+    operations that get them read and update them. Operations for gradients get None for both.
     """
 
     def shift_mix(self, layer, norm: str, maa: str, x, shift):
-        """``(xx + d maa [n, ..., D], xx, d)`` with xx = LN(x) and d = xx_{t-1} - xx_t."""
+        """``(xx + d maa [n, ..., D], xx, d)`` with xx = LN(x) and d = xx_{t-1} - xx_t. norm, maa: the names of the
+        norm's (weight, bias) and of the n mixes' weights [n, D]."""
 
     def product(self, layer, name: str, x):
-        """x W^T."""
+        """x W^T, W being the matrix `name`; of a stack of n matrices and a stack of n x, n products."""
 
     def relu_squared(self, x):
         """relu(x)^2."""

@@ -13,6 +13,9 @@ class Layout:
 
     Matrices come first, because only they are rounded and have weight decay. Parameters that are stacked as one weight
     are adjacent, in the order of the stack.
+
+    sizes, axes, shapes : {axis: size}; {official name: axes}; {official name: shape} in the vector's order
+    spans : {official name: (start, end) in the vector}; `size` is the vector's length
     """
 
     version: Version
@@ -98,7 +101,8 @@ class Layout:
         raise NotImplementedError
 
     def sort_key(self, name):
-        """The sort key of a parameter: matrices before others, by layer, then in the order of `Version.matrices`."""
+        """The sort key of a parameter: matrices before others, by layer (those outside the layers first), then in the
+        order of `Version.matrices`."""
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         matrix = self.version.is_matrix(name)
         return (0, layer, self.version.matrices.index(name_in_block(name))) if matrix else (1, layer, 0)

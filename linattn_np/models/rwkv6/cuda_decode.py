@@ -33,11 +33,18 @@ class DecodingStep(cuda_decoder.DecodingStep):
     part of the state: the previous tokens' normed channels, and the recurrent state. `added` is the result of the mix
     before, or None: parts of a product, which the norm that begins a mix adds to the residual. A mix returns its own.
     `matmul` takes (the matrix's name, x, y, WRITE for y = x w^T, or RELU_SQUARED for relu(x w^T)^2) of each product.
+
+    From the base class: `norm_shift` adds the norm that begins a mix, and the mixes' inputs; `products_in_parts` adds
+    products that may leave parts, and returns how many; `launch_time_mix` adds the recurrence and the product with the
+    output matrix, `product_for_residual` a product that the residual must gain: both return the next `added`.
+    `decoder.batch` is B; `decoder.dtype`, `decoder.state_dtype` and `decoder.matrices` are the dtypes of products, of
+    the state and of the matrices in memory; `decoder.by_rows`: whether products take float32 inputs, row by row.
     """
 
     def staged(self, kernel, area):
-        """With int8 matrices and more channels than UNIT_NUMBERS, at most these: rwkv6/decode_few.cu finds a unit for
-        the digits of each UNIT_NUMBERS gated outputs, but keeps one unit for all that it takes at a time."""
+        """How many numbers of a product's input the single launch takes at a time, of `area` bytes. With int8 matrices
+        and more channels than UNIT_NUMBERS, at most UNIT_NUMBERS: rwkv6/decode_few.cu finds a unit for the digits of
+        each UNIT_NUMBERS gated outputs, but keeps one unit for all that it takes at a time."""
         numbers = kernel.staged(area)
         wide = self.decoder.matrices == INT8 and self.decoder.sizes["D"] > UNIT_NUMBERS
         return min(numbers, UNIT_NUMBERS) if wide else numbers
@@ -106,6 +113,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     size_limits: ClassVar = {"D": 8192, "N": 256, "W": 512}  # the largest that the kernels take
 
     def kernel_of_one(self):
+        """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
         return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
 
     def mix_kernel(self, terms, X):
@@ -114,6 +122,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         return five_mixes or kernels.DataMix.of_step(self.dtype, X, self.batch, terms)
 
     def version_buffers(self, terms, X):
+        """The buffers that the top of this module lists. `buffer` makes a float32 array."""
         B, (D, A, W), buffer = self.batch, (self.sizes[axis] for axis in "DAW"), self.buffer
         mix_kernel = self.mix_kernel(terms, X)
         low_parts = NarrowProduct.PARTS if isinstance(mix_kernel, kernels.FiveMixes) else mix_kernel.most_parts

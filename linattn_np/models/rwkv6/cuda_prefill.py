@@ -12,7 +12,12 @@ from . import math
 
 
 class MixOperations(cuda_prompts.MixOperations):
-    """The operations of `math.MixOperations`, each as launches in a plan; x and the state are `plan.Array`s."""
+    """The operations of `math.MixOperations`, each as launches in a plan; x and the state are `plan.Array`s.
+
+    From the base class: `T`, `dtype` (X) and `sizes`; `mixes`, by the name of a norm the arrays for its mixes, for the
+    normed x and for d; `results`, the array for each product; `scale`, the factor that o has in float16; `recurrent`
+    adds an operator.
+    """
 
     time_mix, channel_mix = math.time_mix, math.channel_mix
 

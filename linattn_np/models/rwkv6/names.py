@@ -15,8 +15,8 @@ from ..rwkv.names import (
 from ..rwkv.version import FLA_SIZES, Version
 from .weights import LAYER
 
-# Every parameter of a block and its axes: the letters of `rwkv.version`; A and W, the ranks of the low-rank matrices of
-# mixes and of decays; F, the width of the channel mix. Linear weights are (out, in).
+# Every parameter of a block (att: time mix, ffn: channel mix) and its axes: the letters of `rwkv.version`; A and W, the
+# ranks of the low-rank matrices of mixes and of decays; F, the width of the channel mix. Linear weights are (out, in).
 BLOCK = {
     "ln1.weight": "D",
     "ln1.bias": "D",
@@ -58,6 +58,7 @@ OTHER_VERSIONS = {
 
 
 # flash-linear-attention (fla) orders the five mixes r w k v g, and stores low-rank matrices as (out, in).
+# LINEAR: the matrices that it has as `linear.weight` of a module.
 FLA_ORDER, LINEAR = "rwkvg", ("receptance", "key", "value", "gate")
 OFFICIAL_ORDER = [FLA_ORDER.index(mix) for mix in "wkvrg"]
 
@@ -108,6 +109,7 @@ def web_rwkv_naming(name):
 
 
 def is_web_rwkv(weights) -> bool:
+    """Whether the names are web-rwkv's."""
     return any(name.endswith(".time_mix_w1") for name in weights)
 
 
@@ -130,7 +132,7 @@ def naming(weights: Mapping):
     return prefix, official_names_first(weights, NAMINGS[prefix])
 
 
-VERSION = Version(
+VERSION = Version(  # its fields are explained in `rwkv.version`
     number=6,
     owner="RWKV6",
     title="RWKV-6 x060",

@@ -1,5 +1,16 @@
-"""RWKV-6's layers on the CPU by Numba's loops. Arguments of operations: see `numpy_layers`; loops write to their first
-argument."""
+"""RWKV-6's layers on the CPU by Numba's loops: the operations of prompts. A step of one token is one loop, `step`.
+
+Each operation computes what `math.MixOperations` says of its name. Arrays are float32, [T, D] for T tokens and D
+channels, in H heads of N:
+
+    layer     the arrays of `weights.LAYER`: maa [5, D], the weights of the mixes w k v r g; ln_x (weight, bias) [2, D];
+              bonus [H, N]; the matrix maa_up, for `product`
+    xx, d     the normed x; the previous token's xx less xx
+    low       [T, 5 ranks]: the product with maa_down; m [5, T, D]: the products with maa_up, and then the five mixes
+    o         [T, H, N], the result of the recurrence; gate: the output gate
+
+A loop overwrites its first argument: `low`, m, o or the residual x, which nobody reads as they were before.
+"""
 
 from typing import ClassVar
 
@@ -12,7 +23,7 @@ from .names import VERSION
 
 
 class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
-    """`math.MixOperations` on matrices in few bits."""
+    """`math.MixOperations` by loops, with matrices of the module `matrices`, in float32 or fewer bits."""
 
     def data_mix(self, layer, low, xx, d):
         tanh_in_place(low)
@@ -22,6 +33,7 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
         return m
 
     def gated_norm(self, layer, o, gate):
+        # copied only if the recurrence has returned another order of axes
         o = np.ascontiguousarray(o.reshape(gate.shape))
         numba_loops.gated_norm(o, gate, layer.ln_x, len(layer.bonus), self.layers.group_eps)
         return o
@@ -32,6 +44,8 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
 
 
 class NumbaLayers(numba_layers.NumbaLayers):
+    """What the general layers lack: RWKV-6's tables (`version`), mixes, operations of prompts and loops."""
+
     version = VERSION
     mixes: ClassVar = math
     operations = PromptOperations

@@ -39,6 +39,8 @@ class MixOperations(numpy_layers.MixOperations):
 
 
 class NumpyLayers(numpy_layers.NumpyLayers):
+    """What the general layers lack: RWKV-6's tables (`version`), mixes and operations."""
+
     version = VERSION
     mixes: ClassVar = math
     operations = MixOperations

@@ -1,4 +1,9 @@
-"""The arrays of RWKV-6's layers, and the parameters that each of them holds: {field: `version.Weight`}."""
+"""The arrays of RWKV-6's layers, and the parameters that each of them holds: {field: `version.Weight`}.
+
+The code's names say what the official ones, such as att.time_faaaa, do not: `linear` is a matrix or a stack of several,
+`low_rank` one of a pair (_down, then _up), `norm` a weight and a bias, `vector` a vector or a stack. maa are weights of
+the mixes of a token with the previous one.
+"""
 
 from ..rwkv.version import linear, low_rank, norm, vector
 

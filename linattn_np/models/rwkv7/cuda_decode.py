@@ -45,6 +45,11 @@ class DecodingStep(cuda_decoder.DecodingStep):
     part of the state: the previous tokens' normed channels, and the recurrent state. `added` is the result of the mix
     before, or None: parts of a product, which the norm that begins a mix adds to the residual. A mix returns its own.
     `matmul` takes (the matrix's name, x, y, WRITE for y = x w^T, or RELU_SQUARED for relu(x w^T)^2) of each product.
+
+    From the base class: `norm_shift` adds the norm that begins a mix, and the mixes' inputs; `launch_time_mix` the
+    recurrence and the product with the output matrix; `product_for_residual` a product that the residual must gain. The
+    last two return the next `added`. `decoder.batch` is B; `decoder.dtype`, `decoder.state_dtype` and
+    `decoder.matrices` are the dtypes of products, of the state and of the matrices in memory.
     """
 
     def time_mix(self, layer, shift, wkv, added):
@@ -97,9 +102,11 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         return self.all_layers.down.shape[2]  # [L, DOWNS, rank, D]
 
     def kernel_of_one(self):
+        """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
         return kernels.DecodeOne.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
 
     def version_buffers(self, terms, X):
+        """The buffers that the top of this module lists. `buffer` makes a float32 array; DOWNS = 4 products `low`."""
         B, D, buffer = self.batch, self.sizes["D"], self.buffer
         buffers = {
             "mixed": buffer(terms, 6, B, D, dtype=X),

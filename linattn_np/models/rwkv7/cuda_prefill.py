@@ -16,7 +16,12 @@ from ..rwkv import cuda_prompts
 class MixOperations(cuda_prompts.MixOperations):
     """The two mixes as launches in a plan. One product computes the first halves of all four low-rank products
     (`down`), and one kernel the second halves with their activations (`Openings`): w, the log of the decay, and the
-    `openings`, which are the learning rate, the output gate, and the share of the first layer's value."""
+    `openings`, which are the learning rate, the output gate, and the share of the first layer's value.
+
+    From the base class: `T`, `dtype` (X) and `sizes`; `mixes`, by the name of a norm the arrays for its mixes, for the
+    normed x and for d; `results`, the array for each product; `scale`, the factor that o has in float16; `recurrent`
+    adds an operator.
+    """
 
     def __init__(self, decoder, *arguments):
         super().__init__(decoder, *arguments)

@@ -7,8 +7,9 @@ from ..rwkv.names import as_row, block_prefix, fla_naming, identity, official_na
 from ..rwkv.version import FLA_SIZES, Version, name_in_block
 from .weights import LAYER
 
-# Every parameter of a block and its axes: the letters of `rwkv.version`; W, A, Q and G, the ranks of the low-rank
-# matrices of decays, learning rates, values and gates; F, the width of the channel mix. Linear weights are (out, in).
+# Every parameter of a block (att: time mix, ffn: channel mix) and its axes: the letters of `rwkv.version`; W, A, Q and
+# G, the ranks of the low-rank matrices of decays, learning rates, values and gates; F, the width of the channel mix.
+# Linear weights are (out, in).
 BLOCK = {
     "ln1.weight": "D",
     "ln1.bias": "D",
@@ -103,7 +104,7 @@ def head_size(weights) -> int:
     return next((array.shape[-1] for name, array in weights.items() if name.endswith(".r_k")), 64)
 
 
-VERSION = Version(
+VERSION = Version(  # its fields are explained in `rwkv.version`
     number=7,
     owner="RWKV7",
     title="RWKV-7 x070",

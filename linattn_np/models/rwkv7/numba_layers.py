@@ -1,5 +1,17 @@
-"""RWKV-7's layers on the CPU by Numba's loops. Arguments of operations: see `numpy_layers`; loops write to their first
-argument."""
+"""RWKV-7's layers on the CPU by Numba's loops: the operations of prompts. A step of one token is one loop, `step`.
+
+Each operation computes what `math.MixOperations` says of its name. Arrays are float32, [T, D] for T tokens and D
+channels, in H heads of N:
+
+    layer     the arrays of `weights.LAYER`. Vectors [D]: decay, icl and value, which are added before a sigmoid;
+              removal and replacement, factors of k; bonus [H, N]; ln_x (weight, bias) [2, D]. Matrices: names in _up
+    low       [T, rank]: the product with the first matrix, of a name in _down
+    icl       the in-context learning rate. kappa: the key of what is removed, k removal over its norm, head by head
+    first_v   the first layer's v, which `first_value` has stored
+    o         [T, H, N], the result of the recurrence; gate: the output gate
+
+A loop overwrites its first argument: `low`, k, v or o, new arrays of the call, which nobody reads as they were before.
+"""
 
 from typing import ClassVar
 
@@ -12,7 +24,7 @@ from .names import VERSION
 
 
 class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
-    """`math.MixOperations` on matrices in few bits."""
+    """`math.MixOperations` by loops, with matrices of the module `matrices`, in float32 or fewer bits."""
 
     def log_decay(self, layer, low):
         tanh_in_place(low)
@@ -36,9 +48,11 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
         return v
 
     def keys(self, layer, k, icl):
+        # the loop returns kappa, and changes k to the key with which the recurrence writes
         return numba_loops.keys(k, icl, layer.removal, layer.replacement, len(layer.bonus)), k
 
     def bonus_norm(self, layer, o, r, k, v, gate):
+        # copied only if the recurrence has returned another order of axes
         o = np.ascontiguousarray(o.reshape(gate.shape))
         bonus = layer.bonus.ravel()
         numba_loops.bonus_norm(o, r, k, v, gate, layer.ln_x, bonus, len(layer.bonus), self.layers.group_eps)
@@ -46,6 +60,8 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
 
 
 class NumbaLayers(numba_layers.NumbaLayers):
+    """What the general layers lack: RWKV-7's tables (`version`), mixes, operations of prompts and loops."""
+
     version = VERSION
     mixes: ClassVar = math
     operations = PromptOperations

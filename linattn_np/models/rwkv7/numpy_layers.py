@@ -29,6 +29,7 @@ class MixOperations(numpy_layers.MixOperations):
         return self.product(layer, "gate_up", array_math.sigmoid(low))
 
     def first_value(self, v):
+        """v, which is stored for the other layers' `residual_value`."""
         self.first_v = v
         return v
 
@@ -58,6 +59,8 @@ class MixOperations(numpy_layers.MixOperations):
 
 
 class NumpyLayers(numpy_layers.NumpyLayers):
+    """What the general layers lack: RWKV-7's tables (`version`), mixes and operations."""
+
     version = VERSION
     mixes: ClassVar = math
     operations = MixOperations

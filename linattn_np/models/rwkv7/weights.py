@@ -1,4 +1,9 @@
-"""The arrays of RWKV-7's layers, and the parameters that each of them holds: {field: `version.Weight`}."""
+"""The arrays of RWKV-7's layers, and the parameters that each of them holds: {field: `version.Weight`}.
+
+The code's names say what the official ones, such as att.k_k, do not: `linear` is a matrix or a stack of several,
+`low_rank` one of a pair (_down, then _up), `norm` a weight and a bias, `vector` a vector or a stack. icl is the
+in-context learning rate; removal and replacement are factors of the keys by which a token removes and writes.
+"""
 
 from ..rwkv.version import linear, low_rank, norm, vector
 
