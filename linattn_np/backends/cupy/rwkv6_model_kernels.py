@@ -31,6 +31,15 @@ from .arguments import members
 from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
+# Where a name is not what the list above says. X: in ChosenNorm and Activation the dtype of the input, and Y that of
+# the output; in GatedAdd, whose arrays are float32, the dtype of the hidden layer, which sets the unit of `value`.
+# PARTS: in DataMix and Openings, numbers of `up`'s dtype whose sum is one tanh(low). slots: in DecodeFew also places of
+# 16 KB in shared memory.
+#
+# From `kernel.ModelKernel`: `file` is the .cu file; `arguments` the members of its struct Args in their order, which
+# the compiler compares with Args; `shared` the C++ types in shared memory, with this class's fields in braces, and
+# `shared_bytes` their size; `threads` those of a block. padded(n, m): n rounded up to a multiple of m.
+
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 class NormShift(ModelKernel):
@@ -42,9 +51,10 @@ class NormShift(ModelKernel):
         "pointers x sum value gate weight bias maa shift slots xx d mixed, integers B D C P squares shares, reals eps"
     )
     shared = ("Shared",)
-    SHARES: ClassVar[int] = 4  # of a sequence, where sequences are FEW
+    SHARES: ClassVar[int] = 4  # the decoder's `shares` in a step of at most FEW sequences; of more sequences 1
     FEW: ClassVar[int] = 16
-    PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
+    # `squares`: whether `value` is a product of squares, in a unit of its own
+    PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS, the most parts of `value`
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
     threads = 512
@@ -75,7 +85,7 @@ class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
     arguments = TIME_MIX
     shared = ("TimeMixScratch",)
-    threads, parts = 256, 1
+    threads, parts = 256, 1  # parts: the most parts of k, v, r and gate that the kernel adds up
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -92,7 +102,7 @@ class TimeMixBatch(ModelKernel):
     arguments = (*TIME_MIX, *members("integers P"))
     shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
-    MOST_PARTS: ClassVar[int] = 2  # of k, v, r and gate, for blocks of few sequences
+    MOST_PARTS: ClassVar[int] = 2  # the most parts of k, v, r and gate, in blocks of fewer than 8 sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # the possible SEQUENCES
     dtype: np.dtype
     state: np.dtype
@@ -125,6 +135,10 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
+# The arguments of DecodeFew: weights by their names in `rwkv6.weights`, their int8 scales; parts of the state; buffers
+# between phases (`rwkv6.cuda_decode`), and `arrived`, how many layers each block has computed. L layers, P rows of the
+# state, A and W the ranks, F channels of the channel mix, V tokens of the vocabulary. first, last: a range of phases.
+# tokens: gets the likeliest token, or null; likeliest, brought: the best of the blocks so far, and how many these are.
 class DecodeFew(ModelKernel):
     """A whole decoding step of one sequence in one launch, on Hopper. Blocks wait for each other's results without
     barriers: each number is stored as a word that also says of which layer it is.
@@ -167,6 +181,7 @@ class DecodeFew(ModelKernel):
                     return kernel, area
         return None
 
+    # 4 A: the float32 numbers tanh(low) for one of the five mixes.
     def least_area(self, sizes) -> int:
         """Bytes for the operands of two mixes and the norm from which they are computed, and for a head's time mix."""
         norm = (2 * self.bytes_of_operand + self.bytes_of_float) * sizes["D"]
@@ -188,6 +203,8 @@ class DecodeFew(ModelKernel):
         int8 digits (int8 weights), or the float32 number itself."""
         return 6 if self.dtype == BFLOAT16 else 4
 
+    # With int8 weights the norm is kept as float32, and the mix that becomes digits takes as much; float32 operands
+    # overwrite the norm.
     @property
     def bytes_of_float(self) -> int:
         """Bytes per channel of the norm in the input area, besides its operands; 0 if these overwrite the norm."""
@@ -254,6 +271,7 @@ class DataMix(ModelKernel):
     INPUTS: int
     TERMS: int
 
+    # Both make cls(dtype, X, PARTS, TILES, INPUTS, TERMS).
     @classmethod
     def of_step(cls, dtype, X, B, terms=1):
         return cls(dtype, X, parts_of_low(dtype, X, terms), 1, 5 if B > 128 else 1, terms)
@@ -375,8 +393,10 @@ class Openings(ModelKernel):
     PARTS: int
     TILES: int
     MATRICES: int
-    PASS: int = 64  # of a rank at a time
+    PASS: int = 64  # the numbers of a rank that shared memory holds at a time
 
+    # TILES is 1 while that many blocks are few, and for float32, for whose numbers of four tiles there are too few
+    # registers; a pass has 512 bytes of a row of `low`'s rank then, else 256.
     @classmethod
     def of_step(cls, dtype, X, B, terms, matrices):
         """The instance for a step: large passes, since a pass waits for memory; blocks of few tokens, as long as two on
@@ -422,6 +442,7 @@ class GatedNorm(HeadKernel):
     BONUS: bool
 
 
+# `gate` may be None: the sigmoid is then 1.
 class GatedAdd(ElementwiseKernel):
     """x += sigmoid(gate) value."""
 
@@ -455,7 +476,7 @@ def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, s
         dtype=o.dtype,
         spans=spans,
         varlen=True,
-        layout="bthd",
+        layout="bthd",  # the caller's order of axes, which planners do not read: the arrays here have heads first
         mode="chunk",
         scale=scale,
         initial_state=(before,),
