@@ -4,15 +4,20 @@
 // shapes    A warpgroup holds 64 rows of a state, called channels below, and BV columns: S[channel, column]. A warp has
 //           16 of the channels. Tiles in shared memory are [token, column]; operands in registers are [channel, token]
 // limits    sm_90a; products of bfloat16 numbers; CHUNK of 32 or 64: arrays of pairs have 64 columns; tiles start on
-//           1024 bytes, as the swizzle does
+//           1024 bytes, as the swizzle does; rows of all arrays are multiples of 16 bytes; V is a multiple of 8.
+//           All lanes of a warp call a function that copies or loads matrices, all threads of the warpgroup one with
+//           products
 #include "wgmma.cuh"
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
 // From the includes:
 //   Barrier: an mbarrier
-//   tensor_load, tensor_store_or_add: start copying, or adding, a box; tensor_store_wait: until such copies have read
-//     shared memory
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row; tokens_of: those of a sequence
+//   tensor_load, tensor_store_or_add: start copying, or adding, a box; add_piece: starts adding 16 bytes to memory, in
+//     a group that commit_adds closes; tensor_store_wait: until such copies and additions have read shared memory
+//   at_offset: an address, bytes after a tile's start
 //   ldmatrix_x4_trans, stmatrix_x4_trans: load or store four matrices of 8 x 8, transposed
 //   wgmma: products of a warpgroup, in groups that wgmma_commit closes and wgmma_wait waits for
 
@@ -35,8 +40,8 @@ struct WorkTile {
 // A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
 // row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. With P
 // segments for each sequence, `shape.count` counts segments; each but the last of a sequence has whole chunks. Rows are
-// then numbered by whole sequences: count / P of them in a batch row, of which segment n % count is part of number n %
-// count / P.
+// then numbered by whole sequences: a batch row has count / P of them, and its segment n % count is part of sequence
+// n % count / P.
 __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 P = 1) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
   const Span span = tokens_of(shape, n % count);
@@ -58,10 +63,10 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
 }
 
 // Calls f(shared, global, inside) for this lane's pieces of 16 bytes of a tile: their address in shared memory, their
-// address in memory (P is its element's type), and whether they lie within the first `rows` rows and `columns` columns,
-// whole pieces each. A warp has 4 rows at a time; the piece of the 4th row after has its offset 512 bytes on, with bit
-// 6 flipped by the swizzle. `memory`: the address of the tile's first element; its rows are `stride` elements apart.
-// The loop is not unrolled, which keeps the code short.
+// address in memory (P is its element's type), and whether they lie within the first `rows` rows and `columns` columns.
+// `columns` is a multiple of a piece's numbers. A warp has 4 rows at a time; the piece of the 4th row after has its
+// offset 512 bytes on, with bit 6 flipped by the swizzle. `memory`: the address of the tile's first element; its rows
+// are `stride` elements apart. The loop is not unrolled, which keeps the code short.
 template <typename X, int PANELS, typename P, class F>
 __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* memory, i64 stride, int rows,
                                            int columns, F f) {
@@ -84,7 +89,8 @@ __device__ __forceinline__ bool fills_boxes(const WorkTile& work, int token) {
   return work.tokens - token >= CHUNK || work.start + work.tokens == work.T;
 }
 
-// Whether an array has a negative stride of tokens, which tensor maps do not allow. each_array: as each_input below.
+// Whether an array has a negative stride of tokens, which tensor maps do not allow. each_array: the each_input or
+// each_output of the functions below.
 template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
   bool found = false;
   each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.t < 0; });
@@ -93,7 +99,8 @@ template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays ea
 
 // Starts to copy a chunk to shared memory; `token`: the chunk's first token, counted from the sequence's. each_input(f)
 // calls f(tile, tensor map, rows, width, first column) for every array: its tile in shared memory; its tensor map and
-// its rows in memory, which are `width` numbers wide; and which of a row's numbers the tile's first column is.
+// its rows in memory, which are `width` numbers wide; and which of a row's numbers the tile's first column is, by
+// default 0.
 // `full` must be initialised for 32 arrivals: all lanes arrive, lane 0 by barrier_expect, which also adds the bytes of
 // the copies; the phase ends when all bytes are there. Tokens after the sequence's end are zeros.
 template <class Inputs>
@@ -122,9 +129,9 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work,
   barrier_arrive(full);
 }
 
-// Copies a chunk's results from shared memory to memory, and returns when the shared memory may be overwritten.
-// each_output is as each_input above; its f may take one more argument, `adds`: whether results are added to what the
-// array holds.
+// Copies a chunk's results from shared memory to memory, and returns when the shared memory may be overwritten. The
+// threads that wrote the tile, or the caller, have called fence_async since. each_output is as each_input above; its f
+// may take one more argument, `adds`: whether results are added to what the array holds, by default not.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Outputs each_output) {
   if (fills_boxes(work, token) && !runs_backwards(each_output)) {
@@ -154,7 +161,7 @@ __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Out
   __syncwarp();  // no lane overwrites the tile before all copies have read it
 }
 
-// ---- two bfloat16 numbers in a register: two numbers, or one number as rounded value plus remainder -----------------
+// ---- two bfloat16 numbers in a register -----------------------------------------------------------------------------
 
 // The number in the lower, or the upper half.
 __device__ __forceinline__ float low(u32 two) { return __uint_as_float(two << 16); }
@@ -210,7 +217,8 @@ template <class F> __device__ __forceinline__ void each_float(float (*panels)[CH
     }
   });
 }
-// The same as floats, of the warpgroup's 64 channels: one panel of bfloat16 numbers, or two of floats.
+// Load and store the warp's 16 channels as Values, of tiles that have the warpgroup's 64 channels: one panel of
+// bfloat16 numbers, or two of floats.
 __device__ __forceinline__ void load_values(Values& x, bf16 (*panels)[CHUNK][64]) {
   Operand packed;
   load_channels(packed, *panels);
@@ -278,12 +286,12 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
 }
 
 // S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S
-// before. decays: of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16 numbers, and f(n,
-// rounded, remainders) is called for the n-th 16 columns, so that the caller can keep or store the numbers that are
-// multiplied; otherwise S is rounded to one bfloat16 number, and f is not called. The product is made in parts of PART
-// times 16 columns, two parts under way at a time, so that registers hold the bfloat16 numbers of two parts only. When
-// the function returns, the last parts are still under way: the caller must call wgmma_wait before it reads x or
-// overwrites `tokens`.
+// before; `tokens` is a tile. decays: of this lane's two channels, g and g + 8. EXACT: S is multiplied as the sum of
+// two bfloat16 numbers, and f(n, rounded, remainders) is called for the n-th 16 columns, so that the caller can keep or
+// store the numbers that are multiplied; otherwise S is rounded to one bfloat16 number, and f is not called. The
+// product is made in parts of PART times 16 columns, two parts under way at a time, so that registers hold the bfloat16
+// numbers of two parts only. When the function returns, the last parts are still under way: the caller must call
+// wgmma_wait before it reads x or overwrites `tokens`.
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
