@@ -105,6 +105,7 @@ def tensor(x):
 
 @cache
 def operator_named(name) -> Operator:
+    """The operator of this name."""
     return Operator.of(next(op for op in OPERATORS if op.name == name))
 
 

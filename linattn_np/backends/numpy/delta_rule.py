@@ -1,10 +1,17 @@
-"""The equation of the delta rule without gates, with gates of heads (Yang et al., 2024), or of channels (KDA, 2025)."""
+"""The equation of the delta rule without gates, with gates of heads (Yang et al., 2024), or of channels (KDA, 2025).
+
+The arrays of a token are q, k [N, HK, K], v [N, H, V] and `gates`: a log gate [N, H] or [N, H, K] if the operator has
+one, and then beta [N, H]. `state` is a tuple of one S [N, H, K, V]; dstate and do are gradients. From `recurrent`:
+outer(k, v) = k v^T; read(q, S) = S^T q; decayed(problem, S, g) = exp(g) S, in the memory of S unless a gradient needs
+S; add_outer(S, k, v) = S + k v^T, in place; `read_vjp` is the pullback of `read` to q, `write_vjp` that of a sum with k
+v^T.
+"""
 
 import numpy as np
 
 from .recurrent import add_outer, decayed, outer, read, read_vjp, write_vjp
 
-EPSILON = 1e-6  # is added to the square of a length
+EPSILON = 1e-6  # it is added to the square of a length
 
 
 def step(problem, state, q, k, v, *gates):

@@ -11,7 +11,11 @@ import numpy as np
 
 
 class Member:
-    """A problem's arrays as the family's, and the way back. Operators with more to do override the methods."""
+    """A problem's arrays as the family's, and the way back. Operators with more to do override the methods.
+
+    scale : by default the problem's
+    constant_gate : whether all tokens of a head have one gate, which has no gradient
+    """
 
     def __init__(self, problem, q, k, v, g, u=None, *, scale=None, constant_gate=False):
         self.problem, self.constant_gate = problem, constant_gate
@@ -52,11 +56,11 @@ class Member:
         return self.split(dstate)
 
     def buffer(self, o):
-        """Where the family's o may go: the operator's own, where they are the same."""
+        """The array for the family's o: the operator's o, if both are the same."""
         return o
 
     def output(self, o, family):
-        """Fills the operator's o from the family's."""
+        """Fills the operator's o from the family's, if these are not the same."""
 
     def output_vjp(self, do):
         """The gradient of the family's o, from that of the operator's."""

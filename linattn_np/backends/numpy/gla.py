@@ -1,4 +1,10 @@
-"""Gated linear attention (Yang et al., 2024, eq. 3)."""
+"""Gated linear attention (Yang et al., 2024, eq. 3).
+
+The arrays of a token are q, k, g [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and do are
+gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k v^T, in
+the memory of S unless a gradient needs S; `read_vjp` is the pullback of `read` to q, `write_vjp` that of a sum with k
+v^T.
+"""
 
 import numpy as np
 

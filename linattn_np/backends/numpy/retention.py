@@ -1,4 +1,9 @@
-"""Retention (Sun et al., 2023, eq. 6)."""
+"""Retention (Sun et al., 2023, eq. 6).
+
+The arrays of a token are q, k [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and do are
+gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; `read_vjp` is the pullback of `read` to q,
+`write_vjp` that of a sum with k v^T.
+"""
 
 import numpy as np
 

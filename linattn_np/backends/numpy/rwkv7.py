@@ -1,4 +1,10 @@
-"""RWKV-7 (Peng et al., 2025, eq. 17): a transition that is a diagonal matrix and one of rank one."""
+"""RWKV-7 (Peng et al., 2025, eq. 17): a transition that is a diagonal matrix and one of rank one.
+
+The arrays of a token are r, w, k, a, b [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and
+do are gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; decayed(problem, S, g) = exp(g) S, in the
+memory of S unless a gradient needs S; add_outer(S, k, v) = S + k v^T, in place; `read_vjp` is the pullback of `read` to
+q, `write_vjp` that of a sum with k v^T.
+"""
 
 import numpy as np
 
@@ -36,4 +42,5 @@ def of_every_head(problem):
 
 
 def of_the_callers(problem, gradients):
+    """The gradients themselves, likewise."""
     return gradients
