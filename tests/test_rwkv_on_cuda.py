@@ -70,8 +70,8 @@ def on_cuda(device, kind, monkeypatch):
     return lambda weights, dtype=None, **how: kind(weights, "cuda", dtype, **how)
 
 
-def random_weights(kind, rng, dtype=np.float32, width=SMALL["D"], head_size=SMALL["N"]):
-    """Random weights of two layers, rounded to `dtype`; RWKV-6's have the sizes SMALL.
+def random_weights(kind, rng, dtype=np.float32, width=SMALL["D"], head_size=SMALL["N"], layers=2):
+    """Random weights, rounded to `dtype`; RWKV-6's are of two layers and have the sizes SMALL.
 
     Decays are slow, as trained ones are: after ten tokens a state that has begun (see `begun`) still has its beginning.
     """
@@ -79,7 +79,7 @@ def random_weights(kind, rng, dtype=np.float32, width=SMALL["D"], head_size=SMAL
         weights = synthetic(rng, SMALL, dtype)
         decays = {name: weights[name] - 3 for name in weights if name.endswith("time_decay")}
         return weights | {name: decay.astype(dtype).astype(np.float32) for name, decay in decays.items()}
-    layout = layout_of(kind, vocabulary=SMALL["V"], layers=2, width=width, head_size=head_size)
+    layout = layout_of(kind, vocabulary=SMALL["V"], layers=layers, width=width, head_size=head_size)
     vector = layout.initial(0) + 0.2 * rng.standard_normal(layout.size)
     return layout.named(vector.astype(dtype).astype(np.float32))
 
@@ -167,6 +167,22 @@ def test_rwkv7_of_other_sizes(on_cuda, kind, width, head_size, rng):
     close(found, wanted, 1e-5)
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, 1e-5)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", [RWKV7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 3, 9])
+def test_rwkv7_of_one_layer(on_cuda, kind, dtype, B, rng):
+    """The file of such a model has no v0, v1 and v2, which the first layer lacks."""
+    weights, tokens = random_weights(kind, rng, dtype, layers=1), rng.integers(0, SMALL["V"], (B, 4))
+    reference = kind(weights)
+    start = begun(reference, B, rng)
+    found, state = in_calls(on_cuda(weights, dtype), tokens, [2, 1, 1], start)
+    wanted, wanted_state = in_calls(reference, tokens, [2, 1, 1], start)
+    close(found, wanted, tolerance(dtype))
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+        close(host(part), wanted_part, tolerance(dtype))
 
 
 @pytest.mark.pairwise

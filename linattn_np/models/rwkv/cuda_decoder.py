@@ -70,6 +70,7 @@ class CudaDecoder(NotCopied):
     # Each version sets these, and defines the methods that raise NotImplementedError.
     version: ClassVar[Version]
     size_limits: ClassVar[dict[str, int]]  # axis -> the largest size that the kernels' registers and memory can hold
+    default_sizes: ClassVar[dict[str, int]] = {}  # axis -> the size that kernels take where no parameter has the axis
     step_class: ClassVar[type[DecodingStep]]  # makes the plan of a step
     operations: ClassVar[type[MixOperations]]  # makes the plan of a layer for prompts
 
@@ -84,7 +85,7 @@ class CudaDecoder(NotCopied):
         self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices
         if self.matrices == INT8 and device.capability != HOPPER:
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
-        self.sizes = checked_sizes(version, sizes, self.matrices, self.size_limits)
+        self.sizes = checked_sizes(version, self.default_sizes | sizes, self.matrices, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         load = partial(stacked, device, version, weights, loaded)  # copies weights to the device
         self.model_weights = split_scales(

@@ -52,11 +52,13 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
         kernels may read tiles of this many rows. If numbers of rows differ, all matrices have the largest, rounded up
     loaded : called with each array of `weights` once it has been copied, to count what is loaded
 
-    A parameter that a block does not have is zeros; the last block has all. With int8 the result is a pair, numbers and
-    scales of the rows. ContractError if numbers are beyond `dtype`'s range.
+    A parameter that a block does not have is zeros. The last block has all that any block has, and one of `names` or
+    more. With int8 the result is a pair, numbers and scales of the rows. ContractError if numbers are beyond `dtype`'s
+    range.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
-    shapes = [weights[prefixes[-1] + name].shape[:: -1 if transposed else 1] for name in names]
+    of_last_block = [weights.get(prefixes[-1] + name) for name in names]
+    shapes = [array.shape[:: -1 if transposed else 1] for array in of_last_block if array is not None]
     most_rows, *columns = max(shapes)  # of a vector the only axis is called rows, too
     if min(shapes) != max(shapes):
         most_rows = ceil_div(most_rows, row_multiple) * row_multiple

@@ -90,6 +90,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     version = replace(VERSION, layer={name: LAYER[name] for name in UNCHANGED} | STACKS)
     step_class, operations = DecodingStep, MixOperations
     size_limits: ClassVar = {"D": 8192, "N": 256}  # the largest that the kernels take
+    default_sizes: ClassVar = {"Q": 1}  # a model of one layer has no v1 and v2; the kernels get zeros of this rank
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
