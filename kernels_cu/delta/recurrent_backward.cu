@@ -2,14 +2,14 @@
 //           of a sequence turns dS, the gradient of the state after it, into F^T dS + G', F being the product of its
 //           tokens' transitions (join_segments.cu). Without OUTPUTS the kernel computes G' alone: it starts from dS =
 //           0, or from dht in a sequence's last segment, and stores the dS before the segment
-// math      Template argument Rule; Dplr is RWKV-7's. With D = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
-//           GatedDelta, Kda: e = v - D^T k, S_t = D + k (beta e)^T
-//           Dplr: p = S_{t-1}^T a, S_t = D + b p^T + k v^T
+// math      Template argument Rule; Dplr is RWKV-7's. With S' = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
+//           GatedDelta, Kda: e = v - S'^T k, S_t = S' + k (beta e)^T
+//           Dplr: p = S_{t-1}^T a, S_t = S' + b p^T + k v^T
 //           Backwards, dS being the gradient of the state after a token: dS <- dS + scale q do^T, then
-//           GatedDelta, Kda: u = dS^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
-//           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
+//           GatedDelta, Kda: u = dS^T k, dv = beta u, dbeta = u . e, dk = dS beta e - S' dv,
+//           dS' = dS - k dv^T, dg = sums of dS' S' over columns, dS <- diag(exp g) dS'
 //           Dplr: dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
-//           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
+//           dg = sums of dS S' over columns, dS <- diag(exp g) dS + a dp^T
 //           all: dq = scale S_t do. Of GatedDelta dg is summed over channels, too. e and p are called residuals
 // shapes    q k a b [B, H, T, K], v [B, HV, T, V], g [B, HV, T] (GatedDelta) or [B, HV, T, K], beta [B, HV, T]; kept
 //           [B, HV, chunks, V, K padded to a multiple of 4]: the states before every TOKENS-th token; do dv [B, HV, T,
@@ -103,6 +103,7 @@ template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&
   return own;
 }
 
+// Launch bounds: registers for 384 threads of a multiprocessor (168 a thread); with float64, for 256 (255).
 template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
 __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     delta_recurrent_backward(const Args<T, G> args) {

@@ -2,7 +2,7 @@
 //           tokens. Or, if args.F is given, what a segment of a sequence does to a state: from S to F S + G.
 // math      Template argument Rule. D = diag(exp g), g log gates of channels; for GatedDelta one g for all channels. S
 //           is the state before the token, S' = D S its decay, S+ the state after the token:
-//           GatedDelta, Kda: e = beta (v - S'^T k), S+ = S' + k e^T, o = scale (S'^T q + (q . k) e)
+//           GatedDelta, Kda: e = v - S'^T k, S+ = S' + k (beta e)^T, o = scale (S'^T q + (q . k) beta e)
 //           Dplr (diagonal plus low rank, RWKV-7): p = S^T a, S+ = S' + b p^T + k v^T,
 //                 o = scale (S'^T q + (q . b) p + (q . k) v)
 //           If args.normalized (never for Dplr), q and k above are the given ones divided by their Euclidean
@@ -73,6 +73,7 @@ template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared
   TokenScalars<Real<T>> scalars[TOKENS<T, BK>];
 };
 
+// Launch bounds: registers for 256 threads of a multiprocessor, 255 a thread.
 template <class Rule, typename T, typename G, int BK, int COLUMNS>
 __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args<T, G> args) {
   using R = Real<T>;
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   const bool stores = args.o.p && lane < COLUMNS && column + lane < columns_left;
   T* to = args.o.row(work.b, work.h, work.span.start) + work.first_column + column + lane;
   const int kept_channels = (K + 3) / 4 * 4;
-  int next_kept = args.kept ? 0 : -1;  // the token before which the next state is kept; -1: none is
+  // The token before which the next state is kept; -1: none is, and `kept` below is not used.
+  int next_kept = args.kept ? 0 : -1;
   R* kept = args.kept +
             ((i64(work.b) * shape.H + work.h) * shape.NC + part.segment.chunks.start) * shape.V * kept_channels +
             i64(work.first_column + column) * kept_channels + 4 * lane;
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           erased[c] += __shfl_xor_sync(0xffffffffu, erased[c], distance);
           read[c] += __shfl_xor_sync(0xffffffffu, read[c], distance);
         }
-      R written[COLUMNS];  // e times k's inverse length; Dplr: v. S+ = S' + k written^T (Dplr: + b p^T), k as given
+      R written[COLUMNS];  // beta e times k's inverse length; Dplr: v. S+ = S' + k written^T (Dplr: + b p^T)
       R o = 0;             // the output of the lane's column number `lane`, which this lane stores
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {

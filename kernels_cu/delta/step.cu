@@ -1,7 +1,8 @@
 // what      One token of a delta rule for B sequences; each state is read and written once, in place.
 // math      S is the state before the token, S+ after it, D = diag(exp g), S' = D S
-//           GatedDelta, Kda: e = beta (v - S'^T k), S+ = S' + k e^T, o = scale (S'^T q + (q . k) e)
+//           GatedDelta, Kda: e = v - S'^T k, S+ = S' + k (beta e)^T, o = scale (S'^T q + (q . k) beta e)
 //           Dplr (RWKV-7): p = S^T a, S+ = S' + b p^T + k v^T, o = scale (S'^T q + (q . b) p + (q . k) v)
+//           If args.normalized (never for Dplr), q and k are the given ones divided by their lengths
 // shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] (GatedDelta) or [B, HV, K], beta [B, HV], state [states, HV,
 //           K, V]; slots [B]: which state a sequence has, or null
 // grid      a block for every (sequence, head of values, 64 columns of V), sequence slowest; a lane has 16 bytes of

@@ -8,8 +8,9 @@
 //           slowest. A block has two warpgroups (ROWS = 128: 64 rows each; ROWS = 64: the same rows, and half of a step
 //           of K each), a thread that copies weights, and one that copies vectors
 // smem      Shared: a ring of STAGES of weights and one of X_STAGES of vectors; then the block's part of y
-// barriers  w_full, x_full: a stage has been copied; empty: all warps have multiplied it. Then: the warps' parts of y,
-//           and the blocks' parts, are in shared memory
+// barriers  w_full, x_full: a stage has been copied; empty: all warps have multiplied it. Then two: the consuming warps
+//           have read all stages (named barrier 1) | the parts of y, of the block or of the cluster's blocks, are in
+//           shared memory
 // numerics  tensor cores: x, or the three terms that hold a float, and weights as they are, int8 ones as bfloat16
 //           numbers; float32 sums in a fixed order, times the row's scale. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products

@@ -8,7 +8,8 @@
 // grid      a block for every tile of keys (Work in softmax_work.cuh) of `works`, the longest first; a warp has 16 keys
 // smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
 //           while the next one is copied
-// barriers  one for each tile of queries: it has arrived, and all warps have read the previous one
+// barriers  one: the block's work is in shared memory; one for each tile of queries: it has arrived, and all warps have
+//           read the previous one
 // numerics  scores and p are computed again, in float32; p and p (dp - delta) are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; keys are the rows here, so that p and its gradient go from
 //           one product to the next in registers

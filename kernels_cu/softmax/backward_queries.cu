@@ -10,8 +10,8 @@
 //           queries
 // smem      Shared: a tile of q, later of dq; a tile of do; a tile of o, later two tiles of k and v: one is multiplied
 //           while the next one is copied
-// barriers  q, do and o have arrived; o has been read; then one for each tile of keys: it has arrived, and all warps
-//           have read the previous one
+// barriers  the block's work is in shared memory | q, do and o have arrived | o has been read, and L and delta are in
+//           shared memory; then one for each tile of keys: it has arrived, and all warps have read the previous one
 // numerics  scores and p are computed again, in float32; p (dp - delta) is rounded to T for its product. delta is
 //           computed from the rounded o: where one key has nearly all the weight, dq and dk are small and carry this
 //           rounding. L, lse to base 2: see logarithm_or_infinity

@@ -7,7 +7,8 @@
 // grid      a block for every tile of queries in the host's table `works` (Work in softmax_work.cuh), the longest
 //           first; a warp has 16 SIXTEENS queries
 // smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
-// barriers  one for each tile of keys: it has arrived, and all warps have read the previous one
+// barriers  one: the block's work is in shared memory; one for each tile of keys: it has arrived, and all warps have
+//           read the previous one
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
 // source    Dao et al., "FlashAttention", 2022, algorithm 1; Dao, "FlashAttention-2", 2023, section 3.1: o / l at the
 //           end
