@@ -9,6 +9,10 @@
 // limits    x and y start on 16 bytes
 #include "activations.cuh"
 
+// From the includes:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   F, one of ReluSquared, Tanh, Sigmoid: F::value<Y>(x) is y
+
 constexpr int THREADS = 256;
 
 template <typename X, typename Y> struct Args {

@@ -9,6 +9,9 @@
 // limits    count a multiple of 4; all start on 16 bytes
 #include "decode.cuh"
 
+// From the includes:
+//   load4, store4: four neighbours as floats; UNIT_OF_SQUARES: 2048 for float16, otherwise 1
+
 constexpr int THREADS = 256;
 
 struct Args {

@@ -8,6 +8,10 @@
 // limits    N a multiple of 4, up to MAX_N; W up to MAX_W
 #include "decode.cuh"
 
+// From the includes:
+//   warp_sum: a sum over the warp, in every lane; load4, store4: four neighbours as floats; inverse_root: 1 / sqrt
+//   decay_of: exp of a log gate, 0 for -inf; step_channel: a channel's new state, and its terms of o
+
 constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
 
 struct TimeMixScratch {

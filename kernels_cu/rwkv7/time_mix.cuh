@@ -12,6 +12,11 @@
 #include "rwkv6/time_mix.cuh"
 #include "rwkv7/time_mix_sums.cuh"
 
+// From the includes:
+//   sync: the barrier of the 256 threads; sum_of_threads: a sum over them, by one barrier
+//   THREADS = 256, WARPS = 8; LEAST_NORM = 1e-12; warp_sum: a sum over the warp, in every lane
+//   load4, store4: four neighbours as floats; inverse_root: 1 / sqrt; add_scaled: a + x b of four numbers
+
 struct Scratch {
   // Of the token: removed is k removal, kappa before it is normed; written is removed times rate; read is r decay.
   float v[MAX_N], key[MAX_N], removed[MAX_N], written[MAX_N], decay[MAX_N], read[MAX_N];

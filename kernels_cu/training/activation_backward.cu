@@ -9,6 +9,10 @@
 // limits    dy and y start on 16 bytes
 #include "activations.cuh"
 
+// From the includes:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   F, one of ReluSquared, Tanh, Sigmoid: F::slope<T>(y) is the derivative
+
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {

@@ -13,6 +13,9 @@
 // limits    all start on 16 bytes, count and matrices are multiples of 8
 #include "training.cuh"
 
+// From the includes:
+//   block_sum: a sum over the block, by one barrier; Eight: eight neighbours as floats, which load8 and store8 move
+
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename T> struct Args {

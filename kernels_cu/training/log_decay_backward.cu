@@ -9,6 +9,9 @@
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
 
+// From the includes:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+
 template <typename T> struct Args {
   const float* dw;
   const float* w;

@@ -9,6 +9,9 @@
 // limits    D a multiple of 8
 #include "training.cuh"
 
+// From the includes:
+//   Eight: eight neighbours as floats, which load8 and store8 move
+
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {
