@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from reference import assert_close, double, draw, draw_states, errors, exact, exact_vjp, same_bits, unit
+from reference import assert_close, double, draw, draw_states, errors, exact, exact_vjp, rms, same_bits, unit
+from test_delta_kernels import terms_of_later_tokens
 
 import linattn_np
 from linattn_np import ContractError, NotSupported, delta_rule, gated_delta_rule, kda, kda_step, rwkv7, vjp
 from linattn_np.backends.numpy import delta_chunked
-from linattn_np.declarations import DELTA_RULE_STEPS, DELTA_RULES
+from linattn_np.declarations import DELTA_RULE_STEPS, DELTA_RULES, GATED_DELTA_RULE
 from linattn_np.ops import OPS
 
 VARIANTS = {op.name: (op, OPS[op]) for op in DELTA_RULES}
@@ -87,7 +88,8 @@ HARD = {  # the keys' cosine, strengths, and how many times the limits of float3
 @pytest.mark.parametrize("case", HARD)
 @variants
 def test_hard_cases_in_chunks(name, case, gate, rng):
-    """As exact as the limits of float32 ask, results and gradients."""
+    """As exact as the limits of float32 ask, results and gradients. dg of a gate of all channels is a long sum that may
+    cancel: it is compared with its terms, of whose rounding 1 / 4 of the limit was seen in 2,000 draws."""
     op, function = VARIANTS[name]
     cosine, strengths, factor = HARD[case]
     arrays = draw(op, rng, LONG, np.float64, gate)
@@ -102,7 +104,11 @@ def test_hard_cases_in_chunks(name, case, gate, rng):
         pytest.skip("the state grows without bound")
     assert_close("o", o, wanted, np.float32, factor=factor)
     for what, x, y in zip(op.arrays, pull(do), gradients, strict=True):
-        assert errors(x, y)[0] < factor * 2e-5, what
+        if what == "g" and op is GATED_DELTA_RULE:
+            terms = terms_of_later_tokens(arrays, do, None, None, qk_l2norm=False)
+            assert rms(double(x) - y) < factor * 2**-20 * rms(terms)
+        else:
+            assert errors(x, y)[0] < factor * 2e-5, what
 
 
 @pytest.mark.parametrize("name", [name for name, (op, _) in VARIANTS.items() if op.decays])
