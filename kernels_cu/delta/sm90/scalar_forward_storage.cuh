@@ -5,12 +5,14 @@
 //           Matrices of a row for each token: W reads the state, Z writes to it. scalar_forward.cu has their formulas
 // smem      Stage (scalar_chunks.cuh): a chunk of tokens and its matrices
 // barriers  by stage, in this order. full: queries and keys have arrived; values_full: values have arrived; then
-//           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N;
-//           operands_ready: B, W and Z; outputs_ready: o, and all of the stage has been read
+//           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N diag(beta),
+//           as it is and times decays to the chunk's end; operands_ready: B, W and Z; outputs_ready: o, and all of the
+//           stage has been read
 // limits    sm_90a; bfloat16 or float16
 #include "delta/sm90/scalar_chunks.cuh"
 
-// From scalar_chunks.cuh:
+// From scalar_chunks.cuh and its includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Barrier: an mbarrier; TensorMap: describes an array for copies of boxes
 //   Panel: 32 rows of 128 bytes; Upcoming: decays and betas of later chunks
 

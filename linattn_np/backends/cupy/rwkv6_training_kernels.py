@@ -25,6 +25,10 @@ from .plan import ceil_div
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
 HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
+# Arguments that kernels share. tokens: those of all sequences; tokens_per_block: those that a block takes one after the
+# other; token_ids: the text, T + 1 of each sequence; count: the numbers of an array; moments [tokens, 2]: mean and
+# 1 / deviation of a norm; first, value: the arrays of the change that `AddNorm` adds.
+#
 # The argument of kernels that apply dropout. `site`: the number of the place in the model where it is applied, so that
 # places have different zeros; `rate`: the share of zeros.
 DROPOUT = structs("drop", 1, members("pointers seeds, integers site, reals rate"))

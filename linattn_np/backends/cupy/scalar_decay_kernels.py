@@ -12,6 +12,10 @@ from .arguments import members, structs
 from .gated_kernels import SM90, TILES
 from .kernel import TiledKernel
 
+# Of one sum: q, k, v and o are roles: the sum dq, for one, has do, v, k and dq in them. partner: the array with which o
+# is multiplied for the gate's gradient, q for dq and k for dk. K, V: the widths of q and of v; state_k, state_v: the
+# state's strides; output_scale, value_scale: factors of o and of v; backwards: whether later tokens are added up;
+# adds_to_o: whether the sum is added to what o holds.
 WEIGHTED_SUM = members(
     "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
     "integers K V state_k state_v, reals output_scale value_scale, integers backwards adds_to_o"
