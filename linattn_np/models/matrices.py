@@ -7,8 +7,9 @@
 
 The product with one token takes as long as reading the matrix, so half of the bits takes half of the time. Numba's
 loops (`matrix_loops`) convert the numbers to float32 in registers. For up to MOST_BY_LOOPS tokens they also multiply
-float32 matrices, at up to twice the speed of BLAS; for more tokens BLAS is faster. Sums are float32; they are added in
-another order than NumPy's, so results differ by rounding.
+float32 matrices, at up to twice the speed of BLAS; for more tokens BLAS is faster. So all formats need Numba; a float32
+model without Numba has no `Matrix` (`rwkv.numpy_layers`). Sums are float32; they are added in another order than
+NumPy's, so results differ by rounding.
 """
 
 from functools import cache
@@ -23,7 +24,8 @@ FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows of a tile (see `Matrix`); numbers of a row that share a scale in int4
 MOST_BY_LOOPS = 8  # the most tokens for which the loops multiply float32 faster than BLAS
 PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
-CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # int4's scales that are tried, times the one of the largest w
+# int4's scales of a block that are tried, divided by the scale with which its largest |w| becomes q - 8 = -8.
+CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)
 CACHED = 1 << 16  # numbers that are rounded at a time; they fit in the cache
 POOL_BLOCK, CACHE_LINE = 1 << 26, 64  # bytes
 NO_SCALES = np.zeros(1, np.float32)
@@ -36,6 +38,8 @@ class Matrix:
         neighbours: bfloat16 (as uint16) or int8 [S, tiles, K, TILE]; int4 [S, tiles, K, TILE / 8] words of eight
         numbers, where row r has bits 4 (r // 8) to 4 (r // 8) + 3 of word r % 8
     scales : for int8 [S, tiles, TILE]; for int4 [S, tiles, blocks, TILE], bfloat16 as uint16
+
+    `matrix_loops` reads these layouts, too.
     """
 
     def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
@@ -53,12 +57,14 @@ class Matrix:
 
     def __call__(self, x, board: Board):
         """x W^T in float32, for x [T, K], or [S, T, K] for S matrices. The helper threads of `board` compute parts."""
+        x = np.asarray(x, np.float32)
         if self.format == "float32" and x.shape[-2] > MOST_BY_LOOPS:
             return x @ self.bits.reshape(self.shape).swapaxes(-1, -2)
-        x = np.ascontiguousarray(x, np.float32)
-        stack = x.reshape(-1, *x.shape[-2:])
+        stack = np.ascontiguousarray(x.reshape(-1, *x.shape[-2:]))
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
         products = y[..., 0].size * self.shape[-2] * self.shape[-1]
+        # The size is the time of the product, in bytes that are read in this time. multiply_at calls the compiled
+        # `multiply` by its address; its tuples hold the matrices, inputs and outputs of several products, here of one.
         with board.helped(max(self.nbytes, products // PRODUCTS_PER_BYTE)):
             loops().multiply_at(loops().multiply.address, board.array, (self.description,), (stack,), (y,))
         return y if x.ndim == 3 else y[0]
@@ -83,8 +89,9 @@ class Matrix:
 class Pool:
     """Memory for the numbers of matrices that are read one after the other, in blocks of POOL_BLOCK bytes.
 
-    The system maps a large array by pages of 2 MB, if it has them, but for the ends. A matrix with an array of its own
-    is mapped by 4 KB at its ends, or as a whole if it has less than 4 MB, and its product waits for more addresses.
+    The system maps a large array by pages of 2 MB, if it has them, except at the array's ends. A matrix with an array
+    of its own has pages of 4 KB at the ends, or only such pages if it has less than 4 MB; its product then has more
+    misses in the cache of page addresses (TLB).
     """
 
     def __init__(self):
@@ -149,7 +156,7 @@ def quantised(w, format):
         raise ContractError(f"pack: w has numbers that are not finite, which {format} cannot hold")
     if format == "int4":
         return four_bits(w)
-    scales = np.abs(w).max(-1, initial=0) / np.float32(127)
+    scales = np.abs(w).max(-1) / np.float32(127)
     return np.rint(w / np.where(scales > 0, scales, 1)[..., None]).astype(np.int8), scales
 
 

@@ -48,7 +48,7 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, any iterable of integers; an id not in the vocabulary raises `ContractError`."""
+        """The bytes of `ids`."""
         return b"".join([self.token(id) for id in ids])
 
     def token(self, id: int) -> bytes:
@@ -185,13 +185,14 @@ class World(Tokenizer):
                 id = ids.get(data[start : start + length])
                 if id is not None:
                     ids_of_text.append(id)
-                    start += length  # beyond the end if fewer bytes were left, which were then the last token
+                    start += length  # more than the token's bytes only if it ends the text, and so the loop
                     break
         return ids_of_text
 
 
 def read_vocabulary(path) -> list[bytes]:
-    """The tokens in a vocabulary's file, in the order of their ids."""
+    """The tokens in a vocabulary's file, in the order of their ids: at least TOKENS. Fewer are a file that was cut
+    off; more are tokens that were added to the published ones."""
     line_of_token: dict[bytes, int] = {}  # the line of each token so far
     try:
         with files.opened(path) as file:
@@ -202,6 +203,7 @@ def read_vocabulary(path) -> list[bytes]:
                     refuse_line(number, f"has {earlier} again, expected a new one")
                 line_of_token[token] = number
     except ContractError as error:
+        # `refuse_line` and files.lines begin with the line, other errors (of files.opened) with a verb.
         comma = "," if str(error).startswith("line ") else ""
         raise ContractError(f"World.from_file: {path}{comma} {error}") from None
     if len(line_of_token) < TOKENS:

@@ -32,11 +32,12 @@ class RWKV7(Model):
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
     dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16, bfloat16 or int8 on CUDA
-        Of the matrices, as `RWKV6` describes them: by default that of `weights` if they are in fewer bits than 32, else
-        float32. All but float32 need Numba on the CPU; int8 on CUDA needs a Hopper card.
+        The dtype of the matrices; all other parameters and all sums are float32. The default is that of `weights`, or
+        float32 if `device` does not take that (float16 on the CPU, bfloat16 there without Numba). All but float32 need
+        Numba on the CPU; int8 on CUDA needs a Hopper card.
     progress : function of (bytes of the weights that are loaded, bytes in all)
-    state_dtype : float32, on CUDA also bfloat16 or float16
-        Of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
+    state_dtype : float32 (the default); on CUDA also bfloat16 or float16
+        The dtype of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
     config : mapping
         What fla's `config.json` says of weights with its names; `from_file` reads it.
 
@@ -59,5 +60,6 @@ class RWKV7(Model):
     ((1, 15, 256), (2, 1, 4, 8, 8))
     """
 
+    # What `Model` asks of a subclass; `folder`: the package that has this version's Numba and CUDA layers.
     version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
     title = VERSION.title
