@@ -24,7 +24,7 @@
 //   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
-//   CHUNK_QUERIES = 64; minus_infinity: -inf
+//   CHUNK_QUERIES = 64; minus_infinity: -inf; decay_of: e^x, of a double, too; warp_sum: a sum over the warp
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane

@@ -17,7 +17,8 @@
 // smem      Stage (scalar_chunks.cuh): a chunk of tokens and its matrices; sums of gates by warps
 // barriers  __syncthreads while a block looks for the chunk from which it walks. By stage, in this order: full: keys
 //           have arrived; values_full: values have arrived; then complete in shared memory: decays_ready: Gates and D;
-//           scores_ready: M; inverse_ready: N; operands_ready: Z; outputs_ready: all of the stage has been read
+//           scores_ready: M; inverse_ready: N diag(beta) times decays to the chunk's end; operands_ready: Z;
+//           outputs_ready: all of the stage has been read
 // numerics  as scalar_forward.cu
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
@@ -35,7 +36,8 @@
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of: a segment's tokens, the state that it starts from, and where its last state goes
+//   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
+//     state goes: the place of the next segment in `starts`
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
 //     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
 //     32 rows
