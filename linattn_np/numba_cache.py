@@ -15,19 +15,20 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-try:
-    import numba
-except ImportError:
-    raise
-except Exception as error:  # Numba refuses the value of an environment variable, such as NUMBA_NUM_THREADS=0
-    raise ImportError(f"Numba cannot be imported: {error}") from error
-
-from numba.core import caching
-from numba.core.ccallback import CFunc
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.sigutils import normalize_signature
-
 from .signals import signals_held
+
+with signals_held():
+    try:
+        import numba
+    except ImportError:
+        raise
+    except Exception as error:  # Numba refuses the value of an environment variable, such as NUMBA_NUM_THREADS=0
+        raise ImportError(f"Numba cannot be imported: {error}") from error
+
+    from numba.core import caching
+    from numba.core.ccallback import CFunc
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.sigutils import normalize_signature
 
 config: Any = numba.config  # to a type checker it has no settings: they are made from the environment
 if config.DISABLE_JIT:

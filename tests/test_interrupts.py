@@ -238,14 +238,23 @@ def test_a_signal_waits_for_an_import(monkeypatch, name):
     dispatch.backend_module.cache_clear()
 
 
-def test_a_signal_waits_for_the_loops_of_numpy():
-    program = """
+@pytest.mark.parametrize(
+    "work",
+    [
+        "from linattn_np.backends.numpy import loop_choice; loop_choice.module()",
+        "from linattn_np.models import matrices; matrices.loops()",
+        "from linattn_np.command import first_loops; first_loops.before_compiling(abs).__enter__()",
+        "from linattn_np.models import RWKV6, austen; RWKV6.from_file(austen())",
+    ],
+)
+def test_a_signal_waits_for_the_import_of_numba(work):
+    pytest.importorskip("numba")
+    program = f"""
 import builtins, signal
-from linattn_np.backends.numpy import loop_choice
 signal.signal(signal.SIGINT, signal.default_int_handler)
 real, met = builtins.__import__, []
 def dropped(*arguments, **named):
-    if not met:
+    if arguments[0] == "numba" and not met:
         met.append(1)
         try:
             signal.raise_signal(signal.SIGINT)
@@ -254,7 +263,7 @@ def dropped(*arguments, **named):
     return real(*arguments, **named)
 builtins.__import__ = dropped
 try:
-    loop_choice.module()
+    {work}
 except KeyboardInterrupt:
     raise SystemExit(0)
 raise SystemExit("the signal was dropped")
