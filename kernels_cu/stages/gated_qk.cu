@@ -1,7 +1,8 @@
-// what      Stage 2: queries decayed from their chunk's start, keys decayed to its end.
+// what      Stage 2 of the five stages of a forward pass in chunks: queries decayed from their chunk's start, keys
+//           decayed to its end. Stage 1 writes b and e; stage 3 reads kg, stage 5 qg.
 // math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j);
 //           b_i the sum of log gates from the chunk's start through token i, e_j from after j to its end
-// shapes    q k b e qg kg [B, H, T, K]; b e qg kg float32, or all float64
+// shapes    q k b e qg kg [B, H, T, K]; q k float32, float16 or bfloat16, b e qg kg float32; or all six float64
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads, a channel a thread
 // smem      none
 // barriers  none
@@ -11,6 +12,12 @@
 #include "read_order.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
+
+// From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of tokens
+//   Shape::NC: chunks of a batch row, of all its packed sequences together; chunk_tokens(shape, c): the Span start ...
+//     stop - 1 of the tokens of its chunk c
+//   to_real: as Real<T>; decay_of: exp, in float by the fast instruction
 
 constexpr int FLIGHT = 4;  // tokens that are loaded before the first result is stored
 
@@ -31,7 +38,7 @@ template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3)
   for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
     const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };
     auto q = first_row(args.q), k = first_row(args.k);
-    // RWKV-6: b is a token behind the others. Before the chunk's first token it is not read.
+    // RWKV-6: the pointer b is a token behind the others. For the chunk's first token it is not read.
     auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.t : 0), e = first_row(args.e);
     auto qg = first_row(args.qg), kg = first_row(args.kg);
 #pragma unroll 1

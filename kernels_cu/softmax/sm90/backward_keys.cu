@@ -11,9 +11,9 @@
 // grid      as many blocks as multiprocessors; a block computes the key tiles (Work in softmax_work.cuh) of its column
 //           of `works`, in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
-// barriers  full: k and v have arrived; empty: dk and dv that overwrote them have been stored; q_full: q and statistics
-//           have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: 1 + warpgroup in zero_rows:
-//           zeros are written
+// barriers  full: k and v have arrived; empty: the copy engine has read dk and dv, which overwrote them; q_full: q and
+//           statistics have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: 1 + warpgroup in
+//           zero_rows: the warpgroup's zeros are written
 // numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
 //           product to the next in registers
@@ -25,19 +25,30 @@
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//     waits until at most N groups run; wgmma_keep(x): accesses of x stay on their side of it, of a product's result
+//     after the wait, of a computed operand before it
 //   fence_async: orders accesses before asynchronous copies and wgmma
-//   fetch_work, take_work: the next entry of `works`
+//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
+//     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences
-//   uniform: a number that is the same in all lanes
-//   before_next_copy: orders reads before a later copy
-//   needs_mask, mask_rows: hide tokens that a row does not see
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
+//     own only: so none waits for another
+//   uniform: tells the compiler that a number is the same in all lanes
+//   before_next_copy: fence_async and __syncwarp, which order the warp's plain reads before a later copy
+//   needs_mask, mask_rows: hide tokens that a row does not see. Rows are keys here: key j is seen by the queries j -
+//     right ... j + left, so `right` and `left` are passed in this order
 //   load_rows: 64 rows of a tile as operands
-//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
-//   consume_and_produce: gives the warpgroups their roles
+//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
+//   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
+//     produces, with 24; before, it makes the barriers visible
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
 //     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   wgmma_tile(x, 16, 1024): the descriptor of a tile (see `consume`); load_tile<64>, with boxes of 64 tokens;
+//     store_rows(map, rows, width, x, factor, factor, ...): a factor for each of the lane's two rows
+//   Work, of a tile of keys: `batch`, `head` (of keys), `start`, `tokens`; `other_start`, `other_length`: of the
+//     sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, at least one, and 0 at the end of the
+//     list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the sequence's first
+//     chunk in `statistics`; `ds_index`: from ds_offsets: plus a chunk, it is the number of an entry of a head's ds
 //   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
 //   exp2_approx: 2^x; LOG2E = log2 e; scale_over_cap: scale / cap
 //   copy_bulk: starts copying bytes; store_once: stores 16 bytes that are not read again soon; ScoreGradients: ds of 64
@@ -78,7 +89,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   while (true) {
     Work work = take_work(s.coming, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
-    // Now the entry of ds of the key tile with query tile 0 of the first head that shares the keys.
+    // From ds_offsets (see Work) to an index in all of args.ds: of the entry of the key tile with query tile 0 of the
+    // sequence and the first head that shares the keys.
     work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
     barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_async();  // the consumers' accesses to k and v, which `empty` waits for, precede the copy engine's writes
@@ -95,11 +107,12 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
         const int token = work.other_start + tile * QUERIES;
         barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
-        fence_async();  // the same for q and statistics, which `q_empty` waits for
+        fence_async();  // the same for the statistics, which consumers read by ordinary loads
         barrier_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
         load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
         copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
                   s.q_full[q.stage]);
+        // No fence here: only wgmma reads do, and zero_rows fences its own writes.
         barrier_wait(s.do_empty[q.stage], q.parity ^ 1);
         barrier_expect(s.do_full[q.stage], sizeof s.do_[0]);
         load_tile<64>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, head, work.batch);
@@ -163,8 +176,10 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if constexpr (IN_REGISTERS) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
     else wgmma<T, QUERIES, false>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
-  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns ROWS * 128 / 16
-  // on, where ROWS are the tile's. Each eight rows are 1024 bytes after the eight before.
+  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
+  // on in tiles of k and v, QUERIES * 128 / 16 on in tiles of q and do. Each eight rows are 1024 bytes after the eight
+  // before. A sequence's last tile has rows of the next sequence, which become zeros. Their L is infinite, their delta
+  // is 0.
   auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
     const u64 k_tile = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
@@ -240,7 +255,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto finish_tile = [&](int stage) {  // stores dk and dv of the key tile in this stage
     const Work& work = s.works[stage];
     const float factor = float(args.scale);
-    if (work.other_length == 0)  // the statistics were another sequence's, and 0 times NaN is NaN
+    // A sequence without queries has one query tile, too. Its statistics were another sequence's: delta may be NaN, and
+    // so ds times the zeros of q. dv is 0 already: p is masked, and do is zeros.
+    if (work.other_length == 0)
 #pragma unroll
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
     store_rows(args.dk, args.dk_out, args.K, dk, factor, factor, s.k[stage], warpgroup_row, work);
@@ -249,7 +266,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   // Issues dv = p do, or dv += p do if `accumulates`, and waits for dp.
   auto multiply_do = [&](bool accumulates) {
-    if (D == 128) wgmma_wait<0>();  // p gets the registers of ds, which the previous product reads
+    // Registers are too few for p beside ds, which dk's product reads: it ends before p is written.
+    if (D == 128) wgmma_wait<0>();
     pack_operand(p, scores);
     if (CAPPED) each_column([&](int n, float L, float) { scores[n] *= slope_of_cap(scores[n], L, scale); });
     multiply_tile(dv, p, s.do_[q.stage][0], accumulates);
@@ -259,8 +277,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto end_step = [&] {  // computes ds while dv's product runs, then waits for dv
     differentiate_scores();
     pack_operand(ds, dp);
-    wgmma_keep(ds);
-    before_next_copy();  // this warp has read the statistics; also keeps the wait after the computation of ds
+    wgmma_keep(ds);      // ds is computed before the wait for dv
+    before_next_copy();  // this warp has read the statistics
     wgmma_wait<0>();
     wgmma_keep(dv);
     release(s.do_empty[q.stage]);
@@ -287,7 +305,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (--tiles_left == 0) {
       next_is_new_tile = --heads_left == 0;
       if (next_is_new_tile) {
-        release_stored_tile();
+        release_stored_tile();  // before the wait for `full`: the producer needs this stage for the next tile
         kv.next();
         barrier_wait(s.full[kv.stage], kv.parity);
         if (!uniform(s.works[kv.stage].tiles)) break;
@@ -299,8 +317,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
     multiply_keys_and_values();
     multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
-    if (!next_is_new_tile) release_stored_tile();
-    wgmma_wait<CAPPED && D == 128 ? 0 : 2>();  // with a cap, registers are too few for ds's product to run on
+    if (!next_is_new_tile) release_stored_tile();  // waits for the stores while products run
+    wgmma_wait<CAPPED && D == 128 ? 0 : 2>();      // with a cap, registers are too few for ds's product to run on
     wgmma_keep(scores);
     weigh_scores();
     if (next_is_new_tile) {

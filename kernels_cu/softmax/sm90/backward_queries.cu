@@ -26,19 +26,27 @@
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//     waits until at most N groups run; wgmma_keep(x): accesses of x stay on their side of it, of a product's result
+//     after the wait, of a computed operand before it
 //   fence_async: orders accesses before asynchronous copies and wgmma
-//   fetch_work, take_work: the next entry of `works`
+//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
+//     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences
-//   uniform: a number that is the same in all lanes
-//   before_next_copy: orders reads before a later copy
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
+//     own only: so none waits for another
+//   uniform: tells the compiler that a number is the same in all lanes
+//   before_next_copy: fence_async and __syncwarp, which order the warp's plain reads before a later copy
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   load_rows: 64 rows of a tile as operands
-//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
-//   consume_and_produce: gives the warpgroups their roles
+//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
+//   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
+//     produces, with 24; before, it makes the barriers visible
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
 //     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
+//     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
+//     `diagonal`: the position of the first query among the keys; `statistics_chunk`: the tile's first chunk in
+//     `statistics`
 //   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
 //   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
 //   matrix_row: the lane's address for ldmatrix; add_dot: adds the products of two pairs; row_sum: over the four lanes
@@ -78,6 +86,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     const Work work = take_work(s.coming, next);
     barrier_wait(s.empty, parity);
     fence_async();  // the consumers' accesses to q and do, which `empty` waits for, precede the copy engine's writes
+    // The copies of q and do start before `o_empty` is waited for, which ends later; barrier_expect below announces
+    // the bytes of all three.
     if (work.tiles) {
       load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
       load_tile<64>(s.do_, args.do_, s.full, work.start, work.head, work.batch);
@@ -92,7 +102,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 #pragma unroll 1
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
       const int token = work.other_start + tile * KEYS;
-      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);
+      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
       barrier_expect(s.k_full[k.stage], sizeof s.k[0]);
       load_tile<64>(s.k[k.stage], args.k, s.k_full[k.stage], token, head, work.batch);
       k.next();
@@ -178,8 +188,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --tiles_left;
     }
   };
-  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns ROWS * 128 / 16
-  // on, where ROWS are the tile's. Each eight rows are 1024 bytes after the eight before.
+  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
+  // on. Each eight rows are 1024 bytes after the eight before.
   auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
     const u64 k_tile = wgmma_tile(s.k[k.stage][0], 16, 1024), v_tile = wgmma_tile(s.v[v.stage][0], 16, 1024);
     const int valid = length - (first_tile + tiles_left) * KEYS;
@@ -265,7 +275,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {
-      release_stored_tile();
+      release_stored_tile();  // before the wait for `full`: the producer needs the place of o for the next tile
       parity ^= 1;
       barrier_wait(s.full, parity);
       if (!uniform(s.works[parity ^ 1].tiles)) break;
@@ -273,7 +283,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     } else --tiles_left;
     multiply_keys_and_values();
     multiply_ds(previous_stage, accumulates);
-    if (!next_is_new_tile) release_stored_tile();
+    if (!next_is_new_tile) release_stored_tile();  // waits for the store while products run
     wgmma_wait<2>();
     wgmma_keep(p);
     weigh_scores();

@@ -25,18 +25,26 @@
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//     waits until at most N groups run; wgmma_keep(x): accesses of x stay on their side of it, of a product's result
+//     after the wait, of a computed operand before it
 //   fence_async: orders accesses before asynchronous copies and wgmma
-//   fetch_work, take_work: the next entry of `works`
+//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
+//     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences
-//   uniform: a number that is the same in all lanes
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
+//     own only: so none waits for another
+//   uniform: tells the compiler that a number is the same in all lanes
 //   needs_mask, mask_rows: hide tokens that a row does not see
 //   tanh_of: tanh
 //   RowMaximum, row_end: a row's largest score, its results at the end; row_max, row_sum: over the four lanes of a row
-//   consume_and_produce: gives the warpgroups their roles
+//   consume_and_produce<N, UP, DOWN>: N warpgroups consume, with UP registers a thread, one thread of another one
+//     produces, with DOWN; before, it makes the barriers visible
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
 //     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
+//     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
+//     `diagonal`: the position of the first query among the keys; `output_batch`: `batch`, or another index for each
+//     part if keys are split
 //   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
 //   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
 //   barrier_sync: waits at a named barrier; barrier_pass: arrives there without waiting
@@ -97,7 +105,7 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
     const int key_head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
-      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);
+      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
       barrier_expect(s.k_full[k.stage], sizeof s.k[0]);
       load_tile<S::KEYS>(s.k[k.stage], args.k, s.k_full[k.stage], work.other_start + tile * S::KEYS, key_head,
                          work.batch);
@@ -151,7 +159,10 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     first_tile = uniform(work.first_tile), tiles_left = uniform(work.tiles) - 1;
     first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
   };
-  auto multiply_keys = [&] {  // issues scores = q k^T; a panel of 64 columns has ROWS * 128 bytes, descriptors count 16
+  // Issues scores = q k^T. Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns
+  // QUERIES * 128 / 16 on in q, KEYS * 128 / 16 on in k. Rows of k of other sequences need no zeros: their scores are
+  // masked. Those of v do, since 0 times NaN is NaN.
+  auto multiply_keys = [&] {
     const u64 a = wgmma_tile(s.q[q.stage][0] + warpgroup_row * PANEL, 16, 1024),
               b = wgmma_tile(s.k[k.stage][0], 16, 1024);
 #pragma unroll
@@ -254,7 +265,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {
-      release_stored_tile();
+      release_stored_tile();  // before the wait for q_full: the producer may need this stage for that tile
       previous_q_stage = q.stage;
       q.next();
       barrier_wait(s.q_full[q.stage], q.parity);
@@ -268,7 +279,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     multiply_values(accumulates);
     pass_turn();
     if (next_is_new_tile) begin_tile(s.q_works[q.stage]);
-    else release_stored_tile();
+    else release_stored_tile();  // waits for the store while products run
     wgmma_wait<1>();
     wgmma_keep(scores);
     release(s.k_empty[k.stage]);

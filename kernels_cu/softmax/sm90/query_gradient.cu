@@ -19,15 +19,23 @@
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fetch_work, take_work: the next entry of `works`
+//     waits until at most N groups run; wgmma_keep(x): accesses of x stay on their side of it, of a product's result
+//     after the wait, of a computed operand before it
+//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
+//     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; copy_once: of bytes that are read once; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences
-//   uniform: a number that is the same in all lanes
-//   before_next_copy: orders reads before a later copy
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
+//     own only: so none waits for another
+//   uniform: tells the compiler that a number is the same in all lanes
+//   before_next_copy: fence_async and __syncwarp, which order the warp's plain reads before a later copy
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
 //     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
-//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
+//   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
+//     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
+//     `diagonal`: the position of the first query among the keys; `statistics_chunk`: the tile's first chunk of ds;
+//     `ds_index`: the sequence's first key tile of 128 in ds_offsets
+//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64; consume_and_produce<2, 240, 24>: two
+//     warpgroups consume, with 240 registers a thread, one thread of a third one produces, with 24
 
 constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
@@ -147,7 +155,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         if (any[n]) load_ds(n), multiply_ds(n, k.stage);
-      before_next_copy();  // a copy may overwrite ds: all of the warp's lanes have read it
+      before_next_copy();  // a copy may overwrite ds, which plain loads read; k needs no fence, as only wgmma reads it
       wgmma_wait<0>();
       wgmma_keep(dq[0]);
       wgmma_keep(dq[1]);
@@ -160,7 +168,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
 #pragma unroll
     for (int n = 0; n < 2; ++n)
       store_rows(args.dq, args.out, args.K, dq[n], scale, scale, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
-    __syncwarp();  // this warp has read the work
+    __syncwarp();  // this warp has read the work; no fence, since the producer writes it by plain stores
     if (lane == 0) barrier_arrive(s.work_empty[works.stage]);
     works.next();
   }
