@@ -13,8 +13,10 @@
 //           holds at a time
 // smem      Shared (decode_weights.cuh); behind it the staging area, with the operands of vectors
 // barriers  mbarriers. full, empty: a stage of weights has been copied, has been read by all lanes; summed: the warps'
-//           sums of a tile are in tile_sums; taken: the finishing warp has read them. Results reach other blocks as
-//           words: numbers that carry the layer they are of, which readers wait for (words.cuh)
+//           sums of a tile are in tile_sums; taken: the finishing warp has read them. Named: 1, of the computing
+//           threads, see each call of sync(); 2, of these and the finishing warp, once: all have read args.arrived.
+//           Results reach other blocks as words: numbers that carry the layer they are of, which readers wait for
+//           (words.cuh)
 // numerics  each number of a vector is TERMS numbers that tensor cores read exactly (decode_split.cuh); these are
 //           columns of one product, and are added at the end
 #include "rwkv6/decode_operands.cuh"
