@@ -6,7 +6,18 @@ import numpy as np
 import planned
 import pytest
 from conftest import HALF
-from reference import LIMITS, assert_close, draw, errors, same_bits, size_of_gradients_terms, size_of_terms
+from reference import (
+    LIMITS,
+    assert_close,
+    deviation_of_dg,
+    draw,
+    errors,
+    rms,
+    same_bits,
+    size_of_gate_terms,
+    size_of_gradients_terms,
+    size_of_terms,
+)
 from test_distributed import VARIANTS, Call
 
 import linattn_np
@@ -130,6 +141,12 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
         assert_close(f"gradient {number}", x, y, BFLOAT16)
 
 
+def share_of_dg(rng, arrays, do, wanted, **options):
+    """Six standard deviations of dg of one gate a head, beside its size: its terms may cancel."""
+    terms = size_of_gate_terms(rng, arrays, do, **options)
+    return 6 * deviation_of_dg(TOKENS) * rms(terms) / (rms(wanted) or 1)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("bounds", [None, [0, 250, TOKENS]], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", FAMILY)
@@ -153,7 +170,8 @@ def test_two_ranks(hopper, operator, bounds, rng):
         ("o", *op.arrays), (op.out, *axes), found, (wanted, *pullback(do.astype(np.float64))), strict=True
     ):
         whole = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
-        assert_close(name, whole, exact, BFLOAT16, factor=2)
+        share = share_of_dg(rng, arrays, do, exact, **own) if of == "B H T" else 0
+        assert_close(name, whole, exact, BFLOAT16, factor=max(2, share / LIMITS["bfloat16"][0]))
 
 
 @pytest.mark.pairwise
@@ -180,8 +198,9 @@ def test_gates_of_every_strength(hopper, operator, gate, rng):
     results = zip(axes, zip(*run_threads(on_rank, 2)), (o, *pullback(do)), wanted, terms, strict=True)
     for of, parts, one, want, sums in results:
         found = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
+        share = share_of_dg(rng, arrays, do, want) if of == "B H T" else 0
         for error, limit, ones in zip(errors(found, want, sums), LIMITS["bfloat16"], errors(one, want, sums)):
-            assert error <= max(limit, 2 * ones), f"{of}: {error:.1e}, one device's is {ones:.1e}"
+            assert error <= max(limit, 2 * ones, share), f"{of}: {error:.1e}, one device's is {ones:.1e}"
 
 
 def test_the_last_rank_begins_before_the_message(hopper, rng, monkeypatch):

@@ -11,13 +11,14 @@ from reference import (
     DECAYS,
     LIMITS,
     assert_close,
+    deviation_of_dg,
     double,
     draw,
     draw_states,
     errors,
-    exact_vjp,
     rms,
     same_bits,
+    size_of_gate_terms,
     size_of_terms,
     stated,
 )
@@ -299,26 +300,6 @@ def under_scalar_decay(
         return limit
 
     return gradients, wanted, limit_of_dg
-
-
-def size_of_gate_terms(rng, arrays, do, dht, **options):
-    """The root of the sum of the squares of what dg is a sum of, over channels and columns: the state before a token,
-    decayed, times the gradient of the state. It is the rms of dg under random signs of channels and of columns."""
-    (q, k, v, g), squares = map(double, arrays), []
-    for _ in range(8):
-        channels, columns = (rng.choice([-1.0, 1.0], x.shape[-1]) for x in (k, v))
-        end = None if dht is None else dht * channels[:, None] * columns
-        *_, found = exact_vjp(simple_gla, (q * channels, k, v, g), double(do) * columns, end, **options)
-        squares.append(found[3] ** 2)
-    return np.sqrt(np.mean(squares, axis=0))
-
-
-def deviation_of_dg(T):
-    """The standard deviation of dg over its terms. At a border of chunks of 64 tokens the state, its gradient and the
-    rows that they are sums of are rounded to bfloat16: three errors of 2^-9 / 3^.5. All tokens of a stretch of 256
-    share those of its borders; pairs of tokens of one chunk cancel to float32."""
-    borders = 1 + min(-(-T // 64), 4)
-    return borders**0.5 * 2**-9
 
 
 SUMS = 2.8e-3  # of dq, dk, dv and dh0: scores, states and decayed values are bfloat16, and the result
