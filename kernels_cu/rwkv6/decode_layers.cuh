@@ -1,8 +1,12 @@
 // what      A decoding step of one sequence in one launch: what RWKV-6 and RWKV-7 share. The including kernel includes
 //           its version's decode_phases.cuh first. 256 threads compute; of products each of their warps has a share of
-//           K. The *finishing warp* adds the warps' sums of a tile, and stores the results. Other warps copy weights to
-//           a ring of stages (decode_weights.cuh). The *staging area* is the shared memory for the vectors that are
-//           multiplied, as operands of tensor cores. `epoch` is the number of the layer, over all launches
+//           K. COPIERS other warps copy weights. Terms:
+//             finishing warp  adds the warps' sums of a tile, and stores the results
+//             stage           a tile's weights in STAGE neighbouring columns; copied to a ring (decode_weights.cuh)
+//             staging area    shared memory for the vectors that are multiplied, as operands of tensor cores
+//             epoch           the number of the layer, counted over all launches; HEAD's is one more than the last's
+//             input           a vector that a phase multiplies; phases with several (mixes of key, value ...) number
+//                             them
 // math      A layer is a sequence of phases (decode_phases.cuh). Most are products W x of weights [rows, K] with
 //           vectors: x is LN(x) mixed with the previous token's, or what an earlier phase has computed. Rows are
 //           computed in tiles of ROWS = 16; a block has some tiles of each phase (s.tiles). OUTPUT ends the time mix
@@ -15,34 +19,53 @@
 // barriers  mbarriers. full, empty: a stage of weights has been copied, has been read by all lanes; summed: the warps'
 //           sums of a tile are in tile_sums; taken: the finishing warp has read them. Named: 1, of the computing
 //           threads, see each call of sync(); 2, of these and the finishing warp, once: all have read args.arrived.
-//           Results reach other blocks as words: numbers that carry the layer they are of, which readers wait for
-//           (words.cuh)
+//           Results reach other blocks as words, which readers wait for (words.cuh): numbers with their epoch, in words
+//           of 8 bytes (float32 weights), or with its lowest bit alone, in words of 4 bytes
 // numerics  each number of a vector is TERMS numbers that tensor cores read exactly (decode_split.cuh); these are
 //           columns of one product, and are added at the end
 #include "rwkv6/decode_operands.cuh"
 
 // From the includes:
 //   THREADS = 256 threads compute, WARPS = 8 warps; tid: the thread's number; sync: their barrier
-//   Lane<T>: columns of weights of a lane (EACH), and of a stage (STAGE) in STEPS steps; PIECE: bytes of a row in a
-//     stage
-//   Split<T>: how numbers are split into terms; TERMS of them, PACKED numbers in a word of operands, DIGITS with int8
-//     weights
+//   Lane<T>::STAGE: columns of a stage; STEPS: a lane reads them in so many steps; PIECE: bytes of a row in a stage
+//   Split<T>: how numbers are split into TERMS terms; SUMS: sums of a product, which are added later; Sum<T>::Type:
+//     their type, an integer for int8 weights. PACKED: numbers in a word of operands. DIGITS: whether terms are digits
+//     of base 256, from -128 to 127, as with int8 weights
 //   put_word: stores a number for other blocks; load_words, settle_words, take_words: load words, until they are of
 //     this epoch; number: a word's number
 //   floats, kept_norm: a norm's numbers in the staging area; put_operands, put_vector: store operands there,
-//     load_stages loads them
+//     load_stages loads them; fetch<FOURS, GATED>: waits for words and stores their operands
+//   Norm: where a norm's parameters `ln`, its mix's `maa` and the previous token's LN(x), `shift`, are; channels(norm,
+//     j): those of channels j ... j + 3 (Channels); normed: LN of four numbers; mixed: their mix
+//   sum_for_norm: stores the warps' sums for a norm; sum_of_warps: adds them
 //   row_of_slot, next_slot: the lane's part of the next stage
 //   state_row: the row of the states of all layers
 //   init_stages: initialises barriers and the block's tiles; copy_weights: the loop of the copying warps; rows_of,
 //     depth_of: the rows of a tile, and their length K
-//   is_normed: whether a phase multiplies mixes of LN(x), or LN(x); input_of: which of them a tile multiplies by;
-//     norm_of: the norm's and the mix's parameters; most_of_grid: the largest key of all blocks
-//   fence_async: orders accesses before asynchronous copies
+//   PHASES: of a layer; multiplies: whether a phase multiplies by weights; is_normed: whether by LN(x) or its mixes
+//   input_of: the input of a tile; norm_of: the parameters for it
+//   most_of_grid: the largest key of all blocks, counted in args.brought, in the last block to call; 0 in others
+//   fence_async: orders accesses before asynchronous copies; opaque: hides a value's origin from the compiler
+//
+// Similar names:
+//   HELD            stages of a vector's operands that a lane has in registers at a time
+//   HOLDS           whether lanes load HELD_STAGES stages of weights, `held` in `products`, before the vector is there
+//   HOLDS_WEIGHTS   the version's wish, which HOLDS follows unless weights are int8
+//   HELD, `held` in `normalise`: groups of channels, their parameters
+//   NEIGHBOURS in `take_x`: words in 16 bytes; Block::NEIGHBOURS: the same for the type Word
 
-// Version: the class of the version's phases, which is derived from this one. It stores the results of its products
-// (`finish`), fetches their vectors (`fetch`), and computes what is no product of weights (`compute`). T: the type of
-// weights, S: of the recurrent state. From its decode_phases.cuh come Phase, Args, VECTORS (mixes of a norm that a
-// block computes at once), KEEPS_NORM and HOLDS_WEIGHTS.
+// Version: the class of the version's phases, which is derived from this one. It has
+//   finish   stores results of phases other than OUTPUT, FFN_VALUE and HEAD
+//   fetch    waits for the vector of a phase that is not normed, and stores its operands
+//   compute  a phase that is no product of weights
+//   gate_of  the factor of a channel of FFN_VALUE: RWKV-6's receptance, 1 in RWKV-7
+// T: the type of weights, S: of the recurrent state. From its decode_phases.cuh come Phase, Args and
+//   VECTORS     2: a block computes both mixes of FFN_INPUTS at once, and no other normed phase has two inputs; 1: one
+//               mix at a time; then a version with a normed phase of several inputs has KEEPS_NORM
+//   KEEPS_NORM  LN(x) stays in the staging area, for mix_again
+//   HOLDS_WEIGHTS, for OUTPUT and FFN_INPUTS. Their K is D, and the host makes args.staged at least D, so that the held
+//               weights meet the start of the vector; FFN_VALUE's vector may be staged in parts
+//   share_of    gives a block the same tiles of OUTPUT and of FFN_VALUE, in every layer
 template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
   typedef DecodeOperands<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
@@ -61,10 +84,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
   static constexpr int CHAINS =
       sizeof(T) == 4 ? 1 : STEPS;  // independent sums, so that products do not wait for one another
-  // How many stages of a vector a lane holds in registers. Digits of a vector of up to 2048 numbers are loaded once for
-  // all tiles.
+  // With digits, a vector of up to 2048 numbers is loaded once for all tiles.
   static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
-  // int8 has a vector in registers instead. HELD_STAGES: stages of weights that lanes hold.
+  // Not with int8, whose vector takes these registers (HELD).
   static constexpr bool HOLDS = HOLDS_WEIGHTS && !DIGITS;
   static constexpr int HELD_STAGES = 2;
   static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
@@ -79,8 +101,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   }
 
   // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
-  // The template argument of fetch: groups of four words that a lane waits for at once; digits of up to 8192 numbers
-  // need 8, to have one unit.
+  // FOURS, the first template argument of `fetch`: groups of four words that a lane waits for at once. With digits
+  // `fetch` takes 1024 FOURS numbers at most: NEIGHBOURS + 4 is 8 then, enough for the 8192 that are staged at most.
+  // Held weights leave registers for fewer. Neither call has gates.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
@@ -88,9 +111,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes that hold the
-  // whole number of the layer: a block may read this x without having read an earlier one, and could then take an older
-  // layer's word of the same parity for it.
+  // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes, which hold the
+  // whole epoch. A word of 4 bytes has its lowest bit only, and is for blocks that read it in every layer. HEAD is read
+  // by blocks that may have had no tile of a normed phase before.
   __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
@@ -116,7 +139,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // The same for the x that a normed phase reads: after the time mix, after the channel mix of the layer before, or, in
   // the first layer, from memory.
   __device__ __forceinline__ void take_x(i64 layer, int phase) {
-    if (phase == HEAD) take_x(last_x_words(), epoch - 1);
+    if (phase == HEAD) take_x(last_x_words(), epoch - 1);  // of the last layer
     else if (phase == FFN_INPUTS) take_x(x_words(0), epoch);
     else if (layer > 0) take_x(x_words(1), epoch - 1);
     else
@@ -198,7 +221,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         if (m >= D) break;
         put_word(x_words(phase == FFN_VALUE) + m, sum, epoch);
         if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + m, sum, epoch);
-        args.x[m] = sum;  // only this thread reads it
+        // This thread alone reads it as the sum so far: OUTPUT and FFN_VALUE have the same tiles. In layer 0 all blocks
+        // read it for a norm (take_x), but have done so: the vector of OUTPUT depends on what they computed from it.
+        args.x[m] = sum;
         (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[state_row(args, layer) * D + m] = xx;
         break;
       case HEAD:
@@ -212,7 +237,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     }
   }
 
-  // An integer that is larger for a larger logit, and for equal logits larger for the lower token.
+  // An integer that is larger for a larger logit, and for equal logits larger for the lower token. NaN is above all
+  // logits, with a sign bit below all.
   static __device__ __forceinline__ u64 key_of(float logit, int token) {
     const u32 bits = __float_as_uint(logit + 0.f);  // makes -0 a 0
     return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
@@ -227,7 +253,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
       *args.tokens = ~u32(most);
   }
 
-  // A lane's weights of a stage: its columns of two rows.
+  // A lane's weights of a stage: its columns of rows g = lane / 4 (above) and g + 8 (below), 16 bytes for each step.
   struct Slot {
     uint4 above[STEPS], below[STEPS];
   };
@@ -240,6 +266,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
       barrier_wait(s.full[stage], parity);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
+        // Rows of one parity follow each other (Shared::ring): row g + 8 is 4 PIECE bytes after row g.
         const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
         slots[n].above[step] = from[0], slots[n].below[step] = from[4 * PIECE / 16];
       }
@@ -273,8 +300,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     release_slots(stages);
   }
 
-  // Adds a lane's sums to its totals. Sums of digits are integers in a unit, which differs between the numbers that are
-  // staged at a time.
+  // Adds a lane's sums to its totals. Sums i are of column 2 t + i % 2 of the product, t = lane % 4: with digits, of
+  // digit number `column`, which is worth 256^column units. Columns from 4 on are not used. The unit differs between
+  // the numbers that are staged at a time.
   __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
     const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
 #pragma unroll
@@ -309,6 +337,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
     const bool normed = is_normed(phase);
+    // Only if a tile has HELD_STAGES stages.
     const bool holds = HOLDS && (phase == OUTPUT || phase == FFN_INPUTS) && D > (HELD_STAGES - 1) * Lane<T>::STAGE;
     Slot held[HELD_STAGES];  // the first weights of the first tile
     if (holds) {
@@ -345,7 +374,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         }
         if (in_registers) {
 #pragma unroll
-          for (int n = 0; n < HELD; n += GROUP) {
+          for (int n = 0; n < HELD; n += GROUP) {  // n: a stage
             if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
             else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
           }
@@ -362,6 +391,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
             multiply_slots<1>(sums, x);
           }
         }
+        // With digits after each part of the vector, whose unit is its own.
         if (DIGITS || start + staged >= K) add_sums(totals, sums, vector);
       }
       const SumsPlace place = place_of(tile_count);
@@ -451,6 +481,8 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
     next = block.stage * 2 + int(block.parity), tile_count = block.tile_count;
   }
   barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
+  // If each phase has a launch of its own, all of a token's launches begin with the same `before`: HEAD's, the last
+  // one, adds the layers.
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
 }
 
