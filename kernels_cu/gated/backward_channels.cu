@@ -19,22 +19,23 @@
 //             of a half's two blocks        border16: the half's middle
 //             of a block's two sub-chunks   border8: the block's middle
 //             within a sub-chunk            both tokens' factors about its middle, some of them inverse decays: a log
-//                                           gate below -20 (RWKV-6: -16) counts as -20 (-16) in them (decays.cuh). If
-//                                           one of a warp's 16 channels in a block exceeds GROWTH (1 nat), they could
-//                                           leave float32's range: these pairs are summed one by one (growth.cuh)
-//           dg_t of pairs within a sub-chunk is a difference: the terms of all queries i >= t less those of all keys j
-//           >= t. Pairs with j >= t are in both sums, of the same rounded operands, so that they cancel up to float32's
-//           rounding. All other terms of dg are added, without a difference.
+//                                           gate below -20 (RWKV-6: -16) counts as -20 (-16) in them (decays.cuh), so
+//                                           that up to e^-10 of a token may pass a reset. If a log gate of a block, in
+//                                           one of a warp's 16 channels, exceeds GROWTH (1 nat), the factors could
+//                                           leave float32's range: pairs within the block's sub-chunks are then summed
+//                                           one by one (growth.cuh)
+//           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
+//           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
+//           cancels up to float32's rounding. All other terms of dg are added, without a difference.
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
-// grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels. A lane has the
-//           channels lane / 4 + 8 octet of them, octet 0 or 1, and tokens 2 (lane % 4) and the next of every sub-chunk
+// grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels: see Layout
 // smem      q, k, g of the chunk; a warp reads its 16 channels, and writes dq, dk, dg over them. Two stages of 32
 //           columns of v and do; then PairData in their place: dA, which all warps read, and operands and decays that a
 //           thread or warp writes for itself
 // barriers  a block's work in time:
-//             for every 32 columns of V   barrier: all threads have copied them; sums S do, dS v, dA and S dS go on;
-//                                         barrier: all warps have read them
+//             for every 32 columns of V   barrier: all threads have copied them; sums S do, dS v, S dS and, unless
+//                                         columns have gates, dA go on; barrier: all warps have read them
 //             then                        dA to shared memory; barrier; the decays of sub-chunks, and border32
 //             for each half, block of 16  the other operands; dq and its terms of dg, dk and its terms of dg
 //             last                        barrier: dq, dk and dg are in shared memory; all threads store them
@@ -45,17 +46,46 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 //
-// Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory; SPLIT,
-// whether an operand is two tf32 numbers. A product is D[16, 8] += A[16, 16] B[16, 8]: Left and Right are a lane's part
-// of A and B, in pairs p; LeftData, RightData: of data as they are in memory; Held: a Left in few registers. load_left,
-// load_right (two B side by side) and load_channels read tiles in shared memory (left <true>: [depth, row], else [row,
-// depth]; right <true>: [column, depth], else [depth, column]); `take` sets a pair without rounding.
-// decays.cuh: with a the decays of a lane's two tokens, PairDecays(a) has those from the sub-chunk's start (start) and
-// to its end (end), MiddleFactors(a) the factors about its middle; whole_decay is the decay over the sub-chunk;
-// lane_sums(x) has the sums of x over the four lanes of a channel: `all`, `before` this lane, `after` it.
-// product_over(x, first, end, factor) is factor times x[first ... end - 1]. backward.cuh: fetch_rows starts to copy
-// rows to a tile, zeros where there are none; store_rows stores those that exist. CHUNK = 64 and SUB = 8 tokens, SUBS =
-// 8; TILE = 64 channels or columns; LD: the distance of neighbouring rows of a tile
+// Layout. A warp has 16 channels, from warp_channel on. Of these and of 16 tokens, two sub-chunks, a lane has
+//   channels      lane_channel + 8 octet, octet 0 or 1; lane_channel = lane / 4
+//   tokens        2 lane_pair and the next of each sub-chunk, as a float2; lane_pair = lane % 4
+//   index p       0 to 3: octet p % 2, sub-chunk p / 2
+//   Accumulators  of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's two]
+//   Neighbours    of a state, with columns of V in the place of tokens
+// Numbers: `half` of the chunk; `m`, a block of 16 tokens of the chunk, and `in_half`, of the half; `n`, a sub-chunk of
+// the chunk, `subchunk`, of the half, and `in_block`, of the block
+//
+// From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
+//   Math<T, PRODUCTS>    how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two
+//                        tf32 numbers
+//   Left, Right          a lane's pairs p of A, of B; LeftData, RightData: of data as they are in memory
+//   Held                 a Left that takes few registers: floats, which `left()` splits or truncates, or bfloat16
+//                        pairs; get(p): the numbers that a product reads
+//   set, take            store a pair: `set` rounds it (or splits it), `take` truncates it
+//   load_left            A from a tile of shared memory: <true>: [depth, row], <false>: [row, depth]
+//   load_right           two B side by side: <true>: [column, depth], <false>: [depth, column]
+//   load_channels        a tile [16 tokens, 16 channels] by index p
+//   multiply             d += A B for two B; with six arguments two such products, whose instructions take turns;
+//                        multiply_half: for one B, over half of the depth
+//   put_pair             stores two neighbours
+// From decays.cuh. a: the decays of a lane's two tokens; decays_of: of its log gates; decay_of: of one
+//   PairDecays(a)        the decays from the sub-chunk's start (`start`) and to its end (`end`)
+//   MiddleFactors(a)     the factors about the sub-chunk's middle
+//   whole_decay          the decay over the sub-chunk
+//   lane_sums(x)         the sums of x over the four lanes of a channel: `all`, `before` this lane, `after` it
+//   product_over(x, first, end, factor) = factor times x[first ... end - 1]
+// From backward.cuh and others
+//   fetch_rows           starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
+//   tile_at(shape, heads, backwards, b, h, c, k_tile, v_tile): the index of a tile of S (backwards: of dS) in
+//                        chunk_states; matrix_at: of an 8 x 8 matrix in a tile
+//   padded_width         columns rounded up to 8, the width of rows that kernels store for each other
+//   tokens_at(x, b, h, t, channel): x from token t and this channel on; its .at(i, channel, channels): a number, 0 for
+//                        channels from `channels` on
+//   gradients_of_pairs(t, q, k, decay, dA): the terms of token t's pairs within its sub-chunk
+//   at_least(x, least)   the larger one; NaN if x is NaN. opaque: hides a value's origin from the compiler
+//   SINCE_SM100          whether the target is sm_100 or later
+//   LD                   the distance of neighbouring rows of a tile in shared memory
+//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64 channels or columns
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"
@@ -87,7 +117,8 @@ struct Gated {
 //   v = k decayed to the chunk's end, do_ = q decayed from its start, each in columns of K
 //   scores, diagonal = scale q_i . k_j with decays, in the place of dA; decays = those of K's channels
 //   row_growth = of the columns of V, column_growth = of the channels of K
-//   dk = dv, dg = dgv; dq = null: the gradient of do is not wanted. chunk_states is the same memory
+//   dk = dv, dg = dgv; dq = null: the gradient of do is not wanted
+// chunk_states is the same array as for Gated, so that tiles are [column, channel] here; see the use of `turned`
 struct GatedTurned : Gated {
   static constexpr bool turned = true;
 };
@@ -108,8 +139,9 @@ template <typename T, typename G, typename Value> struct Args {
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
 
   // dA [B, heads, NC, 64, 64], without its diagonal, times TF32_CORRECTION_OF_BOTH for the products that read it. Pairs
-  // within a sub-chunk are also times NEAR_SCALE, 2^22: the columns' decays may make such a number e^-20, and factors
-  // of channels about the sub-chunk's middle are as small as e^-70, which would leave float32's range (backward.cuh).
+  // within a sub-chunk are also times NEAR_SCALE, 2^22 or e^15: the columns' decays may make such a number e^-20, and
+  // factors of channels about the sub-chunk's middle are as small as e^-70. The product, e^-90, would be below
+  // float32's normal numbers, which end at e^-87 (backward.cuh).
   const void* scores;
   const float* diagonal;       // dA's diagonal [B, heads, NC, 64]
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
@@ -128,8 +160,10 @@ template <typename T> struct alignas(16) Values {
 
 // What pairs of tokens are computed from. Overwrites the stages of v and do, after all products with them.
 template <class M> struct PairData {
-  typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query i, key j < i; zeros elsewhere
-  float diagonal[CHUNK];               // dA_ii
+  // [64, 64]: query i, key j < i, else zeros, in the ten blocks [16, 16] on and below the diagonal. The six others,
+  // which no product reads, are undefined unless columns have gates.
+  typename M::Stored dA[CHUNK * LDA];
+  float diagonal[CHUNK];  // dA_ii
   // The thread's operands at the border between the halves, for each block of 16 tokens: keys of the first half decayed
   // to it, queries of the second half decayed from it.
   Held<M> border32[BLOCKS][THREADS];
@@ -157,7 +191,7 @@ __device__ __forceinline__ int column_of(int n) {
 }
 
 // This lane's numbers of S and of dS, of 16 channels by COLUMNS columns: [m][p], m counting 16 columns each, p as in
-// fragments.cuh: channel lane / 4 + 8 (p % 2), columns 8 (p / 2) + 2 (lane % 4) and the next.
+// Layout with columns in the place of tokens.
 template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
   struct alignas(2 * sizeof(Stored)) Neighbours {  // of one channel, in two neighbouring columns
@@ -185,7 +219,7 @@ template <class M, bool TURNED> struct States {
   }
 };
 
-// The type of the numbers that a pointer points to.
+// A pointer's element type.
 template <typename Pointer> struct Element;
 template <typename X> struct Element<X*> {
   using type = X;
@@ -208,9 +242,8 @@ struct GateTerms {
   float across[HALF];
 };
 
-// For blocks whose gates exceed GROWTH: the terms of the pairs within sub-chunks in dq, dk and dg of 16 tokens. Index p
-// as in `load_channels` (fragments.cuh): channel lane / 4 + 8 (p % 2), sub-chunk p / 2 of the two, this lane's two
-// tokens.
+// For blocks whose gates exceed GROWTH: the terms of the pairs within sub-chunks in dq, dk and dg of 16 tokens, by
+// index p.
 struct GradientsWithin {
   float2 dq[4], dk[4], dg[4];
 };
@@ -367,20 +400,17 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   using Value = typename Columns::template Type<T, Stored>;
-  // This lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's pair].
   using Accumulators = float[2][4];
   constexpr bool RWKV6 = ReadOrder::reads_before_write;
   static_assert(!(Columns::gated && RWKV6), "columns have gates in GLA only");
   // Products of split operands are many instructions: unrolled loops compile a second longer, and run no faster.
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
-  // Whether `work` is computed again from blockIdx where it is needed, which frees registers. RWKV-6 in float32 spills
-  // more registers if it is.
+  // Whether `work` is computed again from blockIdx where it is needed, which frees registers; in the loop over V only
+  // if operands are split, which take the most registers there. RWKV-6 in float32 spills more registers if it is.
   constexpr bool RECOMPUTES_WORK = SINCE_SM100 && !(M::SPLIT && RWKV6);
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // Everywhere below: a warp has 16 channels from warp_channel on. This lane has channels lane_channel + 8 octet of
-  // them, octet 0 or 1, and tokens 2 lane_pair and 2 lane_pair + 1 of every sub-chunk of 8.
   const int lane_channel = lane >> 2, lane_pair = lane & 3, warp_channel = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE);
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
@@ -515,8 +545,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       for (int lower = 0; lower < 2; ++lower) {  // its upper 8 rows, then its lower ones
         const int i = 16 * row_of(block) + lane_channel + 8 * lower,
                   j = 16 * column_of(block) + 8 * right + 2 * lane_pair;
-        // dA_ij and dA_i(j+1). dA below the diagonal is an operand of two more products, which truncate it and their
-        // other operand: it carries the correction for both. The diagonal is multiplied in float32.
+        // dA_ij and dA_i(j+1). `exact` undoes the truncation of v and do. Below the diagonal dA is an operand of two
+        // more products, which truncate it and their other operand: `operand` has the correction of these two as well.
+        // The diagonal is multiplied in float32.
         const float2 exact = TF32_CORRECTION_OF_BOTH<M, Value> * scale *
                              float2{dA_blocks[x][right][2 * lower], dA_blocks[x][right][2 * lower + 1]};
         const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;
@@ -527,9 +558,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   }
   __syncthreads();  // dA is in shared memory, and q, k and g have arrived for all warps
 
-  // From here on a warp needs its own 16 channels only, and m is the number of a block of 16 tokens, n that of a
-  // sub-chunk. In arrays of four, index p is octet p % 2 and sub-chunk 2 m + p / 2 of block m. gates_of_block calls
-  // f(p, log gates of this lane's two tokens) for each p.
+  // From here on a warp needs its own 16 channels only. gates_of_block calls f(p, log gates of this lane's two tokens)
+  // for each index p of block m.
   const auto gates_of_block = [&](int m, auto f) {
     float2 gates[4];
     load_channels(gates, s.g + 16 * m * LD<G, TILE> + warp_channel, LD<G, TILE>);
@@ -641,8 +671,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // The first half of the chunk, then the second. The indices dq[0], dq[1], dk[0], dk[1] are the half's two blocks: the
   // end of each iteration moves the other half's numbers there.
   float decay_to_half[2] = {1.f, 1.f};  // by octet: the product of decays from the chunk's start to this half
-  // By octet, this lane's share of the terms of dg that every gate of the other half has: of the first half's keys with
-  // dS, then of the second half's queries with S.
+  // By octet, this lane's share of the terms of dg that every gate of the other half has: a state's term of a token has
+  // as factors all decays between the token and the chunk's end (a key with dS) or start (a query with S). So the first
+  // half's iteration sums its keys' terms here, for the second half, and the second half's its queries', for the first.
   float other_half[2] = {};
   // By octet, of the lane's two tokens of each sub-chunk.
   float2 first_half_dg[2][HALF] = {},
