@@ -16,8 +16,16 @@ from .kernel import DOUBLE, TiledKernel
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable
 from .segments import mappable_once_copied
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
 
-# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
+
 class DeltaScalarForwardSm90(TiledKernel):
     """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`, "maps+rows"
     are arrays both as tensor maps and as pointers with strides; `?` marks those that may be null. group: heads of

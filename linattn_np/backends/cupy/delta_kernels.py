@@ -35,6 +35,15 @@ from .gated_kernels import TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel, padded
 from .plan import FLOAT32, ceil_div
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
 
@@ -48,7 +57,6 @@ class ChunkKernel(Kernel):
         return ("single" if dtype == "float" else dtype, *others)
 
 
-# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class DeltaPrepare(ChunkKernel):
     """Writes what each chunk does to a state, for a walk, if the channels of a token share a gate."""
 

@@ -16,10 +16,18 @@ from .arguments import members, structs
 from .kernel import Kernel
 from .plan import ceil_div
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
 
 
-# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class FeatureMap(Kernel):
     """y = phi(x), of C channels. With `step` = 0, every channel of y is computed from the first one of x; else `step`
     is 1. With `vectors` = 1, a thread computes PIECE neighbouring channels: rows of y, and of x if `step` is 1, must

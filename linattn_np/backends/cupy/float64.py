@@ -27,6 +27,15 @@ from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 COLUMNS = (64, 256, 512)  # columns of X that a launch can take; if X has more, several launches add up their results
 CHUNK = 64  # tokens between the states that the forward kernel stores for the backward one, which computes the others
 MODES = ("auto", "recurrent", "chunk")  # the modes that these kernels serve, always token by token
@@ -52,7 +61,6 @@ class Float64(Kernel):
 STATE = members("integers R C columns adds row_stride column_stride a_step b_step")
 
 
-# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class Forwards(Float64):
     """`result`, the `final` state, and in `chunk_starts` the state at the start of every chunk of CHUNK tokens."""
 

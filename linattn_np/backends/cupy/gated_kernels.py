@@ -22,6 +22,15 @@ from .arguments import members
 from .kernel import GatedKernel, Kernel, TiledKernel
 from .plan import FLOAT32, ceil_div
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K; smaller tiles would not be faster
 SM90 = "sm_90a"
 
@@ -45,7 +54,6 @@ CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 TILES = (64, 128)  # BK and BV of forward kernels; TILES[size > 64] is the smallest that holds `size`, if any does
 
 
-# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class GatedForward(TiledKernel):
     """The forward pass in chunks."""
 

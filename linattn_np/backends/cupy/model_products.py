@@ -24,6 +24,15 @@ from .arguments import members, structs
 from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap, ceil_div
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 FLOAT_TERMS = 3
 # `finish`: y = p; y += p; y = relu(p)^2; y gets the parts of p. `Matvec` has no PARTS, `BatchProduct` no ADD.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
@@ -31,7 +40,6 @@ PRODUCTS = 7  # the most products in one launch of `Matvec`
 PRODUCT = members("pointers w x y, integers M finish")
 
 
-# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class Matvec(ModelKernel):
     """Products of matrices with at most 8 float32 vectors, on every card."""
 

@@ -31,14 +31,20 @@ from .arguments import members
 from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
-# Where a name is not what the list above says. X: in ChosenNorm and Activation the dtype of the input, and Y that of
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
+# Where a name is not what the docstring says. X: in ChosenNorm and Activation the dtype of the input, and Y that of
 # the output; in GatedAdd, whose arrays are float32, the dtype of the hidden layer, which sets the unit of `value`.
 # PARTS: in DataMix and Openings, numbers of `up`'s dtype whose sum is one tanh(low). slots: in DecodeFew also places of
 # 16 KB in shared memory.
-#
-# From `kernel.ModelKernel`: `file` is the .cu file; `arguments` the members of its struct Args in their order, which
-# the compiler compares with Args; `shared` the C++ types in shared memory, with this class's fields in braces, and
-# `shared_bytes` their size; `threads` those of a block. padded(n, m): n rounded up to a multiple of m.
+# padded(n, m): n rounded up to a multiple of m; shared_bytes: the size of the types in `shared`.
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,15 @@ from .arguments import members, structs
 from .kernel import Kernel
 from .plan import ceil_div
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
 HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
@@ -68,7 +77,6 @@ class Elementwise(Kernel):
     T: np.dtype
 
 
-# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class AddNorm(TokenKernel):
     """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": it is the array `first`;
     "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is none, y =

@@ -13,10 +13,18 @@ from . import rwkv6_model_kernels as rwkv6
 from .arguments import members
 from .kernel import INT8, ModelKernel, padded
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 DOWNS = 4  # products of low rank in a layer's time mix: for the decay, the learning rate, the gate and the value
 
 
-# Kinds of `arguments`: rows, addresses with strides; shape, sizes and sequences; ?, may be null
 class TimeMixOfToken(ModelKernel):
     """For a decoding step: the state update of one head of one sequence, its group norm, bonus and gate."""
 

@@ -12,6 +12,15 @@ from .arguments import members, structs
 from .gated_kernels import SM90, TILES
 from .kernel import TiledKernel
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 # Of one sum: q, k, v and o are roles: the sum dq, for one, has do, v, k and dq in them. partner: the array with which o
 # is multiplied for the gate's gradient, q for dq and k for dk. K, V: the widths of q and of v; state_k, state_v: the
 # state's strides; output_scale, value_scale: factors of o and of v; backwards: whether later tokens are added up;
@@ -20,6 +29,13 @@ WEIGHTED_SUM = members(
     "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
     "integers K V state_k state_v, reals output_scale value_scale, integers backwards adds_to_o"
 )
+# Of a launch of WeightedSums: `sums`, its structs WEIGHTED_SUM. A segment is a run of chunks of a sequence; its summary
+# is the state after it, from a state of 0 (`final`), and the product of its `decays`. segments: of each sequence;
+# computed: how many of them "Summary" computes, from the first on. For the gate's gradient dg: stretch_states, a state
+# for every STRETCH tokens; token_sums, each token's q . dq over each tile of columns of dq; dq_tiles, how many tiles dq
+# has. Threads: 128 for every 64 columns of BV, 128 for the scores, 4 warps that move chunks and sum gates. "GatedKeys"
+# at 128 x 128: the blocks of dk and of dv are a cluster, so that the second one finds the chunks in the L2 cache.
+#
 # WeightedSums.what -> how many sums one launch computes
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
@@ -73,7 +89,7 @@ class WeightedSums(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
-# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
+# dht: the gradient of the final state; P: the segments of each sequence. Threads: 128 multiply, 32 copy.
 class ScalarBackwardSegments(TiledKernel):
     """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
 

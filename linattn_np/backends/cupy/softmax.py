@@ -24,6 +24,15 @@ from .kernel import FLOATS, HALF, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
+# How a class describes its kernel:
+#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
+#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
+#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
+#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
+#     shared     C++ types in shared memory, with the value of a field for {field}
+#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
+#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+
 IN_ROWS = "q k v o do_ dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
 # Of the kernels' arguments: works, the table of tiles, an entry a block (a list of entries on Hopper); Tq, the tokens
 # of q; left and right, the keys that a query sees before and after its position; statistics, of every chunk of
@@ -64,7 +73,6 @@ class SoftmaxSquare(Softmax):
     capped: bool
 
 
-# Kinds of `arguments`: rows, addresses with strides; maps, tensor maps; shape, sizes and sequences; ?, may be null
 class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared = ("Shared<{dtype}, {D}, {capped}>",)
