@@ -23,13 +23,26 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 //
-// Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory; SPLIT,
-// whether an operand is two tf32 numbers. A product is D[16, 8] += A[16, 16] B[16, 8]: Left and RightData are a lane's
-// part of A and B; load_right<false> reads two B side by side from a tile [depth, column]. decays.cuh: with a the
-// decays of a lane's two tokens, PairDecays(a) has those from the sub-chunk's start (start), to its end (end) and over
-// it (whole); lane_sums(x).all is the sum of x over the four lanes of a channel; product_over(x, first, end) the
-// product of x[first ... end - 1]. backward.cuh: fetch_rows starts to copy rows to a tile, zeros where there are none.
-// CHUNK = 64 and SUB = 8 tokens; TILE = 64; tile_at and matrix_at are places in chunk_states
+// From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
+//   Math<T, PRODUCTS>  how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two tf32
+//                      numbers
+//   Left, RightData    a lane's pairs of A, of B as data are in memory; Left::take stores a pair without rounding
+//   load_right<false>  two B side by side, from a tile [depth, column]
+//   load_channels      x[p] is of channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk p / 2 of 16 tokens
+//   multiply           d += A B for two B
+//   TF32_CORRECTION    the factor that undoes the truncation of an operand
+// From decays.cuh. a: the decays of a lane's two tokens
+//   PairDecays(a)      the decays from the sub-chunk's start (`start`), to its end (`end`) and over it (`whole`)
+//   lane_sums(x).all   the sum of x over the four lanes of a channel
+//   product_over(x, first, end) = x[first ... end - 1] multiplied
+// From backward.cuh
+//   fetch_rows         starts to copy rows to a tile, zeros where there are none
+//   tile_at(shape, heads, backwards, b, h, c, k_tile, v_tile): the index of a tile of S (backwards: of dS) in
+//                      chunk_states; matrix_at: of an 8 x 8 matrix in a tile
+//   CHUNK = 64 and SUB = 8 tokens; TILE = 64 channels or columns
+//
+// Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
+// sequence or, for summaries, a segment; `segment`, its number in the walk; slot, its index in `states`
 #include "backward.cuh"
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a step, and its sub-chunks
@@ -56,8 +69,8 @@ template <typename T, typename G, int BV> struct alignas(16) Stage {
   G g[STEP * LD<G, TILE>];     // [32, 64]
 };
 
-// STAGES: as many as leave shared memory for three blocks on a multiprocessor, or four with half of BV. blocks: on a
-// multiprocessor, as many as its registers suffice for.
+// STAGES: as many as leave shared memory for three blocks on a multiprocessor, or four if BV is 64. blocks: as many as
+// a multiprocessor's registers suffice for.
 template <typename T, int BV> constexpr int STAGES = sizeof(T) == 4 && BV > TILE ? 2 : 3;
 template <class M, typename T, int BV> constexpr int blocks() {
   if (M::SPLIT || sizeof(typename M::Stored) > sizeof(T)) return 2;
@@ -216,7 +229,6 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     // decays over each sub-chunk.
     float2 factors[STEP_SUBS][2];
     float sub_decays[2][STEP_SUBS];
-    // load_channels (fragments.cuh): pair p has channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk 2m + p / 2.
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       float2 gates[4];
@@ -245,7 +257,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), octet = p & 1;
-        // The decay over the step's other sub-chunks, backwards times scale, corrected for both operands' truncation.
+        // The decay over the step's other sub-chunks between the token and the walk's next step, corrected for both
+        // operands' truncation; backwards times scale, which belongs to o, whereas S is without it.
         const float outer_decay = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
                                   (backwards ? float(args.scale) * product_over(sub_decays[octet], 0, n)
                                              : product_over(sub_decays[octet], n + 1, STEP_SUBS));
@@ -267,7 +280,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       if (t == 0 && work.v_tile == 0 && channel + 8 * octet < K)
         args.decays[slot * K + channel + 8 * octet] = total_decay[octet];
   } else if (backwards && args.dh0 && segment == P - 1) {
-    // The value of work.sequence, which some instances would spill.
+    // Is work.sequence, computed from `slot`: with gates wider than data the compiler would spill work.sequence.
     const int sequence = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.sequence;
     to = args.dh0 + (sequence / P * shape.H + work.h) * state_size;
   }

@@ -18,16 +18,27 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 //
-// Names. fragments.cuh: Math<T, PRODUCTS> is how data T are multiplied; Stored, the type of operands in memory. A
-// product is D[16, 8] += A[16, 16] B[16, 8]: Left and Right are a lane's part of A and B; RightData: of data as they
-// are in memory; load_left<true> (of a tile [depth, row]), load_right<false> ([depth, column]), load_matrices (both two
-// B side by side) and load_column read tiles in shared memory. decays.cuh: with a the decays of a lane's two tokens,
-// PairDecays(a) has those from the sub-chunk's start (start) and to its end (end), MiddleFactors(a) the factors about
-// its middle; whole_decay is the decay over the sub-chunk; product_over(x, first, end, factor) is factor times x[first
-// ... end - 1]. backward.cuh: fetch_rows starts to copy rows to a tile, zeros where there are none; store_rows stores
-// those that exist. CHUNK = 64 and SUB = 8 tokens, SUBS = 8; TILE = 64; tile_at (`true`: of dS) and matrix_at are
-// places in chunk_states; LD: the distance of rows of a tile. ChunkScores (backward_scores.cuh): a warp's blocks of 16
-// x 16 scores; CHANNELS = 32; ChannelTokens: a tile [channel, token]
+// From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
+//   Math<T, PRODUCTS>  how data T are multiplied; Stored: the type of operands in memory
+//   Left, Right        a lane's part of A, of B; RightData: of data as they are in memory
+//   load_left<true>    A from a tile [depth, row]; load_right<false>, load_matrices: two B side by side from a tile
+//                      [depth, column] and from 8 x 8 matrices
+//   load_column        8 channels of 32 tokens: x[m] is this lane's channel and two tokens of sub-chunk m of the four
+//   multiply           d += A B for two B; put_pair: stores two neighbours
+//   TF32_CORRECTION    the factor that undoes the truncation of one operand; _OF_BOTH: of both
+// From decays.cuh. a: the decays of a lane's two tokens (decays_of: of their log gates)
+//   PairDecays(a)      the decays from the sub-chunk's start (`start`) and to its end (`end`)
+//   MiddleFactors(a)   the factors about the sub-chunk's middle; whole_decay: the decay over the sub-chunk
+//   product_over(x, first, end, factor) = factor times x[first ... end - 1]
+// From backward.cuh and others
+//   fetch_rows         starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
+//   tile_at(shape, heads, true, b, h, c, k_tile, v_tile): the index of a tile of dS in chunk_states; matrix_at: of an
+//                      8 x 8 matrix in a tile; row_place: of a row in a matrix in shared memory
+//   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32 (backward_scores.cuh)
+//   ChannelTokens      a tile [channel, token]; CHANNELS = 32
+//   at_least(x, least) the larger one; NaN if x is NaN
+//   blocks_with_room   blocks of a multiprocessor, at most the given ones, whose shared memory fits
+//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64; LD: the distance of rows of a tile
 #include "gated/backward_scores.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
@@ -162,7 +173,7 @@ __global__ void __launch_bounds__(
       float sub_chunk_decays[SUBS];
       float2 q[4], k[4], gates[4], self_terms[4];  // of four sub-chunks; self_terms: u q k
 #pragma unroll
-      for (int m = 0; m < SUBS; ++m) {
+      for (int m = 0; m < SUBS; ++m) {  // first all decays of sub-chunks, which the next loop multiplies
         if (m % 4 == 0) load(gates, s.tokens.g, m, LD<G, CHANNELS>);
         sub_chunk_decays[m] = whole_decay(gates[m % 4]);
         if (!(at_least(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
@@ -248,7 +259,7 @@ __global__ void __launch_bounds__(
         for (int other = 0; other < WARPS; ++other) score += s.self_scores[other][16 * warp + i];
       }
     }
-  put_block(scores.diagonal, warp, warp, 1.f);
+  put_block(scores.diagonal, warp, warp, 1.f);  // the loop above has corrected these, but for float32 scores
   put_block(scores.border32, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
   if (warp < 2) put_block(scores.border16, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
   // Replaces the scores within those of the warp's two sub-chunks that have a gate above GROWTH: lane n computes the

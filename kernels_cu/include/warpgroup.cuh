@@ -156,7 +156,9 @@ __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Out
     });
     commit_adds();        // add_piece has started asynchronous additions to memory, of which this is a group
     tensor_store_wait();  // until they have read shared memory
-    fence_async();        // orders this lane's plain loads of the tile before later asynchronous copies to it
+    // Orders this lane's plain loads of the tile before later asynchronous copies to it. The box copies above read it
+    // by the asynchronous proxy themselves, so that their branch needs no fence.
+    fence_async();
   }
   __syncwarp();  // no lane overwrites the tile before all copies have read it
 }
@@ -339,8 +341,9 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
   }
 }
 
-// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller calls
-// wgmma_commit and waits. The tile's rows are what is summed over: wgmma's last template argument is true, panels are
+// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller calls wgmma_fence
+// before, wgmma_commit after, and waits: it may put several such products into one group, where read_state closes its
+// groups itself. The tile's rows are what is summed over: wgmma's last template argument is true, panels are
 // CHUNK * 128 bytes apart, and a step takes 16 rows.
 template <int BV>
 __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x, bf16 (&tokens)[BV / 64][CHUNK][64]) {
@@ -349,10 +352,10 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller calls wgmma_commit and
-// waits. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i x[channel, i]
-// pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may have the
-// remainders of the pairs in columns 0 to 31.
+// Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller fences, commits and waits,
+// as for write_state. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i
+// x[channel, i] pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may
+// have the remainders of the pairs in columns 0 to 31.
 template <bool BY_KEY, bool REMAINDERS = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
   static_assert(!REMAINDERS || CHUNK == 32);

@@ -129,13 +129,13 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     wgmma_fence();
     write_state<BV>(S, x, in.values);  // starts S[channel, column] += sum over tokens of x values (warpgroup.cuh)
     write_state<BV>(S, remainder, in.values);
-    wgmma_commit();
+    wgmma_commit();  // one group of both
     if ((iteration + 1) * CHUNK < work.tokens)
       load(next_x, next_remainder, iteration + 1);  // while tensor cores multiply
     wgmma_wait<0>();
     wgmma_keep(S);
     wgmma_keep(x), wgmma_keep(remainder);
-    barrier_arrive(s.done[iteration % STAGES]);
+    barrier_arrive(s.done[iteration % STAGES]);  // loads of the stage are complete, too: products have used them
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       x[i / 4][i % 4] = next_x[i / 4][i % 4], remainder[i / 4][i % 4] = next_remainder[i / 4][i % 4];

@@ -380,7 +380,7 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
     if (ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && backwards)
       store_scores<true, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
     else store_scores<false, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
-    fence_async();
+    fence_async();  // A has been written by plain stores, and is read by wgmma
     barrier_arrive(s.scores[iteration % STAGES]);
   }
 }
@@ -632,7 +632,7 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.segments >= args.computed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);  // the warp that moves chunks, and the warp that sums gates
+      barrier_init(s.full[stage], 2 * 32);  // all lanes that move chunks and that sum gates
       barrier_init(s.scores[stage], 128);
       barrier_init(s.done[stage], CONSUMERS<BV>);
       barrier_init(s.summed[stage], 32);
@@ -643,8 +643,8 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   // Zeros for the scores of later keys (backwards: of earlier keys) that store_scores never writes.
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
-  fence_async();
-  // The barriers are initialised and A is zero, in a cluster in both blocks.
+  fence_async();  // makes the barriers visible to the copy engine, and A to wgmma
+  // The barriers are initialised and A is zero, in a cluster in both blocks: there a block arrives at the other's.
   if constexpr (IN_CLUSTER<Pass, BK, BV>) cluster_sync();
   else __syncthreads();
   using RoleRegisters = Registers<BK, BV>;
