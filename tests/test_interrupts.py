@@ -239,22 +239,25 @@ def test_a_signal_waits_for_an_import(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "work",
+    "work, imported",
     [
-        "from linattn_np.backends.numpy import loop_choice; loop_choice.module()",
-        "from linattn_np.models import matrices; matrices.loops()",
-        "from linattn_np.command import first_loops; first_loops.before_compiling(abs).__enter__()",
-        "from linattn_np.models import RWKV6, austen; RWKV6.from_file(austen())",
+        ("from linattn_np.backends.numpy import loop_choice; loop_choice.module()", "numba"),
+        ("from linattn_np.backends.numpy import loop_choice; loop_choice.module()", "numba.extending"),
+        ("from linattn_np.models import matrices; matrices.loops()", "numba"),
+        ("from linattn_np.models import matrices; matrices.loops()", "numba.extending"),
+        ("from linattn_np.command import first_loops; first_loops.before_compiling(abs).__enter__()", "numba"),
+        ("from linattn_np.models import RWKV6, austen; RWKV6.from_file(austen())", "numba.extending"),
     ],
 )
-def test_a_signal_waits_for_the_import_of_numba(work):
+def test_a_signal_waits_for_the_import_of_numba_and_loops(work, imported):
+    """A module of loops imports numba.extending when Numba is there, and then makes loops by LLVM."""
     pytest.importorskip("numba")
     program = f"""
 import builtins, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 real, met = builtins.__import__, []
 def dropped(*arguments, **named):
-    if arguments[0] == "numba" and not met:
+    if arguments[0] == "{imported}" and arguments[1]["__name__"].startswith("linattn_np") and not met:
         met.append(1)
         try:
             signal.raise_signal(signal.SIGINT)

@@ -336,7 +336,10 @@ ROOMS = {
         ["models.files", "models.number_checks", "models.stored_zip", "argument_checks", "errors"],
         ["numpy", "ml_dtypes", "gguf"],
     ),
-    "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors", "numba_cache"], ["numpy"]),
+    "models/matrices": (
+        [f"models.{name}" for name in AROUND] + ["array_kinds", "errors", "numba_cache", "signals"],
+        ["numpy"],
+    ),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
     "models/rwkv/numba_loops": (

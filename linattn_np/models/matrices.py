@@ -18,6 +18,7 @@ import numpy as np
 
 from ..array_kinds import BFLOAT16
 from ..errors import ContractError, NotSupported
+from ..signals import signals_held
 from .helper_threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
@@ -206,6 +207,7 @@ def rounded_to_four_bits(w):
 
 
 @cache
+@signals_held()
 def loops():
     """The module of Numba's loops; NotSupported if Numba cannot be imported."""
     try:
