@@ -23,11 +23,12 @@
 // From the includes:
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//     waits until at most N groups run; wgmma_keep(d): the compiler reads d after it only
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
-//   Stack: some products of one launch; RowTile: a block's rows of one of them; Steps: its part of K; Finish: what is
-//     stored of a product
+//   Stack: products of one launch: `w`, `x` (tensor maps), `scales`, `y`, `finish`, `C` matrices of `M` rows; RowTile:
+//     a block's rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first
+//     number `k`, `count` of steps; Finish: what is stored of a product
 //   store_terms, store4_terms: numbers as sums of TERMS terms; relu_squared: in units of UNIT_OF_SQUARES.
 //     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch;
@@ -164,7 +165,9 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
       for (int k = 0; k < IN_BOX; ++k) wgmma<X, N, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
     }
     wgmma_commit();
-    wgmma_wait<0>();  // no overlap: weights arrive more slowly, and the stage should be free soon
+    // No overlap: weights arrive more slowly, and the stage should be free soon. int8 weights have been read, too, by
+    // the plain loads of `widen`, since products have used them.
+    wgmma_wait<0>();
     if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[stage]);
   }
   wgmma_keep(sums);

@@ -79,7 +79,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAG
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
           unsigned char* to = s.row(stage, first + lane);
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
-          if (bytes < PIECE) fence_async();
+          if (bytes < PIECE) fence_async();  // orders these plain stores before a later copy to their place
           barrier_expect(s.full[stage], bytes);
           copy_once(to, rows + i64(lane) * K + k, bytes, s.full[stage]);
         }

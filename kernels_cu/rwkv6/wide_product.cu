@@ -20,11 +20,12 @@
 // From the includes:
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//     waits until at most N groups run; wgmma_keep(d): the compiler reads d after it only
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
-//   Stack: some products of one launch; RowTile: a block's rows of one of them; Steps: its part of K; Finish: what is
-//     stored of a product
+//   Stack: products of one launch: `w`, `x` (tensor maps), `y`, `finish`, `C` matrices of `M` rows; RowTile: a block's
+//     rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first number `k`,
+//     `count` of steps; Finish: what is stored of a product
 //   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
 //   arrive_at_block: at another block's barrier
 //   relu_squared: in units of UNIT_OF_SQUARES
@@ -120,8 +121,8 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
   const int lane = threadIdx.x & 31, first_vector = threadIdx.x / 128 * 64;
-  // Says that a step's stages have been read, if they are filled again: to this block and to the one that copies
-  // weights.
+  // Says that a step's stages have been read, if they are filled again: to this block and, of weights, to the block
+  // that copies them to both. Vectors are this block's own.
   const auto release = [&](int step) {
     const int w = step % S::W_STAGES, x = step % S::X_STAGES;
     if (step + S::W_STAGES < steps) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, S::ROWS, false>(sums, x + k * 32 / 16, w + k * 32 / 16, true);
     wgmma_commit();
-    wgmma_wait<1>();
+    wgmma_wait<1>();  // the step before has been read; this one runs on while the next stages are waited for
     if (step > 0) release(step - 1);
   }
   wgmma_wait<0>();
