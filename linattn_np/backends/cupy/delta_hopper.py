@@ -24,6 +24,8 @@ from .segments import mappable_once_copied
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments: scale: the factor of o; dht: the gradient of the final state; others: see `delta_kernels`
 
 
 class DeltaScalarForwardSm90(TiledKernel):

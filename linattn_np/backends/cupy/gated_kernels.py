@@ -30,6 +30,19 @@ from .plan import FLOAT32, ceil_div
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments besides those of the call (q, k, v, o, ...). An array is [N, ...] of N sequences, or segments:
+#     u, scale             RWKV-6's bonus; the factor of o
+#     initial, final       states; dht, dh0: gradients of the final and of the initial state. None: zero, or not wanted
+#     states, decays       summaries of segments, or of their parts; starts, ends: states before and gradients after
+#     channel              the first channel of a launch; sums: o of the channels of earlier launches
+#     segments, computed   of a sequence: all, and how many of them, from the first on, a launch computes; P: all
+#     marks                written: the states before every mark_every-th chunk, marks_per_sequence of each sequence
+#     segment_states       final states, with which the next segments start; without them, `initial` has all starts
+#     chunk_states         states before chunks, and gradients after them; step_states: the same before steps
+#     partial_du           du of each chunk or segment; adds_dv: whether dv is added to what it holds
+#     column_decays        products of the decays of columns of V, if these have gates; scores, diagonal, row_growth,
+#                          column_growth, given_v, given_do, gv are for such columns, too
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K; smaller tiles would not be faster
 SM90 = "sm_90a"

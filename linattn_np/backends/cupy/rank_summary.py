@@ -18,6 +18,8 @@ from .plan import FLOAT32, Array, ceil_div
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments: state_stride, decays_stride: numbers from a sequence's state, or decays, to the next one's
 
 
 class Message(Kernel):

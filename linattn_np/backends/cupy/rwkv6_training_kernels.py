@@ -30,6 +30,13 @@ from .plan import ceil_div
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Names of arguments: dx or x_gradient, the gradient of x; six of `KeysBackward` (of r, w, key, v, a, b) come from the
+# recurrence's backward pass. dd, of d, the previous token's xx less the token's. table: the embedding; weight, bias,
+# eps: of a norm; H: heads. mixed_v: v mixed with the first layer's; bases: added to logits before their sigmoid.
+# scores: of each token and head the bonus's factor of v, and its gradient. `AdamW`: first, second: moments; squares: P
+# sums of squares of the gradient; schedule: rate, 1 - rate decay and the corrections of both moments; clip: the largest
+# norm; matrices: how many numbers, from the first on, are in matrices, which decay and have a `copy` in T
 
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D

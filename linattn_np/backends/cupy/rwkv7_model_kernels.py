@@ -21,6 +21,12 @@ from .kernel import INT8, ModelKernel, padded
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments of time mixes: v k r: products; w: the log of the decay; openings [3, ...]: the learning rate, the gate, and
+# the share of the first layer's v, which is `first`, in the mixed v; removal, replacement: xi and alpha of the paper,
+# which make keys of k; weight, bias, eps: of the group norm; slots: rows of `state`; y: the gated output in TERMS
+# terms; token_heads: T H. Arguments of DecodeOne: as of `rwkv6.DecodeFew`; struct Args in rwkv7/decode_phases.cuh
+# describes the others
 
 DOWNS = 4  # products of low rank in a layer's time mix: for the decay, the learning rate, the gate and the value
 

@@ -32,6 +32,11 @@ from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments: H, group: heads of queries, and how many of them share a head of keys; scale, softcap: s = scale q . k, or
+# its cap. ds: gradients of scores, in entries of tiles (`softmax_tiles`), from head ds_head on, ds_entries a head;
+# ds_offsets: of each tile of keys, where its entries begin. unit: the factor of logarithms in `statistics`, log 2 if
+# these are to base 2
 
 IN_ROWS = "q k v o do_ dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
 # Of the kernels' arguments: works, the table of tiles, an entry a block (a list of entries on Hopper); Tq, the tokens

@@ -28,6 +28,9 @@ from .plan import Array, Draft, ceil_div, common_bytes
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments: u: RWKV-6's bonus, or null; initial, final: states; bytes: of a copy, the largest of 16, 8, 4 and 2 of
+# which all rows' addresses and lengths are multiples
 
 STAGE_COLUMNS = 64  # channels or columns per block of the stages `inter_chunk` and `combine`, and rows of `combine`
 

@@ -31,6 +31,11 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments: scale: the factor of o; slots: the row of `state` of each sequence; bonus: RWKV-6's u, or null; aligned16:
+# whether all rows start on 16 bytes. `StepOfSeveral`: T_: tokens of a sequence; pending: the previous call's tokens, M
+# at most, which its states lack; accepted: how many of them are applied first, or null: none; group: heads of values
+# that share keys; normalized: whether the kernel divides q and k by their lengths
 
 GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `rule` of gated operators; `delta_kernels` has others
 

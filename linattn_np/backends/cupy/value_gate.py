@@ -39,6 +39,11 @@ from .segments import PORTABLE
 #     shared     C++ types in shared memory, with the value of a field for {field}
 #     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
 #                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+#
+# Arguments: scale: the factor of o; channel: the first channel of a launch; sums: o of the channels of earlier
+# launches; segments, computed: of a sequence: all, and how many of them a launch computes; vectors: whether all rows
+# are whole 16 bytes; channel_decays, column_decays: products of decays of K's channels and V's columns over a chunk
+# (of a segment: sums of gates); channel_growth, column_growth: the largest sums of their positive log gates
 
 
 class ValueGateForward(TiledKernel):
