@@ -195,6 +195,25 @@ def test_a_third_ctrl_c_ends_the_process(terminal, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_third_ctrl_c_ends_deferred_work_too(terminal, monkeypatch):
+    codes = []
+    monkeypatch.setattr(signals, "OWN_PROCESS", True)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with signals.handled(), signals.deferred() as noted:
+        assert not raised(signal.SIGINT) and noted() == signal.SIGINT
+        assert raised(signal.SIGINT) and not codes
+        assert raised(signal.SIGINT) and codes == [130]
+
+
+def test_a_signal_that_was_noted_ends_the_work_after_it(terminal, monkeypatch):
+    monkeypatch.setattr(signals, "OWN_PROCESS", True)
+    with pytest.raises(signals.Ended), signals.handled():
+        with signals.deferred():
+            assert not raised(signal.SIGTERM)
+        signals.forget_ctrl_c()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
 def test_a_signal_while_the_work_ends_leaves_no_handler(terminal, monkeypatch):
     """An exception out of the end of `handled` left its handlers, whose next exception nobody caught."""
     with signals.handled():

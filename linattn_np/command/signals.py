@@ -28,29 +28,33 @@ class Ended(KeyboardInterrupt):
 
 
 class Noted:
-    """The handler of signals. It notes the first signal; another one replaces a noted Ctrl-C, as work may continue.
+    """The handler of signals. It notes the first signal; another one replaces a noted Ctrl-C, after which the work may
+    go on (`forget_ctrl_c`).
 
-    Signals within BURST of the last one are ignored: a key bounces, and a launcher passes on what its terminal has also
-    sent to this process. A later second Ctrl-C ends the work at once, a third one the process; other signals wait.
+    The first signal raises Ended, unless the work is `deferred`. A second Ctrl-C raises Ended in any work, and a third
+    one ends the process; other signals after the first raise nothing. Nor does a signal within BURST of the last one:
+    a key bounces, and a launcher passes on what its terminal has also sent to this process.
     """
 
     number: int | None = None  # the noted signal
-    asked_for = False  # whether the current work asks for `number`, so that the first signal raises nothing
-    raised = 0  # the number of signals that have raised Ended
+    asked_for = False  # whether the current work is `deferred` and asks for `number`
+    counted = 0  # signals, without those that came within BURST and those that wait for the noted one
     latest = -BURST  # the time of the latest signal
     over = False  # whether `handled` has ended
 
     def __call__(self, number, frame=None):
         first, now = self.number is None, time.monotonic()
         bounced, self.latest = now - self.latest < BURST, now
-        if self.over or first and bounced and number == signal.SIGINT:  # a bounce of a Ctrl-C that was forgotten
+        if self.over or first and bounced and number == signal.SIGINT:  # a bounce of one that `forget_ctrl_c` removed
             return
         if self.number in (None, signal.SIGINT):
             self.number = number
-        if first and self.asked_for or not first and (bounced or number != signal.SIGINT):
+        if not first and (bounced or number != signal.SIGINT):
             return
-        self.raised += 1
-        if OWN_PROCESS and self.raised > 2:  # the work is already ending; nothing might catch the exception
+        self.counted += 1
+        if first and self.asked_for:
+            return
+        if OWN_PROCESS and self.counted > 2:  # the work is already ending; nothing might catch the exception
             os._exit(128 + number)
         raise Ended(number)
 
@@ -65,7 +69,7 @@ def handled() -> Iterator[None]:
     After the context a signal ends the command's process; if a signal has ended the work, later ones are ignored:
     Python, which is ending, would print a traceback.
     """
-    noted.__dict__.clear()
+    noted.__dict__.clear()  # all attributes have the values of the class again
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in NUMBERS:
@@ -95,6 +99,7 @@ def deferred() -> Iterator[Callable[[], int | None]]:
 
 def forget_ctrl_c():
     """Removes a noted Ctrl-C, after which the work goes on; raises Ended if another signal is noted."""
-    number, noted.number, noted.raised = noted.number, None, 0
+    number, noted.number, noted.counted = noted.number, None, 0
     if number not in (None, signal.SIGINT):
+        noted.number = number  # for `handled`, which asks whether a signal has ended the work
         raise Ended(number)

@@ -137,7 +137,7 @@ class RunningMaximum(LinearAttention):
         super().__init__(problem)
         q, k = (problem[name].astype(problem.compute_dtype) for name in "qk")
         least, count = np.finfo(k.dtype).min, problem.spans.count
-        start = self.initial_maximum(least / 2)  # least / 2, so that the gate to any key is finite
+        start = self.initial_maximum(least / 2)  # least / 2: the gate to keys up to -least / 2 is finite
         largest, self.g, self.last = np.empty_like(k), np.zeros_like(k), start.copy()
         for s, (first, stop) in enumerate(problem.spans):
             tokens, before = np.s_[:, :, first:stop], start[s::count][:, :, None]
