@@ -2,6 +2,9 @@
 //           have the others.
 // limits    sm_80 and later, unless a section names a later card; no toolkit header, so NVRTC needs no include path.
 // twin      tests/emulator/ptx.cuh has the same names for the CPU: a change here is a change there.
+//
+// `asm` without volatile is arithmetic: the compiler may move, join or drop it. `volatile` keeps an instruction and its
+// order among such instructions; "memory" also keeps accesses of memory on their side of it.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -161,7 +164,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// D[16, 8] += A[16, 8] B[8, 8] in bfloat16.
+// D[16, 8] += A[16, 8] B[8, 8] in bfloat16, of two registers that need not be neighbours in an array.
 //   a0 = A[g][2t,+1]    a1 = A[g+8][2t,+1]    b = B[2t,+1][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -187,7 +190,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// D[16, 8] += A[16, 8] B[8, 8] in bfloat16, and in float16.
+// The same from an array, in bfloat16, and in float16.
 //   a = A[g][2t,+1], A[g+8][2t,+1]      b = B[2t,+1][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -277,7 +280,7 @@ template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, co
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   const u32 dst = u32(__cvta_generic_to_shared(smem_dst));
   const int read = valid ? BYTES : 0;
-  if constexpr (BYTES == 16)
+  if constexpr (BYTES == 16)  // past L1; smaller copies have to go through it
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(gmem_src), "r"(read) : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(gmem_src), "n"(BYTES), "r"(read)
@@ -529,8 +532,8 @@ __device__ __forceinline__ void tensor_prefetch(const TensorMap& map, i32 column
                : "memory");
 }
 
-// Starts copying a box to the array, after fence_async by the threads that filled it. The part outside of the array is
-// not stored.
+// Starts copying a box to the array, after fence_async by the threads that filled it, and closes a group of this copy.
+// The part outside of the array is not stored.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
                                              i32 batch) {
   asm volatile(
@@ -554,8 +557,8 @@ __device__ __forceinline__ void tensor_store_or_add(const TensorMap& map, const 
       : "memory");
 }
 
-// Starts adding 16 bytes of numbers in shared memory to numbers in global memory, as `tensor_store` does; `commit_adds`
-// must follow.
+// Starts adding 16 bytes of numbers in shared memory to numbers in global memory, as `tensor_store_or_add` does, but
+// closes no group: one `commit_adds` after many pieces does.
 __device__ __forceinline__ void add_piece(bf16* to, const bf16* piece) {
   const u32 from = u32(__cvta_generic_to_shared(piece));
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], 16;" ::"l"(to), "r"(from)
@@ -573,7 +576,8 @@ __device__ __forceinline__ void add_piece(float* to, const float* piece) {
 }
 __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's tensor stores have read their boxes.
+// Waits until the groups that this thread has closed, of tensor_store, tensor_store_or_add and add_piece, have read
+// shared memory; global memory may still lack their numbers.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Makes this thread arrive at `b` when all copies that it has started by cp_async are complete.
@@ -623,8 +627,9 @@ __device__ __forceinline__ u32 larger_of_halves(u32 a, u32 b) {
   return y;
 }
 
-// Makes this thread's stores to shared memory visible to wgmma and bulk copies; after a barrier, also to those that
-// other threads start.
+// Orders this thread's ordinary accesses of shared memory before later ones of wgmma and of bulk copies, which see its
+// stores, and overwrite nothing before its loads have read it; after a barrier, also before those that other threads
+// start. Ordinary accesses need none among themselves, nor wgmma and copies whose end has been waited for.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The inverse of ldmatrix_x4: lane l gives the 16-byte row l % 8 of matrix l / 8.
