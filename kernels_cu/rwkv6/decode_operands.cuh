@@ -16,6 +16,14 @@
 //     into WORDS words
 //   VECTORS: how many mixes of a norm a block computes at once; KEEPS_NORM: whether it keeps LN(x) for further mixes
 //   take_words: waits for words of this epoch; number: a word's number; Handed<T>: the type of words
+//
+// Similar names:
+//   a four, FOURS  four neighbouring numbers of a vector; how many of them a lane waits for at once
+//   NEIGHBOURS     words that a load of 16 bytes has, 4 or 2; LOADS: loads of a four, 1 or 2
+//   EACH           neighbours of a row of weights that a lane multiplies in a step
+//   WORDS, PACKED  u32 that have one term of EACH numbers; how many numbers a u32 has
+//   Word, `words`  numbers with their epoch, in global memory
+//   count, pitch   numbers of the vector in the staging area; the distance there from one term's row to the next one's
 
 template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, STAGES> {
   typedef DecodeBlock<T, S, STAGES> Block;
@@ -49,6 +57,7 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
         *reinterpret_cast<uint2*>(to) = {upper_halves(x.x, x.y), upper_halves(x.z, x.w)};
     } else if constexpr (DIGITS) {
       u32 words[TERMS];
+      // 0x7f000000 less the bits of a power of two, here the unit, are the bits of its inverse.
       Split<T>::digits(words, x, __uint_as_float(0x7f000000u - __float_as_uint(s.units[vector][tid >> 5])));
       u32* to = reinterpret_cast<u32*>(staging) + (vector * TERMS * pitch + k) / 4;
 #pragma unroll
@@ -69,8 +78,8 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
     const auto magnitude = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
     return max(max(largest, max(magnitude(x.x), magnitude(x.y))), max(magnitude(x.z), magnitude(x.w)));
   }
-  // Stores the unit of the digits of the warp's numbers, whose largest magnitude is `largest`: a power of two, or NaN
-  // if a number is not finite.
+  // Stores the unit of the digits of the warp's numbers, whose largest magnitude is `largest`: the power of two with
+  // which that is from 2^29 to 2^30 units, or NaN if a number is not finite. 0x10000000, 2^-95, keeps the unit normal.
   __device__ __forceinline__ void put_unit(int vector, u32 largest) {
     largest = __reduce_max_sync(0xffffffffu, max(largest, 0x10000000u));
     const float unit = __uint_as_float((largest & 0x7f800000u) - (29u << 23));

@@ -35,6 +35,8 @@
 //   sync: the barrier of the 256 computing threads
 //   state_row: the row of the states of all layers
 //   add_scaled: a + x b of four numbers
+//   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every
+//     `groups`-th row from `group` on; it loads the first of them, `held`, if `busy`
 //   Token, KeyParameters: of the thread's channel; Scratch: shared memory of a head; time_mix_head: keys, state, group
 //     norm, bonus and gate of a head
 //   decode_token: the whole kernel; fetch_words: waits for words and stores operands; load_four: four numbers as they
