@@ -1,7 +1,11 @@
 """Derived operators: those that backends compute by calling another operator, with arrays that are made for it.
 
 The call of that other operator is the inner call. `dispatch` turns a checked call into its inner call; `autodiff` turns
-the gradients of the inner call into those of the call.
+the gradients of the inner call into those of the call. Every class of derived operators has `copy_note`, `inner_call`,
+`inner_call_layout` and `gradients`.
+
+The arrays that are made take new memory, which CuPy would lose in a captured CUDA graph: `refuse_lost_memory` then
+raises NotSupported. Its last argument is the subject and verb of the message.
 """
 
 import sys
@@ -44,7 +48,8 @@ class KeyFromGate:
     def inner_call_layout(self, problem: Problem) -> Problem:
         """GLA's problem with a k of the shape, dtype and strides that `inner_call` gives it, but without its values.
 
-        Functions of NumPy keep the order of g's axes in memory; those of CuPy give C order.
+        Functions of NumPy keep the order of g's axes in memory; those of CuPy give C order. tests/test_hgrn2.py
+        compares the strides with `inner_call`'s.
         """
         _, g, _ = problem.arrays.values()
         with on_device_of(problem):
@@ -67,11 +72,12 @@ class KeyFromGate:
 class RepeatedKeyHeads:
     """An operator whose q and k have HK heads, v has H: each head of q and k serves H // HK heads of v.
 
-    The inner call is that of `inner` with every head of q and k repeated H // HK times.
+    The inner call is that of `inner`, the operator's declaration, with every head of q and k repeated H // HK times.
+    inner.shared has the names of these arrays.
     """
 
     inner: Any
-    copy_note = "q, k: one for every head of v"  # what `explain` lists among the copies of a call
+    copy_note = "q, k: one for every head of v"
 
     def inner_call(self, problem: Problem) -> Problem:
         """The inner call, whose q and k are copies of the call's."""
@@ -114,7 +120,10 @@ def in_groups(repeated, x):
 
 @contextmanager
 def on_device_of(problem: Problem):
-    """A context in which the problem's device is the current one and floating-point warnings are off."""
+    """A context in which the problem's device is the current one and floating-point warnings are off.
+
+    problem.home is "host", or the device: "cuda:0".
+    """
     on_host = problem.home == "host"
     device = nullcontext() if on_host else sys.modules["cupy"].cuda.Device(int(problem.home.split(":")[1]))
     with device, np.errstate(all="ignore"):

@@ -1,13 +1,15 @@
 // what      The decays of a lane's pair of tokens in a sub-chunk of 8 tokens.
-// math      a_t = exp g_t. From the sub-chunk's start to the state that token i reads: prod_{m<=i} a_m (RWKV-6: m < i).
+// math      a_t = e^(the log gate of token t). The decay from the sub-chunk's start to the state that token i reads:
+//           prod_{m<=i} a_m (RWKV-6: m < i).
 //           From after token j to the sub-chunk's end: prod_{m>j} a_m. The sub-chunk's middle is between its tokens 3
 //           and 4. The factors of queries after it and of keys before it are products of the decays in between, those
 //           of queries before it and of keys after it are inverses of such products.
-// shapes    a lane has channel (or column) g = lane / 4, and of every sub-chunk the pair of tokens 2t, 2t + 1,
-//           t = lane % 4, as in fragments.cuh
+// shapes    a lane has channel (or column) lane / 4, and of every sub-chunk the pair of tokens 2p, 2p + 1,
+//           p = lane % 4, as in fragments.cuh
 // numerics  Decays are products; gates are not subtracted, so that a large gate does not swallow small ones. About the
-//           middle a gate counts as at least -20, so that inverses are finite: e^-20 of a token passes a reset in its
-//           sub-chunk. If four gates are inverted instead of three, it counts as at least -16.
+//           middle a gate counts as at least -20, so that inverses are finite: e^-20 of a token passes a reset (a_t =
+//           0) in its sub-chunk. For RWKV-6 and OWN (MiddleFactors), which invert products of four gates, a gate counts
+//           as at least -16.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -39,7 +41,8 @@ __device__ __forceinline__ FourLanes lane_sums(float x) {
   return combine_lanes(x, 0.f, [](float a, float b) { return a + b; });
 }
 
-// The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates.
+// The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates. PairDecays::whole is
+// the product of the tokens' decays instead, which differs in rounding.
 __device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(lane_sums(gates.x + gates.y).all); }
 
 // The decays of a lane's pair of tokens: `start`, from the sub-chunk's start to the state that each token reads; `end`,
@@ -59,12 +62,14 @@ template <class ReadOrder> struct PairDecays {
 };
 
 // The factors of a lane's pair of queries and of keys, from and to the sub-chunk's middle, of the decays a of the two
-// tokens. OWN: GLA's scores of tokens with themselves are computed by these factors, too.
+// tokens. OWN: GLA's scores of tokens with themselves are computed by these factors, too. Without
+// OWN, scores use no factor of query 0 or key 7, since a score's query is later than its key.
 template <class ReadOrder, bool OWN = false> struct MiddleFactors {
   static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : LEAST_DECAY;  // e^-16
-  // Multiplies queries' factors and divides keys'. GLA's factors would be e^-80 to e^60. With CENTRE, about e^10, they
-  // are e^-70 to e^70, so that their rounding errors in tf32 are normal numbers, too; those that are used in scores are
-  // at most e^50. RWKV-6's are e^-48 to e^64 (used: e^48). OWN: about e^8, for factors from e^-56 to e^56.
+  // Multiplies queries' factors and divides keys'. Without it GLA's would be e^-80 to e^60 for queries, e^-60 to e^80
+  // for keys. With CENTRE, about e^10, both are e^-70 to e^70, so that their rounding errors in tf32 are normal
+  // numbers, too; the largest that scores use, of query 1 and key 6, are e^50. RWKV-6's are e^-48 to e^64 for both, and
+  // the largest that scores use, of query 1 and key 6, e^48. OWN: about e^8, for factors from e^-56 to e^56.
   static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : OWN ? 4096.f : 16384.f;
   float2 queries, keys;
 

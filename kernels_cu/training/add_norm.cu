@@ -1,7 +1,8 @@
 // what      Adds the previous mix's result to the residual, and computes its layer norm: the beginning of every mix of
 //           a training step.
 // math      y = x + drop(change), xx = LN(y)
-//           change = first (Added), sigmoid(first) value in units of UNIT_OF_SQUARES<T> (Gated);
+//           change = first (Added), sigmoid(first) UNIT_OF_SQUARES<T> value (Gated: a channel mix, whose `value` is
+//           stored divided by this unit, because squares may be larger than float16 holds);
 //           y = drop(table_token) (Embedded); y = x (Kept)
 // shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
 //           xx [tokens, D]; table [V, D], token_ids [tokens / T, T + 1]
@@ -15,18 +16,21 @@
 
 // From training.cuh:
 //   Eight: eight neighbours as floats, which load8 and store8 move
-//   block_sum: a sum over the block, by one barrier
+//   block_sum: the sums over the block of both numbers of a float2, by one barrier; each call needs shared memory of
+//     its own, since no barrier follows the reads
 //   UNIT_OF_SQUARES: 2048 for float16, otherwise 1
+//   Dropout: the seeds, the residual's number and the rate, which `dropped` takes
+//   dynamic_smem: the address of the block's shared memory
 
 template <typename T> struct Args {
-  const float* x;
-  const T* first;
-  const T* value;
-  const float* table;
+  const float* x;      // not read by Embedded
+  const T* first;      // read by Added and Gated
+  const T* value;      // read by Gated
+  const float* table;  // this and token_ids: read by Embedded
   const i64* token_ids;
   const float* weight;
   const float* bias;
-  float* y;
+  float* y;  // null: not stored
   float* moments;
   T* xx;
   i64 T_;  // tokens of a sequence

@@ -7,23 +7,27 @@
 //           segment in a direction starts with initial or dht [N / P, H, K, V], others from zero. A segment's result is
 //           stored as the state of the next one in its direction, and scan_both_ways.cu joins them; the last one has
 //           none. Below, S is dS in blocks that go backwards
-// grid      a block for every (direction, segment, head, 64 channels), directions slowest: sequences are cut if heads
-//           are few, and then blocks with all channels would leave half of the card idle; a warpgroup (consumers), and
-//           a warp that copies chunks and computes their decays
+// grid      a block for every (direction, segment, head, 64 channels), directions slowest. A block has 64 channels
+//           only, because sequences are cut where heads are few: blocks with all channels would then leave half of the
+//           card idle. Its threads: a warpgroup (consumers), and a warp that copies chunks and computes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens have been copied, and the decays are stored; done: they have been read
-// numerics  products of bfloat16 numbers in float32: decayed ones as the sum of two
+// numerics  products of bfloat16 numbers, summed in float32; a decayed key or query is the sum of two bfloat16 numbers
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16; K and V multiples of 8, V <= BV; BV of 64, 128; rows start on 16 bytes
 //
 // Names (warpgroup.cuh, backward_tokens.cuh). Operand: a lane's keys of a chunk, [channel, token], two bfloat16 numbers
-// a register; each_two calls f for each pair of tokens; load_channels loads an Operand; load_token_factors loads a
-// number for each of the lane's tokens; low, high: the two numbers of a register; remainder_of: their rounding errors.
-// gate_of: a token's log gate, 0 outside of the sequence. is_last: whether a segment is its sequence's last one in a
-// direction; slot_of: its index in `states`; load_initial_state loads and stores what a sequence's first one starts
-// with; each_of_state calls f for the lane's numbers of S, two at a time. wgmma_keep keeps uses of a product's result,
-// and other uses of its operands' registers, behind the wait
-constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk; channels of a block
+// a register: x[s][m], also written u32[2][4]. each_two calls f(index, s, m) for each of these registers: of 8n + 2t
+// and the next token, t = lane % 4, and channel h of the lane's two, with index = 4n + 2h; load_channels loads an
+// Operand; load_token_factors loads a number for each of the lane's tokens, of 8n + 2t + p at 2n + p; low, high: the
+// two numbers of a register; remainder_of: their rounding errors.
+// WorkTile: what a block computes, here a segment: its `tokens`, its number; work_tile makes it of the number of
+// segment and head. gate_of: the log gate of a token of the segment, 0 before and after the segment. is_last: whether a
+// segment is its sequence's last one in a direction; slot_of: its index in `states`, of `tiles` blocks for each;
+// load_initial_state: for a sequence's first segment, loads what it starts with and stores that in `states`;
+// each_of_state calls f for the lane's numbers of S, two at a time. Tile: panels of 64 columns, swizzled, [0] the
+// first. wgmma_keep keeps uses of a product's result, and other uses of its operands' registers, behind the wait
+constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the include needs; channels of a block
 #include "backward_tokens.cuh"
 
 struct Args {
@@ -69,7 +73,8 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
       if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
       if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
-      // Copies the chunk's rows for each f(tile, tensor map, rows, width, first column); all lanes arrive.
+      // For each f(tile, tensor map, rows, width, first column), copies the chunk by the tensor map, or from `rows`
+      // where a box would reach into another sequence or tokens have a negative stride; all lanes arrive.
       fetch_chunk(s.full[stage], work, first_token_of(iteration), [&](auto f) {
         f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first_channel);
         f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);

@@ -1,7 +1,7 @@
 // what      Softmax attention on Hopper: one thread copies tiles of q, k and v, and whole warpgroups multiply them.
 // math      o = softmax(s) v,  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  lse_i = log sum_j e^s_ij; a
 //           head's sink is one more score of every row, without a value. A query sees the keys from `left` tokens
-//           before its own position to `right` tokens after it; the host replaces a missing limit by a large number
+//           before its own position to `right` tokens after it; the host replaces a missing limit by 2^30.
 //           A warpgroup holds 64 queries and visits their key tiles from the last to the first. For each: S = q k^T;
 //           mask; weights e^(S - m) with the running row maximum m; o = rescale * o + weights v. The product with v of
 //           one key tile runs while the weights of the next are computed
@@ -21,22 +21,36 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   Rows x: a strided array
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(x): accesses of x stay on their side of it, of a product's result
-//     after the wait, of a computed operand before it
+//     waits until at most N groups run; wgmma_keep(x): the compiler moves no access of x over it, so that a product's
+//     result is read only after the wait
+//   wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16 columns.
+//     a: registers or a descriptor; b: the descriptor of [N, 16], if TRANSPOSED of [16, N]
+//   wgmma_tile(address, leading, stride): a descriptor of a swizzled tile; `stride`: bytes from 8 rows to the next 8;
+//     `leading`, read only if TRANSPOSED: from 64 columns to the next 64
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
-//   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
-//     own only: so none waits for another
+//   load_tile<rows of a box>(tile, map, full, token, head, batch): starts the copies of a tile
+//   store_rows(boxes, rows, width, x, factor0, factor1, tile, row, work): stores a warp's 16 rows of x, of which the
+//     lane multiplies its two by factor0 and factor1, through its rows of the warpgroup's 64 in `tile` from `row` on:
+//     as a box, or by `rows` if some are no tokens of `work`
+//   zero_rows(tile, first, warpgroup): zeros in rows from `first` on, which are other sequences'. Every warpgroup
+//     writes the same zeros to all of these rows, calls fence_async, and waits for its own threads. It need not wait
+//     for other warpgroups, because their stores change nothing
 //   uniform: tells the compiler that a number is the same in all lanes
 //   needs_mask, mask_rows: hide tokens that a row does not see
-//   tanh_of: tanh
-//   RowMaximum, row_end: a row's largest score, its results at the end; row_max, row_sum: over the four lanes of a row
+//   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). factor:
+//     |scale| log2 e, or, if m is above 2^27 in size, the power of two not below that; shift: m by this factor, or
+//     NONE, a finite number below all scores, while the row has no key. raise(x, scale, slack): sets m to the score of
+//     x if m grows by more than `slack`, and returns the factor for earlier weights: 1 if m stays, 0 if m was NONE.
+//     score_of(shift, scale): m by the factor `scale` again
+//   row_end(m, sum, sink): a RowEnd, of `factor`, by which o is multiplied (1 / the sum of all weights about m, 0 if
+//     the row sees no key), and `logarithm`, log2 sum_j e^s_ij
+//   row_max, row_sum: over the four lanes of a row
 //   consume_and_produce<N, UP, DOWN>: N warpgroups consume, with UP registers a thread, one thread of another one
 //     produces, with DOWN; before, it makes the barriers visible
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
@@ -45,8 +59,8 @@
 //     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
 //     `diagonal`: the position of the first query among the keys; `output_batch`: `batch`, or another index for each
 //     part if keys are split
-//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
-//   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
+//   Tile: panels of 64 columns, swizzled; PANEL = 64
+//   LOG2E = log2 e; opaque: hides a value's origin from the compiler
 //   barrier_sync: waits at a named barrier; barrier_pass: arrives there without waiting
 
 constexpr float SLACK = 8.f;  // in base 2: weights are at most 2^8
@@ -125,7 +139,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);  // |scale| log2 e, of products or tanh
-  const bool negative = opaque(u32(args.scale < 0));                      // opaque: see scale_over_cap
+  const bool negative = opaque(u32(args.scale < 0));                      // else the loop would compare float64 again
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   Ring<S::KEY_STAGES> k, v;
   Ring<S::QUERY_STAGES> q;
