@@ -24,17 +24,23 @@
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 //
-// Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory;
-// load_column reads a lane's tokens of a channel from a tile. decays.cuh: with a the decays of a lane's two tokens,
-// PairDecays(a) has those from the sub-chunk's start (start) and to its end (end), MiddleFactors(a) the factors about
-// its middle; product_over(x, first, end) is the product of x[first ... end - 1]. backward.cuh: fetch_rows starts to
-// copy rows to a tile, zeros where there are none; store_rows stores those that exist (`true`: in pieces of 16 bytes).
-// CHUNK = 64 and SUB = 8 tokens, SUBS = 8; LD: the distance of neighbouring rows of a tile; padded_width: K rounded up
-// to a multiple of 8. chunk_tokens: a chunk's first token and the one after its last. at_least(x, y): the larger one,
-// NaN if x is. ChunkScores (gated/backward_scores.cuh): a warp's blocks of 16 x 16 scores and their places, half_row,
-// half_column and quarter; CHANNELS = 32; ChannelTokens: a tile [channel, token]. growth.cuh: score_of_pair gives lane
-// n the score of the pair of tokens pair_of(n). by_token.cuh: tokens_at, an array's rows in memory; growth_of, the
-// largest sum of positive gates
+// From fragments.cuh and decays.cuh
+//   Math<T, PRODUCTS>   how data T are multiplied; Stored: the type of operands in memory
+//   load_column         a lane's tokens of a channel from a tile
+//   PairDecays(a)       of the decays a of a lane's two tokens: those from the sub-chunk's start (`start`) and to its
+//                       end (`end`); MiddleFactors(a): the factors about its middle
+//   product_over(x, first, end) = x[first ... end - 1] multiplied
+// From backward.cuh and gated/backward_scores.cuh
+//   fetch_rows          starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
+//                       (`true`: in pieces of 16 bytes)
+//   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
+//   ChannelTokens       a tile [channel, token]; CHANNELS = 32
+//   padded_width        K rounded up to a multiple of 8; chunk_tokens: a chunk's first token and the one after its last
+//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8; LD: the distance of neighbouring rows of a tile
+// From others
+//   score_of_pair       gives lane n the score of the pair of tokens pair_of(n)
+//   tokens_at           an array's rows in memory; growth_of: the largest sum of positive gates
+//   at_least(x, y)      the larger one, NaN if x is
 #include "gated/backward_scores.cuh"
 #include "value_gate/by_token.cuh"
 #include "growth.cuh"

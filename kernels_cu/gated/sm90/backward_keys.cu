@@ -38,22 +38,33 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
-// Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens; Values, accumulators [channel,
-// token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh: Chunk and SubChunk, a lane's numbers of a chunk
-// or sub-chunk; Gates, its log gates, and Counts, which of them a sum has, for 16-bit gates with minus signs in half of
-// their numbers (`true`); PairReader, products of queries with dA (add_queries); Across, operands at borders of
-// sub-chunks; SubChunkDecays. decays_from_*, decays_to_end, decay_within, decay_queries, decay_keys: decays of tokens,
-// and tokens times decays (`false`: not cut off to tf32 here). states.cuh: put_float_tile<warps>: a tile in float32;
-// read_part, start_write start products that read dS or add to it; scale_state, decay_state multiply dS by numbers of
-// channels; scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`; StateOperand, decayed queries as
-// start_write takes them; state_values, keys with the values that they have in a product with a state. Segment,
-// segment_of<BACKWARDS>, each_segment: what a block computes; sum_tokens_by_shuffles<false>: over earlier tokens;
-// load_state and each_of_state read and write a state in memory; checkpoint_at: where a stored state is.
-// wgmma_wait<0> waits for all products; wgmma_keep keeps uses of their results behind it. each_neighbours calls
-// f(sub-chunk n, channel h) for the lane's pairs of tokens, which neighbours_of finds in an Operand; warpgroup_panels:
-// a tile's panels of a warpgroup; pair_index, self_weight_at: places in dA; pair_value, score_value: rounded to tf32.
-// backward_keys_storage.cuh: ChannelStage, ValueStage: a chunk's arrays of K, of V numbers. multiply_*, put_within,
-// put_across, put_state: backward_scores.cuh
+// From warpgroup.cuh
+//   Tile<X, D>          D numbers of type X of each of the chunk's tokens; warpgroup_panels: a warpgroup's panels of it
+//   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
+//   wgmma_wait<0>       waits for all products; wgmma_keep keeps uses of their results behind it
+//   each_of_state       calls f for the lane's numbers of a state in memory
+// From decays.cuh
+//   Chunk, SubChunk     a lane's numbers of a chunk, of a sub-chunk
+//   each_neighbours     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of finds a pair in
+//                       an Operand
+//   Gates, Counts       the lane's log gates; which of them a sum has, for 16-bit gates with minus signs in half of
+//                       their numbers (`true`)
+//   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
+//                       (`false`: not cut off to tf32 here); SubChunkDecays: over sub-chunks
+//   PairReader          products of queries with dA (add_queries); Across: operands at borders of sub-chunks
+//   pair_index, self_weight_at: places in dA; pair_value: a number of it, rounded to tf32
+// From states.cuh
+//   load_state          loads a state; sum_tokens_by_shuffles<false>: sums over earlier tokens
+//   put_float_tile<warps>: a tile in float32; read_part, start_write start products that read dS or add to it
+//   scale_state, decay_state multiply dS by numbers of channels
+//   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`
+//   StateOperand        decayed queries as start_write takes them; state_values: keys with the values that they have in
+//                       a product with a state
+//   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is
+// From backward_scores.cuh and backward_keys_storage.cuh
+//   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
+//   score_value         a score, rounded to tf32
+//   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }

@@ -34,20 +34,30 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K and V of a launch up to 128, multiples of 8; rows start on 16 bytes
 //
-// Names. warpgroup.cuh: Tile<X, D>, D numbers of type X of each of the chunk's tokens, of which warpgroup_panels are a
-// warpgroup's; Values, accumulators [channel, token] of a chunk; Operand, the same numbers in 16 bits. decays.cuh:
-// Chunk and SubChunk, a lane's numbers of a chunk or sub-chunk, each_neighbours calls f(sub-chunk n, channel h) for its
-// pairs of tokens; Gates, its log gates; Counts, which gates a sum has; Across, operands at borders of sub-chunks;
-// PairReader multiplies numbers of pairs by keys (add_keys) or queries (add_queries), of sub-chunk (queries', keys').
-// decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys<EXACT, ...>: tokens times
-// these, EXACT: cut off to tf32. lane_offset: where a lane's numbers are in a panel. states.cuh: FloatTile, a tile in
-// float32; start_read, start_write start products that read S or add to it, wgmma_wait<0> waits for them, wgmma_keep
-// keeps uses of their results behind it; decay_state multiplies S by the chunk's decays; StateOperand, decayed keys as
-// start_write takes them, set by put(n, h, two tokens). Segment, segment_of<BACKWARDS>, each_segment: what a block
-// computes; load_state and each_of_state (`true`: with code of its own for V = BV) read and write a state in memory;
-// checkpoint_at: where a stored state is, first_checkpoint: a segment's first. IS_NARROW<T>: T is float16.
-// query_share.cuh: IN_UNITS<G>, whether shares have units; units_for chooses them by the magnitudes that add_sizes adds
-// up; exceeds_float16: whether a share is infinite in it. channel_sum: the sum over the four lanes of a channel
+// From warpgroup.cuh
+//   Tile<X, D>          D numbers of type X of each of the chunk's tokens; warpgroup_panels: a warpgroup's panels of it
+//   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
+//   wgmma_wait<0>       waits for all products; wgmma_keep keeps uses of their results behind it
+//   each_of_state       calls f for the lane's numbers of a state in memory (`true`: with code of its own for V = BV)
+// From decays.cuh
+//   Chunk, SubChunk     a lane's numbers of a chunk, of a sub-chunk; lane_offset: where they are in a panel
+//   each_neighbours     calls f(sub-chunk n, channel h) for the lane's pairs of tokens
+//   Gates, Counts       the lane's log gates; which of them a sum has
+//   decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys<EXACT, ...>: tokens times
+//                       these, EXACT: cut off to tf32
+//   PairReader          multiplies numbers of pairs by keys (add_keys) or queries (add_queries), of sub-chunk
+//                       (queries', keys'); Across: operands at borders of sub-chunks
+// From states.cuh and backward_tokens.cuh
+//   load_state          loads a state; channel_sum: the sum over the four lanes of a channel
+//   FloatTile           a tile in float32; start_read, start_write start products that read S or add to it
+//   decay_state         multiplies S by the chunk's decays
+//   StateOperand        decayed keys as start_write takes them, set by put(n, h, two tokens)
+//   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is,
+//                       first_checkpoint: a segment's first
+//   IS_NARROW<T>        T is float16
+// From query_share.cuh
+//   IN_UNITS<G>         whether shares have units; units_for chooses them by the magnitudes that add_sizes adds up
+//   exceeds_float16     whether a share is infinite in it
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

@@ -21,18 +21,29 @@
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
-// Names. decays.cuh: Chunk, a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token
-// p; Operand, the same in 16 bits; each_neighbours calls f(n, h), neighbours_of finds both tokens in an Operand; Gates,
-// log gates; Counts, which gates a sum has; SubChunkDecays, over each sub-chunk, with before(n), after(n), all();
-// decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk. lane_offset,
-// warpgroup_panels: where a lane's numbers are in a panel, and the panels of a warpgroup. states.cuh: start_write
-// starts S += x^T values; decay_state, scale_down multiply S by numbers of channels; IS_NARROW<T>: T is float16;
-// QueryScale: powers of 2, `up` and its inverse `down`, and whether all are 1 (`true`). growth.cuh: exceeds_growth,
-// whether gates are too far above 0 for products; update_state_by_token, update_gradient_by_token. backward_tokens.cuh:
-// is_first, is_last segment of its sequence in a direction; slot_of, its index in `states` of a grid with `tiles`
-// blocks a segment; load_initial_state: loads and stores what a sequence's first segment starts with. each_of_state
-// calls f for the lane's numbers of S, two at a time, and their address (`true`: with code of its own for V = BV);
-// wgmma_wait<0> waits for all products, and wgmma_keep keeps uses of their result behind it
+// From warpgroup.cuh
+//   Operand             a lane's numbers of a chunk in 16 bits; warpgroup_panels: a warpgroup's panels of a tile
+//   each_of_state       calls f for the lane's numbers of S, two at a time, and their address (`true`: with code of its
+//                       own for V = BV)
+//   wgmma_wait<0>       waits for all products; wgmma_keep keeps uses of their results behind it
+// From decays.cuh
+//   Chunk               a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token p;
+//                       lane_offset: where they are in a panel
+//   each_neighbours     calls f(n, h); neighbours_of finds both tokens in an Operand
+//   Gates, Counts       log gates; which of them a sum has
+//   SubChunkDecays      over each sub-chunk, with before(n), after(n), all()
+//   decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk
+// From states.cuh
+//   start_write         starts S += x^T values; decay_state, scale_down multiply S by numbers of channels
+//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1 (`true`)
+//   IS_NARROW<T>        T is float16
+// From growth.cuh
+//   exceeds_growth      whether gates are too far above 0 for products; then update_state_by_token and
+//                       update_gradient_by_token compute the chunk
+// From backward_tokens.cuh
+//   is_first, is_last   segment of its sequence in a direction; slot_of: its index in `states` of a grid with `tiles`
+//                       blocks a segment
+//   load_initial_state  loads and stores what a sequence's first segment starts with
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

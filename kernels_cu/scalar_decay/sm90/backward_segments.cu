@@ -16,17 +16,23 @@
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16; K and V multiples of 8, V <= BV; BV of 64, 128; rows start on 16 bytes
 //
-// Names (warpgroup.cuh, backward_tokens.cuh). Operand: a lane's keys of a chunk, [channel, token], two bfloat16 numbers
-// a register: x[s][m], also written u32[2][4]. each_two calls f(index, s, m) for each of these registers: of 8n + 2t
-// and the next token, t = lane % 4, and channel h of the lane's two, with index = 4n + 2h; load_channels loads an
-// Operand; load_token_factors loads a number for each of the lane's tokens, of 8n + 2t + p at 2n + p; low, high: the
-// two numbers of a register; remainder_of: their rounding errors.
-// WorkTile: what a block computes, here a segment: its `tokens`, its number; work_tile makes it of the number of
-// segment and head. gate_of: the log gate of a token of the segment, 0 before and after the segment. is_last: whether a
-// segment is its sequence's last one in a direction; slot_of: its index in `states`, of `tiles` blocks for each;
-// load_initial_state: for a sequence's first segment, loads what it starts with and stores that in `states`;
-// each_of_state calls f for the lane's numbers of S, two at a time. Tile: panels of 64 columns, swizzled, [0] the
-// first. wgmma_keep keeps uses of a product's result, and other uses of its operands' registers, behind the wait
+// From warpgroup.cuh
+//   WorkTile            what a block computes, here a segment: its `tokens`, its number `sequence`; work_tile makes it
+//                       of the number of segment and head
+//   Tile                panels of 64 columns, swizzled, [0] the first
+//   Operand             a lane's keys of a chunk, [channel, token], two bfloat16 numbers a register: x[s][m], also
+//                       written u32[2][4]; load_channels loads it
+//   each_two            calls f(index, s, m) for each of these registers: of 8n + 2t and the next token, t = lane % 4,
+//                       and channel h of the lane's two, with index = 4n + 2h
+//   load_token_factors  loads a number for each of the lane's tokens, of 8n + 2t + p at 2n + p
+//   low, high           the two numbers of a register; remainder_of: their rounding errors
+//   gate_of             the log gate of a token of the segment, 0 before and after the segment
+//   each_of_state       calls f for the lane's numbers of S, two at a time
+//   wgmma_keep          keeps uses of a product's result, and other uses of its operands' registers, behind the wait
+// From backward_tokens.cuh
+//   is_last             whether a segment is its sequence's last one in a direction; slot_of: its index in `states`, of
+//                       `tiles` blocks for each
+//   load_initial_state  for a sequence's first segment, loads what it starts with and stores that in `states`
 constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the include needs; channels of a block
 #include "backward_tokens.cuh"
 

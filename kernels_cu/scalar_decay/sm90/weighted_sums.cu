@@ -43,15 +43,21 @@
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
 //           bytes
 //
-// Names. warpgroup.cuh: Values, accumulators of an output; Operand, two bfloat16 numbers a register; each_two calls
-// f(i, ...) for each two tokens o[i], o[i + 1]; matrix_row and swizzled, addresses in a panel of 64 numbers of each
-// token; load_channels and store_values move a warp's 16 columns of a panel; each_transposed(S, state, strides, size,
-// ...) calls f for the lane's numbers of S and their addresses in `state`; gate_of: a token's log gate, 0 outside of
-// the sequence. wgmma_wait<n> waits until at most n groups of products run; wgmma_keep keeps uses of a result behind
-// it. weighted_sums_storage.cuh: first_token_of, the first token of an iteration's chunk; ends_stretch, whether a chunk
-// is its stretch's last one; block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk;
-// Registers, registers by role; TWO_BLOCKS, whether a multiprocessor holds two blocks. opaque and forget keep the
-// compiler from holding in registers what is computed from their argument
+// From warpgroup.cuh and wgmma.cuh
+//   WorkTile            a block's head and sequence: `sequence`, `batch`, `head`; `start`, `tokens`: of the sequence;
+//                       `sequence_head`: sequence * heads + head
+//   Values, Operand     accumulators of an output; two bfloat16 numbers a register
+//   each_two            calls f(i, ...) for each two tokens o[i], o[i + 1]
+//   matrix_row, swizzled: addresses in a panel of 64 numbers of each token
+//   load_channels, store_values: move a warp's 16 columns of a panel
+//   each_transposed(S, state, strides, size, ...): calls f for the lane's numbers of S and their addresses in `state`
+//   gate_of             a token's log gate, 0 outside of the sequence
+//   wgmma_wait<n>       waits until at most n groups of products run; wgmma_keep keeps uses of a result behind it
+// From weighted_sums_storage.cuh
+//   first_token_of      the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
+//   block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk
+//   Registers           registers by role; TWO_BLOCKS: whether a multiprocessor holds two blocks
+// From ptx.cuh: opaque and forget keep the compiler from holding in registers what is computed from their argument
 #include "lanes.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
