@@ -7,12 +7,14 @@
 //           products together
 // numerics  sums in float32; products with S read it rounded
 //
-// Names. PRODUCTS: tf32 products for each product of float32, 1 or 3. A product is D[16, 8] += A[16, 16] B[16, 8]: Left
-// and Right are a lane's part of A and B. Readers load them from tiles in shared memory: LeftReader and RowsReader for
-// sums over columns, TransposedReader (A) and RightReader (two B) for sums over rows; load(x, tile, row, col) starts at
-// (row, col). OperandOf<T>::Type: the type of operands in tiles; MiddleOf: that of operands about a middle.
-// ScoreStorage: the part of shared memory that has scores A and their operands; NUMBERS: how many numbers a score is
-// the sum of
+// A product is D[16, 8] += A[16, 16] B[16, 8]. From the includes:
+//   PRODUCTS: tf32 products for each product of float32, 1 or 3
+//   Left, Right: a lane's part of A and of B
+//   Readers load them from tiles in shared memory: LeftReader and RowsReader for sums over columns, TransposedReader
+//     (A) and RightReader (two B) for sums over rows; load(x, tile, row, col) starts at (row, col)
+//   OperandOf<T>::Type: the type of operands in tiles; MiddleOf: that of operands about a middle
+//   ScoreStorage: the part of shared memory that has scores A and their operands; NUMBERS: how many numbers a score is
+//     the sum of
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"

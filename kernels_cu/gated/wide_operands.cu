@@ -15,12 +15,14 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16
 //
-// Names. WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's
-// scores; BC = 8 tokens of a sub-chunk. Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has
-// LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the chunk. copy_rows<bytes, loops
-// unrolled, ...>, copy_unaligned_rows start copies of rows. ScoreTask
-// (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them, put_scores
-// stores them in s.A
+// From the includes:
+//   WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's scores;
+//     BC = 8 tokens of a sub-chunk
+//   Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has LANE_CHANNELS channels from
+//     coord.channel on; coord.row(i): its token i in the chunk
+//   copy_rows<bytes, loops unrolled, ...>, copy_unaligned_rows: start copies of rows
+//   ScoreTask (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them,
+//     put_scores stores them in s.A
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
 #include "gated/forward_operands.cuh"

@@ -27,11 +27,13 @@
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 //
-// Names. CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators. WarpShare: a share of
-// a warp, a span of 4 tokens; TokenDecays: e^g of a lane's tokens and channels; OperandOf<T>::Type: the type of
-// operands in shared memory; LDA: the distance of A's rows; place: the address of a number in a tile. Tokens: rows in
-// memory, read one number at a time. ColumnsReader: loads pairs of tokens of the warp's columns. lane_sums(x).all: the
-// sum over the four lanes of a column; whole_decay: e^(the sum of a sub-chunk's gates)
+// From the includes:
+//   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
+//   WarpShare: a share of a warp, a span of 4 tokens; TokenDecays: e^g of a lane's tokens and channels
+//   OperandOf<T>::Type: the type of operands in shared memory; LDA: the distance of A's rows; place: the address of a
+//     number in a tile
+//   Tokens: rows in memory, read one number at a time; ColumnsReader: loads pairs of tokens of the warp's columns
+//   lane_sums(x).all: the sum over the four lanes of a column; whole_decay: e^(the sum of a sub-chunk's gates)
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"

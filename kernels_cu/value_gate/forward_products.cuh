@@ -16,14 +16,17 @@
 //           of a sub-chunk of 8 tokens are added one by one. PRODUCTS: tf32 products for each product of float32 data,
 //           1 or 3; Math, Left, Right, multiply, multiply_half: fragments.cuh
 //
-// Names. CHUNK<T>: tokens of a chunk; OperandOf<T>::Type: the type of operands in shared memory. State, Output: a
-// lane's numbers of S and o. Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader
-// values and gates. state_q, state_k: the chunk's queries and keys, decayed for products with S. product_over(x, first,
-// end): the product of x[first ... end - 1]. Schedule: which launches and results there are; ScoreStorage: the part of
-// Shared that has A, of rows LDA apart, in which a score is the sum of NUMBERS numbers. take(i, x): sets number i of an
-// operand, `words` its 16-bit pairs. place: the address of a number in a tile; scale_columns: multiplies a lane's
-// outputs by a factor for each of its columns; opaque(x): x, not held in a register between uses. AfterWrite: queries
-// read the state after their token's write
+// From the includes:
+//   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o
+//   OperandOf<T>::Type: the type of operands in shared memory; take(i, x): sets number i of an operand; `words`: its
+//     16-bit pairs; place: the address of a number in a tile
+//   Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader values and gates
+//   state_q, state_k: the chunk's queries and keys, decayed for products with S
+//   product_over(x, first, end): the product of x[first ... end - 1]
+//   Schedule: which launches and results there are; AfterWrite: queries read the state after their token's write
+//   ScoreStorage: the part of Shared that has A, of rows LDA apart, in which a score is the sum of NUMBERS numbers
+//   scale_columns: multiplies a lane's outputs by a factor for each of its columns
+//   opaque(x): x, not held in a register between uses
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"

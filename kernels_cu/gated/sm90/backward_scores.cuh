@@ -6,12 +6,14 @@
 //           from the middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16
 //
-// Names. swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel; at_offset: the address
-// there; lane_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand.
-// each_neighbours calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of: their register in an
-// Operand. multiply_halves: a warp's product of 16-bit operands of the last argument's type. wgmma<type, N,
-// transposed>(d, a, b, adds), wgmma_tile(address, leading, stride), wgmma_fence, _commit, _wait, _keep: products of a
-// warpgroup, see states.cuh
+// From the includes:
+//   swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel; at_offset: the address there
+//   lane_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand
+//   each_neighbours: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of: their register in
+//     an Operand
+//   multiply_halves: a warp's product of 16-bit operands of the last argument's type
+//   wgmma<type, N, transposed>(d, a, b, adds), wgmma_tile(address, leading, stride), wgmma_fence, wgmma_commit,
+//     wgmma_wait, wgmma_keep: products of a warpgroup, see states.cuh
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 

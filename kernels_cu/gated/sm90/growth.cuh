@@ -19,14 +19,18 @@
 //           gate counts as LEAST_GATE = -16 at least within a sub-chunk, so e^(growth - 16) of a token would outlast a
 //           gate of -inf; and float16 ends at e^11. The results here overflow only where the recurrence itself does.
 //
-// Names. Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels; PANEL<X>:
-// of 128 bytes. decays.cuh: Gates, a lane's log gates, float32 ones times LOG2E; each_neighbours, neighbours_of: its
-// pairs of tokens; Chunk, its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i. at_least: the
-// larger one, NaN if one is; on packed numbers, of each half. query_share.cuh: IN_UNITS<G>, whether shares have a unit,
-// which is kept as its float32 exponent, ONE for 2^0; power_of_two(exponent); sum_with_unit, a sum whose lowest bits
-// hold the exponent; query_share_value, a stored share. backward_tokens.cuh: channel_sum(x), the sum over the four
-// lanes of a channel; share_sums: see its use. S[4n + 2h + p]: channel h of the lane's two, column 8n + 2t + p, t =
-// lane % 4. All lanes of a warp call functions with shuffles or votes together
+// From the includes:
+//   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels; PANEL<X>: of 128
+//     bytes
+//   Gates (decays.cuh): a lane's log gates, float32 ones times LOG2E; each_neighbours, neighbours_of: its pairs of
+//     tokens; Chunk: its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i
+//   at_least: the larger one, NaN if one is; on packed numbers, of each half
+//   IN_UNITS<G> (query_share.cuh): whether shares have a unit, which is kept as its float32 exponent, ONE for 2^0;
+//     power_of_two(exponent); sum_with_unit: a sum whose lowest bits hold the exponent; query_share_value: a stored
+//     share
+//   channel_sum(x) (backward_tokens.cuh): the sum over the four lanes of a channel; share_sums: see its use
+// S[4n + 2h + p]: channel h of the lane's two, column 8n + 2t + p, t = lane % 4. All lanes of a warp call functions
+// with shuffles or votes together
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
