@@ -12,7 +12,7 @@
 //             score_operands  32 rows of queries and keys about middles and borders, written and read
 //           and for each stage, which holds a chunk's operands, written for consumers:
 //             operands        q [32, BK] decayed from the chunk's start, k [32, BK] decayed to its end, scores [32, 32]
-//             headers         the decay over the chunk of BK channels, and row[0]: that the stage has a whole chunk
+//             headers         of BK channels the decays over the chunk; and row[0] = WHOLE_CHUNK
 // grid      a Schedule (forward_schedules.cuh) says what the two blocks of a cluster share. K_RANKS = 2: each block
 //           makes the operands and scores of half of the channels of every chunk; CHUNK_RANKS = 2: of all channels of
 //           every second chunk. It copies them to the other block. has_outputs: there are queries and scores, not keys
@@ -21,8 +21,8 @@
 //           stage), arrives at full (its operands are complete). Of a group, two a chunk: the decays over all
 //           sub-chunks are in shared memory | all operands of scores are; a third before scores are sent to the
 //           cluster's other block; one more if gates are above a limit. In order: make_chunk
-// numerics  If q and k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds
-//           float16's range is scaled (forward_scales.cuh). Decays within a sub-chunk: see below
+// numerics  Operands at borders are float16, or T if K_RANKS is 2. float16 has more precision than bfloat16, but a
+//           bfloat16 row that exceeds its range is scaled (forward_scales.cuh). Decays within a sub-chunk: see below
 // limits    sm_90a; T of float16, bfloat16; BK of 64, 128; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
@@ -36,18 +36,51 @@
 //                                          above 0 the largest factor is e^(3 * 20)
 //   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum's rounding
 //   RWKV-6: a key and the next query       q . k: no gate lies between
-// Since a_t counts as LEAST_DECAY at least in one sub-chunk, e^-20 of a token passes a reset within its own sub-chunk.
+// Since a_t counts as LEAST_DECAY = e^-20 at least in one sub-chunk, a part of a token passes a reset within its own
+// sub-chunk: e^-20 times the growth by the other gates, e^7 at most in chunks made as a whole, so e^-13 at most.
 //
-// Names. T, B: the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T is
-// bfloat16. GATES: the gates that a lane has of a token, 4, of its channels, or 1 if G is ScalarDecay. N
-// (ScoreShare::N): the sub-chunks whose scores a warp computes, 4 / warps of the group. `coord` (ProducerCoord): the
-// lane's sub-chunk, its first row and the lane's 4 channels. From forward_rows.cuh: unpack(x, y) sets x to 4 numbers y
-// as floats; times(y, x, f): y = x f, channel by channel; put_four stores 4 numbers; in_tile is the address of a
-// sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store row i; fetch_gates and fetch_qk
-// start copies of a chunk's inputs; clear_gates and clear_keys set to 0 what is after the sequence's end; send_operands
-// and send_scores copy to the cluster's other block. From forward_growth.cuh: EIGHTH, 1/8 in a gate's type; send_vote,
-// wait_for_votes: votes of the two blocks; make_tokens: makes a chunk token by token. barrier_any: a barrier, and
-// whether its argument is true for any thread. store_if(stores, to, x): a store without a branch.
+// Names
+//   T, B           the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T
+//                  is bfloat16
+//   GATES          the gates that a lane has of a token: 4, of its channels, or 1 if G is ScalarDecay
+//   CHUNK, BC      32 and 8, the tokens of a chunk and of a sub-chunk
+//   coord          a ProducerCoord: the lane's group, its thread in the group, its sub-chunk, first_row, and the first
+//                  of its 4 channels. LANES: lanes of a sub-chunk; THREADS: threads of the group
+//   MAKERS         how many producer groups of the cluster take chunks in turn. rank_of: the block's number in its
+//                  cluster
+//   s.u            RWKV-6's bonus u of each channel
+// From forward_storage.cuh and forward_rows.cuh
+//   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one
+//                  token at a time, stores the token's row there
+//   PRODUCERS      the named barrier of group 0, from which each group counts on
+//   flip(stage)    where two stages share a tile of scores, the byte offset of the stage's scores in it, else 0
+//   unpack(x, y)   sets x to 4 numbers y as floats. times(y, x, f): y = x f, channel by channel. put_four stores 4
+//                  numbers, put_decays 4 decays in the consumers' order. load_gates: a token's log gates
+//   in_tile        the address of a sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store
+//                  row i
+//   fetch_gates    and fetch_qk start copies of a chunk's inputs; send_operands and send_scores start copies to the
+//                  cluster's other block; clear_gates and clear_keys set to 0 what is after the sequence's end
+// From forward_growth.cuh
+//   EIGHTH         1/8 in a gate's type, as bits. update_largest_gate(x, ..): x becomes the largest of itself and a
+//                  token's gates
+//   send_vote      and wait_for_votes: votes of the cluster's two blocks. make_tokens: makes a chunk token by token
+// From forward_scales.cuh
+//   scales_of      <SCALE>(rows, coord, above_limit): NoScales, or if SCALE the RowScales of `rows`. scale_of(i): the
+//                  scale of row i, which is 1 if float16 holds the row and the chunk has no gate above LIMIT.
+//                  SCALED<Scales>: whether Scales are RowScales
+//   put_undo       stores the inverses of the scales for make_scores
+//   fetch_again    waits for the copies of the next chunk's inputs, then copies this chunk's once more and waits for
+//                  them
+// From forward_scores.cuh
+//   direct         DirectProducts, the products of undecayed rows, in 8 steps: load(step) reads rows, then
+//                  multiply_step(step) multiplies them; scores: the sums; out_of_range(lane): whether the lane has a
+//                  row that float16 may not hold
+//   make_scores    stores a warp's share of the scores. A query with its own key: from `direct`. RWKV-6: a query with
+//                  its own key from self_scores, with the key before it from `direct`. All others: products of
+//                  score_operands
+//   ScoreShare::N  the sub-chunks whose scores a warp computes, 4 / warps of the group
+// From ptx.cuh: store_if(stores, to, x): a store without a branch; barrier_any: a named barrier, which returns whether
+// its argument is true for any thread
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -113,12 +146,13 @@ template <int GATES> __device__ __forceinline__ void invert(float (&y)[GATES], c
   for (int c = 0; c < GATES; ++c) y[c] = inverse(x[c]);
 }
 
-// The decays of this lane's channels over the neighbour sub-chunk, the other one of the same half. `put` takes 4
-// channels of an operand at the border between the lane's sub-chunk and its neighbour, as floats (x) and as `rounded`
-// to B; it stores them times these decays: the operand at the border between the chunk's halves. If T is bfloat16 and
-// B float16, `put` multiplies in float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise in float32.
-// `rounded` has the row's scale, x has not: rows have scales only where IN_FLOAT16 (make_chunk asserts it). If GATES is
-// 1, x[n % GATES] is the one decay of all channels.
+// The decays of this lane's channels over the neighbour sub-chunk, the other one of the same half. `put` stores 4
+// channels of an operand at the border between the chunk's halves. They are the same channels of the operand at the
+// border between the lane's sub-chunk and its neighbour, times these decays; the caller gives them as floats (x) and as
+// `rounded` to B. If T is bfloat16 and B float16 (IN_FLOAT16), `put` multiplies `rounded` in float16, which has three
+// bits more than bfloat16; otherwise it multiplies x in float32. Only `rounded` has the row's scale, so that rows may
+// have scales only where IN_FLOAT16 (make_chunk asserts it). If GATES is 1, x[n % GATES] is the one decay of all
+// channels.
 template <typename T, typename B, int GATES> struct NeighbourDecay {
   static constexpr bool IN_FLOAT16 = IS_BFLOAT16<T> && !IS_BFLOAT16<B>;
   float decay[IN_FLOAT16 ? 1 : GATES];
@@ -148,9 +182,11 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
 //   8-15     2 and 3                     3                      2
 //   16-23    1 and 2: the halves         2                      0
 //   24-31    1 and 2: the halves         3                      1
-// near_queries and near_keys: the first row at the border next to a sub-chunk. Queries of 3 and keys of 0 are there
-// (rows 8 and 0) and, decayed over their neighbour, too, at the halves' border (HALF_ROW = 16 on). middle_q and
-// middle_k have a row for each token.
+// near_queries: the first row of a sub-chunk's queries at the border before it: 0, 16, 8 for sub-chunks 1, 2, 3.
+// near_keys: the first row of its keys at the border after it: 0, 24, 8 for sub-chunks 0, 1, 2. Queries of 3 and keys
+// of 0 are stored twice: in those rows, and at the halves' border, decayed over their neighbour as well, in rows 24 and
+// 16 on (HALF_ROW = 16). middle_q and middle_k have a row for each token. A sub-chunk's row 0 of middle_q and row 7 of
+// middle_k stay unwritten, because make_scores drops the products with them.
 
 // Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
 // to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
@@ -164,8 +200,9 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(k_rows[coord.first_row + i] + coord.channel); };
   char* const row0 = in_tile(k_tile, coord.first_row, coord.channel);
   uint2 earlier_key = load(BC - 1);
-  // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch. If
-  // the warp also has sub-chunk 1, its lanes store twice what rows HALF_ROW + 8 on have anyway: `neighbour` is then 1.
+  // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch. So
+  // lanes of sub-chunk 1 take it, too, if the warp has both. They store their rows, from HALF_ROW + 8 on, twice with
+  // the same numbers, because their `neighbour` is 1.
   bool two_borders = false;
   char* border = nullptr;  // the address of this lane's channels of the operand at the sub-chunk's end, row 0
   if constexpr (HAS_OUTPUTS) {
@@ -301,10 +338,10 @@ struct ChunkJob {
   __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
 };
 
-// The result of make_chunk. MADE: the operands are complete. GROWS: no operand was made, since a log gate exceeds the
-// limit, or since an earlier chunk was OUT_OF_FLOAT16. OUT_OF_FLOAT16: a row of q or k exceeds float16's range, so that
-// the operands are wrong, and the next chunk's inputs are being copied over this chunk's. After GROWS and
-// OUT_OF_FLOAT16 the caller calls make_scaled or make_tokens.
+// The result of make_chunk. MADE: the operands are complete. GROWS: no operand was made, and the next chunk's inputs
+// are not being copied yet, because log gates exceed the limits, or because an earlier chunk was OUT_OF_FLOAT16.
+// OUT_OF_FLOAT16: a row of q or k exceeds float16's range, so that the operands are wrong; the next chunk's inputs are
+// being copied over this chunk's. After GROWS and OUT_OF_FLOAT16 the caller calls make_scaled or make_tokens.
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
@@ -325,13 +362,15 @@ enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 //    9  the next chunk's q and k are copied over this chunk's; operands are sent to the cluster's other block
 //   10  scores are stored; cluster: barrier of the group, then scores are sent
 // A fence_async is between a group's own accesses and a later copy from or to the same memory: after 1 for 3, before 8
-// for 9, in 10 for the scores.
+// for 9, in 10 for the scores. The second vote of 2 reads gates once more, after the fence for 3. No fence orders these
+// reads; they have ended before the vote's barrier, because the vote is computed from what they read.
 template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
                                                   float scalar_gate, float& next_scalar_gate, bool after_overflow) {
   using Coord = ProducerCoord<BK>;
   constexpr int GATES = GATES_PER_TOKEN<G>;
+  // Scales need BORDER_IS_NARROWER: K_RANKS is then 1, so that no block votes, and NeighbourDecay is IN_FLOAT16.
   static_assert(!SCALES_ROWS || BORDER_IS_NARROWER<Schedule, T>,
                 "no votes of two blocks, and NeighbourDecay in float16");
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
@@ -343,7 +382,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   const float scale = float(args.scale);
   float a[BC][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
-  // 1/8 nat if operands at borders are float16, which then hold 16 such gates, else GATE_LIMIT; as bits of G's type.
+  // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, because at most 16 gates, of 1/8 each, lie between a token and
+  // its border, and float16 holds a row that is in range times e^2; else GATE_LIMIT.
   constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
   u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
 #pragma unroll
@@ -362,9 +402,10 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   // score_operands.
   bool grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
   const bool above_limit = grows;
-  // If scales are still to be tried, the caller does (make_scaled). Otherwise the chunk grows only if a lane has a gate
-  // above GATE_LIMIT (1, or 1/8 if T is float16) and its channels' gates above 0 sum to more than 7 nats over a
-  // sub-chunk, or more than 32 (float16: 4) over the chunk: exceeds and exceeds_growth (forward_growth.cuh).
+  // Without SCALES_ROWS, but if BORDER_IS_NARROWER, `grows` stays true, so that the caller calls make_scaled, which
+  // makes the chunk with SCALES_ROWS. Otherwise the chunk grows only if a lane has a gate above GATE_LIMIT (1, or 1/8
+  // if T is float16) and its channels' gates above 0 sum to more than 7 nats over a sub-chunk, or more than 32
+  // (float16: 4) over the chunk: exceeds and exceeds_growth (forward_growth.cuh).
   if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
@@ -379,10 +420,11 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (Schedule::K_RANKS > 1) {
     if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
-  // neighbour: the decay over the half's other sub-chunk; other_half: that over the other half; outside: that over all
-  // sub-chunks after this one, and later over all before this one: the product of none, one or both of these two.
-  // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
-  // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
+  // neighbour: the decay over the half's other sub-chunk. other_half: the decay over the other half. outside: at first
+  // the decay over all sub-chunks after this one, later the decay over all sub-chunks before it; set_outside makes it
+  // of `neighbour`, `other_half`, both, or neither. border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys
+  // and queries are also stored for the border between the halves; 1 for the others if a warp has two sub-chunks, since
+  // their lanes store the same again: see two_borders.
   float neighbour[GATES], other_half[GATES], outside[GATES], border_neighbour[GATES];
   load_decay(neighbour, decays, coord, coord.subchunk ^ 1);
   load_decay(other_half, decays, coord, coord.subchunk ^ 2);
@@ -435,6 +477,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);
     put_queries<Order>(s.operands.q[job.stage][job.rank], score_operands, in.q, in.k, a, coord, neighbour_decay,
                        q_scales, outside, u, self_scores, direct);
+    // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
     fence_async();                                          // orders these reads before the next copies of q and k
     barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // all operands are in shared memory; q and k have been read
@@ -460,10 +503,11 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   return ChunkResult::MADE;
 }
 
-// Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16, with rows scaled, where
-// BORDER_IS_NARROWER: so K_RANKS is 1, there are no votes of two blocks, and the rank is 0. Token by token if its
-// log gates are too large for that. producer: the thread's number among the block's producer threads; stage, fills,
-// parity: as in ChunkJob. inputs_lost: after OUT_OF_FLOAT16, the chunk's inputs must be copied once more.
+// Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16: with rows scaled, or token by token if
+// its log gates are too large for that. Only if BORDER_IS_NARROWER; K_RANKS is then 1, so that the two blocks do not
+// vote, and the rank is 0. producer: the thread's number among the block's producer threads; stage, fills, parity: as
+// in ChunkJob, but fetch_again moves parity on to the phases that its copies end. inputs_lost: after OUT_OF_FLOAT16,
+// the chunk's inputs must be copied once more.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 fills, u32 parity, bool inputs_lost) {
@@ -497,8 +541,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
   bool after_overflow = false;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
-    // `forget` hides a value's origin: the compiler computes addresses again instead of holding them in registers.
-    // Instances with spare registers are faster without it.
+    // `forget` hides a value's origin, so that the compiler computes addresses again instead of holding them in
+    // registers. Instances with spare registers are faster without it. Time decided which instances forget what.
     constexpr bool HAS_SPARE_REGISTERS =
         BORDER_IS_NARROWER<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
     if constexpr (!HAS_SPARE_REGISTERS) {
