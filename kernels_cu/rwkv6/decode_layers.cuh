@@ -63,8 +63,8 @@
 //   VECTORS     2: a block computes both mixes of FFN_INPUTS at once, and no other normed phase has two inputs; 1: one
 //               mix at a time; then a version with a normed phase of several inputs has KEEPS_NORM
 //   KEEPS_NORM  LN(x) stays in the staging area, for mix_again
-//   HOLDS_WEIGHTS, for OUTPUT and FFN_INPUTS. Held weights are multiplied once, by the first numbers that are staged: so
-//               all of the vector must be staged at once. The host makes args.staged at least D, their K; FFN_VALUE's
+//   HOLDS_WEIGHTS, for OUTPUT and FFN_INPUTS. Held weights are multiplied by the first numbers that are staged, so all
+//               of the vector must be staged at once. The host makes args.staged at least D, their K; FFN_VALUE's
 //               vector may be staged in parts
 //   share_of    gives a block the same tiles of OUTPUT and of FFN_VALUE, in every layer
 template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
@@ -113,8 +113,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 
   // -- norms ---------------------------------------------------------------------------------------------------------
   // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes, which hold the
-  // whole epoch. A word of 4 bytes has its lowest bit only, and is for blocks that read it in every layer. The last x is
-  // read by all blocks with tiles of HEAD, which may have had no tile of a normed phase before.
+  // whole epoch. A word of 4 bytes has its lowest bit only, and is for blocks that read it in every layer. All blocks
+  // with tiles of HEAD read the last x, and may have had no tile of a normed phase before.
   __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
