@@ -30,7 +30,8 @@
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
-//   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
+//   load_tile<64>: starts the copies of a tile, in boxes of 64 tokens
+//   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
 //   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
 //     own only: so none waits for another
 //   uniform: tells the compiler that a number is the same in all lanes
@@ -43,8 +44,7 @@
 //     produces, with 24; before, it makes the barriers visible
 //   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
 //     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
-//   wgmma_tile(x, 16, 1024): the descriptor of a tile (see `consume`); load_tile<64>, with boxes of 64 tokens;
-//     store_rows(map, rows, width, x, factor, factor, ...): a factor for each of the lane's two rows
+//   wgmma_tile(x, 16, 1024): the descriptor of a tile (see `consume`)
 //   Work, of a tile of keys: `batch`, `head` (of keys), `start`, `tokens`; `other_start`, `other_length`: of the
 //     sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, at least one, and 0 at the end of the
 //     list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the sequence's first

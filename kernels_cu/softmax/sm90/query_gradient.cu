@@ -19,8 +19,8 @@
 //   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
 //   Ring: a stage and its parity
 //   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(x): accesses of x stay on their side of it, of a product's result
-//     after the wait, of a computed operand before it
+//     waits until at most N groups run; wgmma_keep(x): the compiler moves no access of x over it: so reads of a result
+//     stay after a wait, and the computation of an operand before one
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; copy_once: of bytes that are read once; store_rows: stores a warp's 16 rows
