@@ -63,8 +63,8 @@ __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, 
 
 // Multiplies this lane's N numbers of the state, of 2 N channels from `first_channel` on, by the chunk's decays.
 // put_decays (forward_rows.cuh) has ordered them so that the 4 that a lane needs of 16 channels are side by side.
-// GATES: how many a token has, GATES_PER_TOKEN: if 1, all decays are equal, and only decays[0] is read. thread: its
-// number in the warpgroup.
+// GATES: GATES_PER_TOKEN; if it is 1, all decays are equal, and only decays[0] is read. thread: the thread's number in
+// the warpgroup.
 template <int GATES, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first_channel = 0) {
   const float common = decays[0];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   }
 }
 
-// Starts the products o = A v. A is the sum of a tile of each of the blocks (ranks) that share the channels. SPLIT: it
+// Starts the products o = A v. A is the sum of a tile of each of the blocks (ranks) that share the channels. SPLIT: A
 // also holds the scores' rounding errors (SPLIT_SCORES). v: the warp's columns as two left operands of 16 tokens.
 template <bool SPLIT, typename T, class Operands>
 __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
 }
 
 // `copy` makes a left operand a of DEPTH channels of the state, S[0 ... DEPTH / 2 - 1] of a lane. If T is bfloat16 it
-// rounds to bfloat16; else the operand is tf32: the product ignores the last bits. tile: the number of this group of
-// DEPTH channels.
+// rounds them to bfloat16. Else it copies them as float32, because the operand is tf32, and its product ignores the
+// last 13 bits. tile: the number of this group of DEPTH channels.
 template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
 }
 
 // Stores o of the chunk's token `row` in a tile of o [token, column], swizzled. A lane has the numbers of a fourth of
-// the tokens. thread: its number in the warpgroup.
+// the tokens. thread: the thread's number in the warpgroup.
 template <typename T>
 __device__ __forceinline__ void put_output_row(T* tile, const float (&o)[16], int row, int thread) {
 #pragma unroll
@@ -279,8 +279,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // no o.
   __device__ __forceinline__ void start_products(u32 stage) {
     const float* const decays = s.headers[stage].decay[0];
-    // A register is kept for `thread`; threadIdx.x is read anew. Each instance has what was measured to be faster. lane
-    // is used modulo 4 only.
+    // `thread` takes a register, threadIdx.x is read anew: each instance has what was measured to be faster. What reads
+    // `lane` uses lane % 4 only.
     const int lane = IS_BFLOAT16<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
     if constexpr (Schedule::has_outputs)
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, GATES, PART_OPERANDS, T>(o, S, v, s.operands, decays, stage,
@@ -360,8 +360,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 
   // Computes a chunk token by token, after compute_chunk. The producers fill the stage again, with the operands of one
   // row (make_tokens in forward_growth.cuh): RWKV-6 once a token; GLA twice, first with the token's decays and operands
-  // of 0, whose o of 0 is overwritten after the second fill. These are 32 or 64 fills, an even number: so the stage's
-  // next chunk waits for the parity that it would wait for after a chunk of one fill.
+  // of 0, whose o of 0 is overwritten after the second fill. Because these are 32 or 64 fills, an even number, the
+  // stage's next chunk waits for the parity that it would wait for after a chunk of one fill.
   __device__ __forceinline__ void compute_token_by_token(u32 chunk) {
     int row = MORE_FILLS;  // StageHeader::row[0]: the token's row, plus MORE_FILLS unless this is the last fill
 #pragma unroll 1
@@ -376,8 +376,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.headers[stage].row[0] : 0, 0);
       if constexpr (Schedule::has_outputs) {
         wgmma_keep(o);
-        // If K_RANKS > 1 `thread` is computed again, to save registers, and if gates are float32, the slot. In other
-        // instances one version of the assembler then ran products one after the other.
+        // If K_RANKS > 1 `thread` is computed again, to save registers, and so is the slot if gates are float32. Where
+        // other instances did so, one version of the assembler ran products one after the other.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_output_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
                           [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
@@ -440,9 +440,9 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   using ConsumerOf = Consumer<Schedule, T, G, BK, BV>;
   ConsumerOf consumer(s, args);
   const u32 tokens = consumer.tokens;
-  // The inner loop has ordinary chunks only: the instructions for marks and for chunks that go token by token would
-  // slow it down. The barrier keeps the compiler from merging both loops. If K_RANKS > 1 registers are too few for two
-  // loops, and the inner one has all chunks.
+  // The inner loop has ordinary chunks only, because the instructions for marks and for chunks that go token by token
+  // would slow it down. The barrier keeps the compiler from merging both loops. If K_RANKS > 1, the inner loop has all
+  // chunks, because registers are too few for two loops.
   const u32 mask = u32(args.mark_every) - 1;
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     consumer.store_mark(chunk, mask);

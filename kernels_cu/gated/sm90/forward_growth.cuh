@@ -13,7 +13,7 @@
 // limits    sm_90a. The consumers' products are computed 33 or 65 times for such a chunk. Few models have such gates
 //
 // make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero: 33
-// fills, or 65. The number is odd: so the phases of `full` and `empty` have the same parity afterwards as after a
+// fills, or 65. Because the number is odd, the phases of `full` and `empty` have the same parity afterwards as after a
 // single fill.
 //
 // Names. T: the type of q and k; G: the gates' type, ScalarDecay if all channels of a token have one. GATES: a lane's
@@ -101,7 +101,7 @@ template <typename T> __device__ __forceinline__ bool exceeds_growth(float scala
 }
 
 // Two blocks with half of the channels each must both make a chunk as a whole, or both token by token. send_vote, for
-// one thread: writes this block's vote to both blocks' shared memory; grows: whether it is for single tokens.
+// one thread: writes this block's vote to both blocks' shared memory; grows: whether the vote is for single tokens.
 // wait_for_votes: waits for both votes, and returns whether one of them is for single tokens. Threads read their own
 // block's vote from shared memory, too, which saves a register.
 template <int K_RANKS>

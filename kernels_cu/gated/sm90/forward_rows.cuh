@@ -6,6 +6,14 @@
 // limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
 
+// From ptx.cuh and forward_schedules.cuh:
+//   store_flipped(base, flip, offset, x): stores x at (base XOR flip) + offset, in bytes
+//   cp_async<16>(to, from, valid): starts copying 16 bytes, or stores zeros if not valid; copies_arrive(barrier): this
+//     thread arrives when its copies by cp_async have ended
+//   barrier_expect: arrives, and announces bytes of copies; tensor_load(to, map, barrier, column, token, head, batch):
+//     starts copying a box; copy_to_peer: starts copying to the same address of the cluster's other block
+//   rank_of: this block's number in its cluster
+
 // Sets x to 4 neighbouring values, as float32: of float32, or two registers of 16-bit numbers, or 8 bytes in memory.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
@@ -159,11 +167,11 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
 }
 
 // Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
-// chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends: of one arrival and the
-// bytes that tensor maps copy, or of an arrival for each thread that copies rows (forward.cu initialises the barriers).
-// For all threads of the group. tokens: those of the block's sequence or segment; thread: its number in the group. The
-// first channel is args.channel, the launch's first one; if K_RANKS blocks share the channels, each has BK, in order of
-// rank.
+// chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends. The phase has one
+// arrival and the bytes that tensor maps copy, or, where threads copy rows, an arrival of each thread (forward.cu
+// initialises the barriers). For all threads of the group. tokens: those of the block's sequence or segment; thread:
+// its number in the group. The first channel is args.channel, the launch's first one; if K_RANKS blocks share the
+// channels, each has BK, in order of rank.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
@@ -219,8 +227,8 @@ __device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, cons
 }
 
 // Start copying this block's operands, or scores A, to the same stage of the cluster's other block, where each copy
-// arrives at `full`. For one thread, after a barrier of the group. rank: if K_RANKS > 1, this block's number in the
-// cluster, which also numbers its channels' operands; else 0.
+// arrives at `full`. For one thread, after a fence_async of each thread and a barrier of the group. rank: if K_RANKS >
+// 1, this block's number in the cluster, which also numbers its channels' operands; else 0.
 constexpr int SENT = 4;  // the copies of a chunk: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
   const auto& q = s.operands.q[stage][rank];

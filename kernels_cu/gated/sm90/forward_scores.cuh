@@ -6,9 +6,18 @@
 //           forward_storage.cuh. Pairs without a gate between them need no decays: A[i, i] = scale q_i . k_i (RWKV-6:
 //           scale q_i . u k_i) and, in RWKV-6, A[i, i - 1] = scale q_i . k_(i - 1)
 // numerics  operands about a middle are bfloat16 or tf32; those at borders float16, or T if two blocks' scores are
-//           added; sums float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
+//           added; sums float32; a score in A is the sum of two numbers of type T, or one if T is float16 and K_RANKS
+//           is 1
 // limits    sm_90a; all lanes of a warp call functions with products or shuffles together
 #include "gated/sm90/forward_storage.cuh"
+
+// From the includes:
+//   BC = 8: tokens of a sub-chunk; CHUNK = 32; NUM_SUBCHUNKS = 4; PANEL = 64: columns of a tile of scores
+//   SPLIT_SCORES: whether a score is stored as two numbers, the second its rounding error
+//   score_operands.rows: a chunk's ScoreOperands; NEAR_ROW, HALF_ROW: their first rows for borders in a half, and for
+//     the border between the halves
+//   mma_bf16, mma_f16, mma_tf32: d += a b of a warp; ldmatrix_x4: loads four matrices of 8 rows of 16 bytes;
+//     ldmatrix_x4_flipped, store_flipped: at the address (base XOR flip) + offset, in bytes
 
 // Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by a factor of 2^-11 / (2 ln 2) on average.
 // TF32_CORRECTION_OF_BOTH compensates for that in a product of two operands.
@@ -88,8 +97,8 @@ template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1
 
 // Computes this warp's share. within[m]: the scores of 8 queries and 8 keys of the share's sub-chunk m, in numbers 0
 // and 1. The product has 8 more rows, of the other sub-chunk's queries or of this one's keys, which are not used.
-// border[m]: the scores of the 16 queries and 8 keys of tile m. A product waits for the previous product of the same
-// sum: so a warp with many products, in tf32, adds to TURNS sums in turn.
+// border[m]: the scores of the 16 queries and 8 keys of tile m. TURNS: a warp that has many products, because they are
+// in tf32, adds them to two sums in turn, since a product waits for the previous product of the same sum.
 template <int WARPS, typename M, typename B, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
@@ -137,12 +146,13 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
 }
 
 // Products of undecayed queries and keys of N sub-chunks from `first` on: of the 8 queries and 8 keys, as 16 rows, with
-// the 8 keys (scores) and with the 8 queries (squares). Used are of scores[m] the places [i, i] of queries, q_i . k_i,
-// or if BEFORE [i, i - 1], q_i . k_(i - 1), both in numbers 0 and 1; and [i, i] of keys, |k_i|^2, in numbers 2 and 3.
-// If SQUARES, also of squares[m] the places [i, i] of queries, |q_i|^2. Only rows of one token, or if BEFORE of q_i and
-// k_(i - 1), need the same order of their 16-byte pieces: each token begins with another piece, so that 8 rows are in
-// all banks. put_queries (forward_producers.cuh) takes a step for each row of queries that it stores, which hides the
-// step's latency. Each product is of 8 channels, so that no register has to move.
+// the 8 keys (scores) and with the 8 queries (squares). make_scores uses scores[m] at places [i, i] of queries, that is
+// q_i . k_i, or, if BEFORE, at [i, i - 1], q_i . k_(i - 1), which are in a lane's numbers 0 and 1. out_of_range, if
+// SQUARES, uses scores[m] at [i, i] of keys, |k_i|^2, in numbers 2 and 3, and squares[m] at [i, i] of queries, |q_i|^2,
+// in numbers 0 and 1. Only rows of one token, or if BEFORE of q_i and k_(i - 1), need the same order of their 16-byte
+// pieces: each token begins with another piece, so that 8 rows are in all banks. put_queries (forward_producers.cuh)
+// takes a step for each row of queries that it stores, which hides the step's latency. Each product is of 8 channels,
+// so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // for each sub-chunk
   static_assert(N * STEPS == BC);

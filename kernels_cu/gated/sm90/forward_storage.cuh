@@ -19,6 +19,14 @@
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   CHUNK = 32, BC = 8: tokens of a chunk and of a sub-chunk; NUM_SUBCHUNKS = 4; PANEL = 64 columns of V
+//   Schedule: what the blocks of a cluster share. has_outputs: whether there are queries and outputs; CLUSTER_SIZE, 1
+//     or 2 blocks; K_RANKS: blocks that share the channels of every chunk; CHUNK_RANKS: blocks that make chunks in turn
+//   SegmentState: the schedule that computes only final states of parts of segments, and their decays
+//   WorkTile: what a block computes
+//   Rows: a strided array; TensorMap: an array for copies of boxes; Barrier: an mbarrier
+
 // Numbers of named barriers: VALUES + warpgroup joins a consumer warpgroup, PRODUCERS + group a producer group.
 enum NamedBarrier { VALUES = 1, PRODUCERS = 3 };
 
@@ -200,8 +208,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   // The chunks of v, for each consumer warpgroup, that shared memory has room for.
   static constexpr int VALUE_SLOTS = HAS_OUTPUTS && !IS_BFLOAT16<T> ? 2 : sizeof(G) <= 2 ? 4 : 3;
   // GROUPS: the producer groups of a block. Two, but one if the cluster's other block makes half of the operands
-  // (K_RANKS), or if BK = 128 and shared memory has no room for two. It has none if LARGE is 2 or 3: how many of these
-  // three properties the instance has, each of which takes more of it.
+  // (K_RANKS), or if BK = 128 and shared memory has no room for two. LARGE: how many of three properties the instance
+  // has that take more shared memory; with two or three of them there is no room for two groups.
   static constexpr int LARGE = (sizeof(G) == 4) + !IS_BFLOAT16<T> + (Schedule::CHUNK_RANKS > 1);
   static constexpr int GROUPS = HAS_OUTPUTS && (K_RANKS > 1 || BK == 128 && LARGE > 1) ? 1 : 2;
   // MAKERS: the producer groups of the cluster that make whole chunks in turn. Each stage is filled by one of them

@@ -387,7 +387,7 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
     // key_terms: for key j, k_j L_j dS v_j, with dS of the state after the chunk and L_j the decay from j to its end.
-    // sum: the sum of the gates after a token; all_keys: that of key_terms; size: that of their magnitudes.
+    // sum: the sum of the gates after a token; all_keys: the sum of key_terms; size: the sum of their magnitudes.
     Tokens key_terms, dg;
     float sum = 0.f, all_keys = 0.f, size = 0.f;
 #pragma unroll 1
