@@ -234,9 +234,10 @@ struct ChannelTile {
 
 constexpr int HALF = SUBS / 2;  // sub-chunks of half a chunk
 
-// Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: of the gates of this lane's
-// two tokens, all terms with a query or key of the gates' own sub-chunk. `across`: the terms that every gate of the
-// sub-chunk has alike, summed over this lane's tokens only; the sum over four lanes is still to be taken.
+// Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: for the gates of this lane's
+// two tokens, the terms whose query or key is in the gates' own sub-chunk. `across`: the terms whose key is before that
+// sub-chunk and whose query is after it, which are the same for all of its gates. This lane has only the terms of its
+// own queries and keys, so that the sum over four lanes is still to be taken.
 struct GateTerms {
   float2 within[HALF];
   float across[HALF];
@@ -737,9 +738,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         }
       }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
-      // By index p, q times the parts of dq, from which dg is made. query_terms: the parts that come from S and from
-      // all earlier keys; if operands are split, without the keys of the query's own sub-chunk. near_query_terms: the
-      // part of these keys.
+      // By index p, q times dq without the diagonal's term, in two parts, of which dg is made. near_query_terms: the
+      // part of the keys in the query's own sub-chunk. query_terms: the part of S and of the keys of earlier
+      // sub-chunks, to which near_query_terms is added unless operands are split.
       float2 query_terms[4], near_query_terms[4];
       {
         // dA times keys, [16 channels, 16 queries], without the queries' factors: sums over keys of the same sub-chunk,
@@ -770,7 +771,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
           const float2 within = lane_tokens(over_keys[in_block], octet),
                        near_query = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * within);
-          // sum: dq of the lane's two tokens, but for the diagonal's term; terms: q times its parts but the first.
+          // sum: dq of the lane's two tokens, without the diagonal's term. It starts with the keys of this sub-chunk;
+          // add_part adds the other parts, and adds q times these to `terms`.
           float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * within), terms = {0.f, 0.f};
           // Adds factor * sums, of keys before the half's sub-chunk `border`, to dq and to the terms of dg: the gates
           // of the sub-chunks from `border` to the one before this one lie between key and query, and so get the terms.
@@ -828,7 +830,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
           const float2 within = lane_tokens(over_queries[in_block], octet),
                        near_key = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * within);
-          // sum: dk of the lane's two tokens, but for the diagonal's term; terms: k times its parts but the first.
+          // sum: dk of the lane's two tokens, without the diagonal's term. It starts with the queries of this
+          // sub-chunk; add_part adds the other parts, and adds k times these to `terms`.
           float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * within), terms = {0.f, 0.f};
           // Adds factor * sums, of queries from the half's sub-chunk `border` on, to dk and to the terms of dg: the
           // gates of the sub-chunks after this one and before `border` lie between key and query, and so get the terms.
