@@ -8,21 +8,31 @@
 //           v^T
 // barriers  of a group: the stage's scores are zero; then one a step: the step's operands are in shared memory.
 //           mbarriers, every step: waits for empty (consumers have read the stage), arrives at full
-// numerics  it multiplies by decays of single tokens, never by their inverses: results are finite if those of the
-//           recurrence token by token are
+// numerics  it multiplies by decays of single tokens, never by their inverses, so that results are finite if those of
+//           the recurrence token by token are. But a token's score with itself is stored as T, so that float16 must
+//           hold it
 // limits    sm_90a. The consumers' products are computed 33 or 65 times for such a chunk. Few models have such gates
 //
 // make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero: 33
 // fills, or 65. Because the number is odd, the phases of `full` and `empty` have the same parity afterwards as after a
 // single fill.
 //
-// Names. T: the type of q and k; G: the gates' type, ScalarDecay if all channels of a token have one. GATES: a lane's
-// gates of a token, 4 or 1. ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels;
-// LANES: lanes of a sub-chunk; THREADS: those of a producer group. InputStage: a chunk's q, k and g. in_tile, put_key,
-// put_state_query store 4 channels of a row in a tile of operands; put_decays: decays of 4 channels; load_gates: a
-// token's log gates. MAKERS: producer groups that take chunks in turn. K_RANKS = 2: two blocks have half of the
-// channels each. send_operands, send_scores: copy to the cluster's other block; fetch_gates, fetch_qk start copies of
-// inputs. larger_of_halves: the larger number of each half of two registers
+// From the includes:
+//   T: the type of q and k; G: the gates' type, ScalarDecay if all channels of a token have one. GATES: a lane's gates
+//     of a token, 4 or 1
+//   ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels; LANES: lanes of a sub-chunk;
+//     THREADS: threads of a producer group. PRODUCERS: the named barrier of group 0. MAKERS: producer groups that take
+//     chunks in turn
+//   InputStage: a chunk's q, k and g. load_gates: a token's log gates; unpack(x, y): sets x to 4 numbers y as floats
+//   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands; put_scores: two neighbouring
+//     scores; put_decays: decays of 4 channels
+//   header.row[0]: the row of the token that the stage holds, plus MORE_FILLS if the stage will be filled again for
+//     this chunk. s.SHARED: whether two stages share a tile of scores, each with half of its columns; flip(stage): the
+//     byte offset of the stage's half
+//   K_RANKS = 2: two blocks have half of the channels each; rank_of: the block's number in its cluster. send_operands,
+//     send_scores: copy to the cluster's other block; copy_to_peer: the same for any memory. fetch_gates, fetch_qk:
+//     start copies of inputs
+//   at_least(x, y): the larger one, NaN if x is NaN; larger_of_halves: the larger number of each half of two registers
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
