@@ -13,6 +13,7 @@ from itertools import islice
 import ml_dtypes
 import numpy as np
 import pytest
+from emulator import EmulatedDevice
 from test_decode_kernels import (
     DTYPES,
     LIMIT,
@@ -34,6 +35,7 @@ from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, austen, checkpoint
 from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
+from linattn_np.models.rwkv6.cuda_decode import CudaDecoder as CudaDecoder6
 from linattn_np.models.rwkv7.cuda_decode import CudaDecoder as CudaDecoder7
 
 HALF = np.dtype(np.float16)
@@ -339,6 +341,23 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
         close(host(found), wanted, 1e-5)
         assert len(graphs) == (n > 0)
     assert graphs[0] > 10 * len(model.layers.decoder.layers)
+
+
+@versions
+@pytest.mark.parametrize("B", [1, 8, 9, 64])
+def test_a_step_takes_the_shared_memory_of_any_card(kind, B, rng):
+    """Of cards of compute capability 8.6, 8.9 and 12.0, where a block has 99 KB, which the emulator does not check."""
+
+    class Card(EmulatedDevice):
+        shared_per_block, shared_per_multiprocessor, multiprocessors = 99 * 1024, 100 * 1024, 128
+
+        def prepared(self, kernel, blocks, args, smem, together):
+            assert smem <= self.shared_per_block, kernel
+            return lambda: None
+
+    decoder_class = {RWKV6: CudaDecoder6, RWKV7: CudaDecoder7}[kind]
+    decoder = decoder_class(random_weights(kind, rng), np.float32, B, Card())
+    decoder.step(np.zeros(B, np.int64), decoder.initial_state())
 
 
 @pytest.mark.pairwise
