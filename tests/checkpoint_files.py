@@ -225,10 +225,14 @@ def archive(members, local=None, central=None, end=None):
             "<4sQ2H2I4Q", b"PK\6\6", 44, 0x31E, 45, 0, 0, here["count"], here["count"], here["size"], here["start"]
         )
     )
-    out.write(struct.pack("<4sIQI", b"PK\6\7", 0, at, 1))
+    out.write(here.get("before_locator", b"") + struct.pack("<4sIQI", b"PK\6\7", 0, at, 1))
+    limits = {"count": 0xFFFF, "size": 0xFFFFFFFF, "start": 0xFFFFFFFF}
+    plain = {name: min(here[name], limit) for name, limit in limits.items()} | {"comment": 0, **here.get("plain", {})}
     out.write(
         struct.pack(
-            "<4s4H2IH", b"PK\5\6", 0, 0, len(members), len(members), len(directory), here["start"] & 0xFFFFFFFF, 0
+            "<4s4H2IH",
+            b"PK\5\6",
+            *(0, 0, plain["count"], plain["count"], plain["size"], plain["start"], plain["comment"]),
         )
     )
     return out.getvalue()

@@ -305,6 +305,11 @@ def archives():
     yield "bytes before the zip", b"PK\3\4" + zipped_pth(GOOD), "end record is at byte|damaged at byte"
     yield "a zip64 end elsewhere", changed(end={"end64": 1 << 62}), "expected a zip64 end record"
     yield "a zip64 end at the start", changed(end={"end64": 0}), "expected a zip64 end record"
+    # zipfile takes the zip64 end record right before its locator, and others the one to which the locator points.
+    yield "two zip64 ends", changed(end={"before_locator": bytes(56)}), "zip64 end record is at byte"
+    yield "two counts", changed(end={"plain": {"count": 7}}), "end records say"
+    yield "two directories", changed(end={"plain": {"start": 0}}), "end records say"
+    yield "a comment", changed(end={"plain": {"comment": 5}}), "a comment of 5 bytes"
     yield "a directory elsewhere", changed(end={"start": 0}), "right before its end record"
     yield ("a directory before the start", changed(end={"start": (1 << 64) - 100}), "right before its end record")
     yield "a directory of exabytes", changed(end={"size": 1 << 60}), "right before its end record"

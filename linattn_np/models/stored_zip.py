@@ -20,14 +20,24 @@ HEADER = re.compile(rb"\{'descr': '([^']{1,20})', 'fortran_order': (False|True),
 def directory(data) -> dict[str, tuple[int, int]]:
     """{name: (first byte, size)} of all entries, as the zip's directory says and the local headers confirm.
 
-    It refuses what other readers might read differently: the directory and its end record must be the end of the file,
-    names must be unique, entries must not be compressed, and checksums must be right.
+    It refuses what other readers might read differently: the directory and its end records must be the end of the file
+    and agree with each other, names must be unique, entries must not be compressed, and checksums must be right.
     """
-    end = len(data) - 22  # the first byte of the end record, and the end of the directory
-    *_, count, size, start, _ = fields(data, "<4s4H2IH", end, b"PK\5\6", "an end record in the last 22 bytes")
-    if data[max(end - 20, 0) : end][:4] == b"PK\6\7":
-        _, _, end, _ = fields(data, "<4sIQI", end - 20, b"PK\6\7", "a zip64 locator")
+    end = len(data) - 22  # the end of the directory, which is the first byte of its first end record
+    *_, count, size, start, comment = fields(data, "<4s4H2IH", end, b"PK\5\6", "an end record in the last 22 bytes")
+    if comment:
+        refuse(f"the zip ends with a comment of {comment} bytes", "none")
+    if data[max(end - 20, 0) : end][:4] == b"PK\6\7":  # a zip64 end record, its locator, and the plain end record
+        narrow, locator = (count, size, start), end - 20
+        _, _, end, _ = fields(data, "<4sIQI", locator, b"PK\6\7", "a zip64 locator")
         *_, count, size, start = fields(data, "<4sQ2H2I4Q", end, b"PK\6\6", "a zip64 end record")
+        if end + struct.calcsize("<4sQ2H2I4Q") != locator:
+            refuse(
+                f"the zip64 end record is at byte {end}, and its locator at byte {locator}", "one right after the other"
+            )
+        wide = (min(count, 0xFFFF), min(size, WIDE), min(start, WIDE))
+        if any(number not in (here, limit) for number, here, limit in zip(narrow, wide, (0xFFFF, WIDE, WIDE))):
+            refuse(f"the zip's end records say {narrow} and {(count, size, start)}", "the same of both")
     if start + size != end or size > MAX_INDEX:
         refuse(
             f"the zip's directory has {size} bytes from byte {start}, and its end record is at byte {end}",
@@ -124,7 +134,8 @@ def floats(data, span, name) -> np.ndarray:
     if descr != b"<f4":
         refuse(f"has {name} in {dtype_name(descr)}", "float32")
     shape = tuple(int(axis) for axis in axes.replace(b",", b" ").split())
-    if len(shape) > MAX_AXES or size - 10 - length != 4 * math.prod(shape):
+    numbers = math.prod(max(1, axis) for axis in shape)  # NumPy refuses large axes beside one of 0, too
+    if len(shape) > MAX_AXES or numbers >= 1 << 60 or size - 10 - length != 4 * math.prod(shape):
         sizes = f"{len(shape)} axes" if len(shape) > MAX_AXES else " x ".join(map(shown, shape)) or "one number"
         refuse(f"has {name} in {size - 10 - length} bytes", f"as many as an array of {sizes} has")
     return np.ndarray(shape, np.float32, data, start + 10 + length, order="F" if fortran == b"True" else "C").copy()
