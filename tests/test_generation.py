@@ -565,6 +565,10 @@ def test_sampling_that_is_refused(how, complaint):
 def test_a_bias_beyond_the_vocabulary_and_a_ban_of_all_are_refused():
     with pytest.raises(ContractError, match="bias has the id 7, expected one below 4"):
         Sampling(bias={7: 1.0}).sampler()(np.zeros(4))
+    both = [Sampling().sampler(), Sampling(bias={7: 1.0}).sampler()]
+    assert complaints(both, np.zeros((2, 4))) == {
+        1: "bias has the id 7, expected one below 4"
+    }  # of a batch, that alone
     banned = Sampling(bias=dict.fromkeys(range(4), -np.inf)).sampler()
     assert complaints([banned], np.zeros((1, 4)))[0].startswith("logits are -inf for all 4 tokens")
 

@@ -28,7 +28,7 @@ class CallComparison:
     `check(needs_values)` returns (any result, this rank's tokens, {name: value that must be the same on all ranks}), or
     raises ContractError, which then ends the call on all ranks. The first message, the *header*, has 32 bytes: a digest
     of the values, the number of tokens, and the length of the *text* of the values, which is sent only if digests
-    differ. Calls with the same `key` have the same values, so that `check(False)` need not return these.
+    differ. Calls with the same `key` have the same values and tokens, so that `check(False)` need not return them.
     """
 
     def __init__(self, comm, name, check, key=None):

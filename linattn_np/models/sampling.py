@@ -159,9 +159,11 @@ class Sampler:
         self.biased_ids, self.biases = [*how.bias], np.array([*how.bias.values()], np.float32)
 
     def complaint(self, logits) -> str | None:
-        """Why no token can be drawn from `logits`: one is NaN or inf, or all are -inf."""
+        """Why no token can be drawn from `logits`: one is NaN or inf, all are -inf, or an id with a bias has none."""
         logits = np.asarray(logits[: self.how.vocabulary])
         if self.biased_ids:
+            if (largest := self.biased_ids[-1]) >= len(logits):
+                return f"bias has the id {largest}, expected one below {len(logits)}"
             logits = self.adjusted(logits)
         greatest = logits.max()  # NaN if a logit is NaN
         if np.isfinite(greatest):
@@ -183,7 +185,7 @@ class Sampler:
         self.counts[token] = self.counts.get(token, 0.0) + 1
 
     def adjusted(self, logits):
-        """A copy of `logits` with penalties and biases; ContractError for a bias of an id beyond them."""
+        """A copy of `logits` with penalties and biases."""
         how, logits = self.how, logits.copy()
         if self.counts and how.penalizes:
             ids, counts = list(self.counts), np.array(list(self.counts.values()))
@@ -192,8 +194,6 @@ class Sampler:
                 logits[ids] = np.where(drawn > 0, drawn / how.repetition, drawn * how.repetition)
             logits[ids] -= how.presence + how.frequency * counts
         if self.biased_ids:
-            if (largest := self.biased_ids[-1]) >= len(logits):
-                raise ContractError(f"Sampling: bias has the id {largest}, expected one below {len(logits)}")
             logits[self.biased_ids] += self.biases
         return logits
 

@@ -78,9 +78,9 @@ class Settings:
         else:
             self.check(checked_number, "minutes", "a number above 0", lambda x: x > 0)
 
-    def check(self, checked_number, name, *wanted):
-        """Replaces a field by the plain int or float that `checked_int` or `checked_number` returns for it."""
-        object.__setattr__(self, name, checked_number("Training", name, getattr(self, name), *wanted))
+    def check(self, checked, name, *wanted):
+        """Replaces a field by the plain int or float that `checked`, checked_int or checked_number, returns for it."""
+        object.__setattr__(self, name, checked("Training", name, getattr(self, name), *wanted))
 
 
 class Training:
