@@ -171,7 +171,7 @@ def delta_rules():
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
         yield DeltaScalarSummarySm90(T, K, V)
-        yield DeltaScalarBackwardStatesSm90(T, K, V)
+        yield from (DeltaScalarBackwardStatesSm90(T, K, V, outputs) for outputs in (True, False))
         yield DeltaScalarBackwardTokensSm90(T, K, V)
 
 

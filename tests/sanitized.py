@@ -318,7 +318,8 @@ def delta_rules_on_hopper(rng, device):
             yield delta_call(device, kernel, tokens, K**-0.5, state, bounds, P)
         do = rng.standard_normal(tokens[2].shape).astype(dtype)
         P = 3 if bounds else 1
-        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128, P=P)
+        how = {"normalized": K == 128, "P": P, "first_P": P}
+        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, **how)
 
 
 EIGHT_BITS = np.dtype(np.int8)

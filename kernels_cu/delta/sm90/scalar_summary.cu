@@ -23,8 +23,7 @@
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/segments.cuh"
-#include "delta/sm90/scalar_chunks.cuh"
-#include "lanes.cuh"
+#include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
 //   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
@@ -73,72 +72,10 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Stage<T, BK, BV> stages[STAGES];
   Gates gates[STAGES];
   Upcoming upcoming;
-  float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in first_remembered_token
+  float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in remembered_chunks
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
-
-// The gate, or beta, of a token of the segment.
-template <typename T>
-__device__ __forceinline__ float scalar_at(const Rows<const void>& from, i64 is_float32, const WorkTile& work,
-                                           int token) {
-  const i64 index = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
-  return is_float32 ? static_cast<const float*>(from.p)[index] : to_float(static_cast<const T*>(from.p)[index]);
-}
-
-// The natural logarithm of the most by which a token multiplies a state: of its decay, and of its key's factor.
-template <typename T>
-__device__ __forceinline__ float log_factor(const Args<T>& args, const WorkTile& work, int token) {
-  float squares = args.normalized ? 1.f : 0.f;  // |k|^2; with shorter keys, normalised ones multiply by less
-  const T* key = args.k_rows.row(work.batch, work.head / int(args.group), work.start + token);
-#pragma unroll 8
-  for (int channel = 0; channel < args.shape.K && !args.normalized; channel += 8) {
-    const uint4 piece = *reinterpret_cast<const uint4*>(key + channel);
-    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (const u32 two : words) {
-      const float2 x = unpack(two, T{});
-      squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
-    }
-  }
-  const float of_key = fabsf(fmaf(-scalar_at<T>(args.beta, args.wide_beta, work, token), squares, 1.f));
-  return scalar_at<T>(args.g, args.wide_gate, work, token) + log2_approx(fmaxf(of_key, 1.f)) / LOG2E;
-}
-
-// The first token of the last chunk from which on the segment forgets what was before; -1 if it does not forget. All
-// threads call this and get the same answer; it has barriers of the block.
-template <typename T, int BK, int BV>
-__device__ __forceinline__ int first_remembered_token(Shared<T, BK, BV>& s, const Args<T>& args, const WorkTile& work) {
-  constexpr int THREADS = ALL_THREADS<BV>, WARPS = THREADS / 32;
-  if (!args.g.p) return -1;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const auto share = [&](float x) {  // fills s.sums with the sum of x over each warp
-    x = warp_sum(x);
-    __syncthreads();  // the previous sums have been read
-    if (lane == 0) s.sums[warp] = x;
-    __syncthreads();  // all sums are in shared memory
-  };
-  // First the gates alone, of all tokens: keys are many more bytes, and most segments that remember need none of them.
-  float sum = 0.f;
-#pragma unroll 4
-  for (int token = threadIdx.x; token < work.tokens; token += THREADS)
-    sum += scalar_at<T>(args.g, args.wide_gate, work, token);
-  share(sum);
-  float total = 0.f;
-  for (const float x : s.sums) total += x;
-  // NaN counts as remembering.
-  if (!(total <= FORGOTTEN_NATS)) return -1;
-  total = 0.f;
-  for (int chunk = (work.tokens - 1) / CHUNK; chunk >= 0; chunk -= WARPS) {  // of warp 0; warps go backwards in time
-    const int token = (chunk - warp) * CHUNK + lane;
-    share(token >= 0 && token < work.tokens ? log_factor(args, work, token) : 0.f);
-    for (int n = 0; n < WARPS; ++n) {
-      total += s.sums[n];
-      if (total <= FORGOTTEN_NATS) return (chunk - n) * CHUNK;
-    }
-  }
-  return -1;
-}
 
 // A warp that fills each stage with a chunk's keys, and, if has_values, with BV columns of its values from `column` on.
 template <class S>
@@ -298,11 +235,12 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
     ends.width = (int(shape.K) + 3) / 4 * 4;  // rows are padded with zeros
     ends.to = args.F + work.sequence_head * shape.K * ends.width;
   }
-  const int first = first_remembered_token(s, args, work);
-  const bool forgets = first >= 0;
+  const int chunks = remembered_chunks<false>(s, args, work);
+  const bool forgets = chunks >= 0;
   if (is_F && column == 0 && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
   if (forgets) ends.from = nullptr, ends.is_identity = false;
-  set_tokens(work, work.start + max(first, 0), forgets && is_F ? 0 : work.tokens - max(first, 0));
+  const int first = forgets ? (all_chunks(work) - chunks) * CHUNK : 0;
+  set_tokens(work, work.start + first, forgets && is_F ? 0 : work.tokens - first);
   run_roles(
       s, args, work, [&] { consume(s, args, work, ends, column); }, [&] { make_Z(s, work.tokens); },
       [&] { move_keys_and_values(s, args, work, !is_F, column); });
