@@ -11,6 +11,7 @@ keys.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -197,9 +198,10 @@ def plan_vjp(problem, device, do, dht, saved=()):
     is always empty: plans of calls save nothing."""
     reasons = {}
     for way in gradient_ways(problem.op):
-        reason = way.why_not(problem, device)
+        gradients = way(problem, device)
+        reason = gradients.why_not()
         if reason is None:
-            return replace(way(problem, device, do, dht).plan(), reasons=reasons)
+            return replace(gradients.plan(do, dht), reasons=reasons)
         reasons[way.name] = reason
 
 
@@ -210,10 +212,13 @@ def gradient_ways(op) -> tuple:
 
 
 class Gradients:
-    """The plan of a call's gradients; each subclass has one way to compute them.
+    """Plans a call's gradients; each subclass has one way to compute them.
 
     Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory.
+    `plan` sets these:
 
+    inputs : the call's arrays as the kernels read them
+    do : the gradient of o
     states : {"initial", "dht", "dh0"}: the initial state, the final state's gradient, the memory for dh0
     gradients : {the kernels' name of an input: the memory for its gradient}
     """
@@ -222,13 +227,12 @@ class Gradients:
     kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
 
-    def __init__(self, problem, device, do, dht):
+    def __init__(self, problem, device):
         self.problem, self.device, self.draft = problem, device, Draft()
-        draft = self.draft
-        self.inputs = Inputs(draft, problem)
-        self.do, dht = draft.cotangents(problem, do, dht)
-        self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
-        self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
+
+    def why_not(self) -> str | None:
+        """Why this way cannot compute the gradients; None if it can."""
+        raise NotImplementedError
 
     def bytes_between_kernels(self) -> int:
         """Bytes of the arrays passed between kernels, for the heads of values that share a head of keys."""
@@ -238,14 +242,20 @@ class Gradients:
         """Adds to the draft the launches for `heads` heads of values from head `first` on."""
         raise NotImplementedError
 
-    def plan(self):
-        inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
+    def plan(self, do, dht):
+        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them."""
+        draft, problem = self.draft, self.problem
+        self.inputs = Inputs(draft, problem)
+        self.do, dht = draft.cotangents(problem, do, dht)
+        self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
+        self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
+        inputs, H, group = self.inputs, problem.sizes["H"], self.inputs.group
         most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
         heads = group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
-        results = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
-        return self.draft.plan(results, tiles=self.tiles)
+        results = tuple(self.gradients.values()), draft.stored_gradient(problem, self.states["dh0"])
+        return draft.plan(results, tiles=self.tiles)
 
     def of_heads(self, first, heads):
         """(the parts of `states`, of do, and of dv) for `heads` heads of values from head `first` on."""
@@ -259,11 +269,15 @@ class Gradients:
 class GradientsByToken(Gradients):
     """The gradients of any call, token by token backwards in time, from states that a forward walk stores."""
 
-    name, why_not = TokenByToken.name, TokenByToken.why_not
+    name = TokenByToken.name
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
+    def why_not(self):
+        return None
+
+    @cached_property
+    def kernel(self):
+        K, shared_bytes = self.problem.sizes["K"], self.device.shared_per_block
+        return DeltaRecurrentBackward.fitting(*self.inputs.instance, K, shared_bytes)
 
     def bytes_between_kernels(self):
         return self.kernel.bytes_between_kernels(self.problem, self.inputs.group)
@@ -307,14 +321,13 @@ class GradientsInChunks(Gradients):
     name = IN_CHUNKS
     RESIDUALS = ("e", "w")  # the last kernel's names of the residual and of its gradient
 
-    @staticmethod
-    def why_not(problem, device):
-        return why_not_in_chunks(problem, device, gradient=True)
+    def why_not(self):
+        return why_not_in_chunks(self.problem, self.device, gradient=True)
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel, self.cut = last_kernel(problem), CutInChunks(problem, device, gradient=True)
+    def plan(self, do, dht):
+        self.kernel, self.cut = last_kernel(self.problem), CutInChunks(self.problem, self.device, gradient=True)
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
+        return super().plan(do, dht)
 
     @property
     def has_parts(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -352,32 +353,38 @@ class ScalarGradientsOnHopper:
     # In microseconds, fitted to an H200: what the kernels of every card take beyond `pass_time`.
     CALL_TIME, LAST_TIME = 50.0, 10.0  # of a call; of a chunk on one multiprocessor
 
-    @staticmethod
-    def why_not(problem, device) -> str | None:
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+
+    @cached_property
+    def cut(self):
+        """How the walks are cut."""
+        return ScalarGradientCut(self.problem, self.device)
+
+    def why_not(self) -> str | None:
+        """Why these kernels cannot compute the gradients, or not as fast as others; None if they can."""
+        problem, device = self.problem, self.device
         if reason := why_not_on_hopper(problem, device):
             return reason
-        (N, H, V), way = problem.shape("N H V"), ScalarGradientsOnHopper
+        N, H, V = problem.shape("N H V")
         if V > TILES[-1]:
             return f"V={V} is over {TILES[-1]}"
-        cut = CutInChunks(problem, device, gradient=True)
-        own = ScalarGradientCut(problem, device)
-        last = way.CALL_TIME + N * H * cut.chunks / device.multiprocessors * way.LAST_TIME
-        if own.time(own.segments) > cut.pass_time + last:
+        others = CutInChunks(problem, device, gradient=True)
+        last = self.CALL_TIME + N * H * others.chunks / device.multiprocessors * self.LAST_TIME
+        if self.cut.time(self.cut.segments) > others.pass_time + last:
             return "few heads of long sequences are faster by the kernels of every card"
         return None
 
-    def __init__(self, problem, device, do, dht):
-        self.problem, self.device, self.draft = problem, device, Draft()
-        do, self.dht = self.draft.cotangents(problem, do, dht)
-        self.do = self.draft.mapped(do, "do")
-
-    def plan(self):
-        problem, draft = self.problem, self.draft
+    def plan(self, do, dht):
+        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them."""
+        problem, draft, cut = self.problem, Draft(), self.cut
         given, x = problem.arrays, SimpleNamespace(**{name: draft.mapped(problem[name], name) for name in "qkv"})
-        x.g, x.beta, x.initial, x.do, x.dht = given.get("g"), problem["beta"], draft.initial(problem), self.do, self.dht
+        x.g, x.beta, x.initial = given.get("g"), problem["beta"], draft.initial(problem)
+        do, x.dht = draft.cotangents(problem, do, dht)
+        x.do = draft.mapped(do, "do")
         gradients = SimpleNamespace(**{name: draft.like(array) for name, array in given.items()})
         gradients.h0 = draft.gradient_of_state(problem)
-        cut, chunk = ScalarGradientCut(problem, self.device), DeltaScalarForwardSm90.CHUNK
+        chunk = DeltaScalarForwardSm90.CHUNK
         whole, segments = (draft.shape(problem, spans=spans, chunk=chunk) for spans in (None, cut.spans(chunk)))
         normalized = problem.options.get("qk_l2norm", False)
         launch_backward(draft, cut, x, gradients, whole, segments, problem.scale, normalized)
