@@ -28,7 +28,6 @@
 //           never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/segments.cuh"
 #include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
@@ -171,23 +170,19 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>,
     delta_sm90_scalar_backward_states(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV, OUTPUTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, P = u32(args.P);
+  const u32 tiles = u32(shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
-  WorkTile work = work_tile(shape, blockIdx.x / tiles, P);
-  const i64 state_size = shape.K * shape.V, of_heads = shape.H * state_size;
-  const bool whole = OUTPUTS && is_whole<true>(shape, P, work.sequence, work.head, args.starts, column, BV);
-  const auto segment =
-      segment_of<true, float>(OUTPUTS, shape, P, work.sequence, work.head, {args.dht, of_heads, state_size, 0},
-                              args.starts, {args.dh0, of_heads, state_size, 0}, whole);
+  WorkTile work = work_tile(shape, blockIdx.x / tiles, u32(args.P));
+  const auto segment = start_of_walk<true>(work, OUTPUTS, shape, args.P, args.dht, args.starts, args.dh0, column, BV);
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
-  int tokens = int(segment.tokens.stop - segment.tokens.start);
   if constexpr (!OUTPUTS) {
     if (segment.last) return;
     const int chunks = remembered_chunks<true>(s, args, work);
-    if (chunks >= 0) tokens = min(tokens, chunks * CHUNK);
-    if (chunks >= 0 && threadIdx.x == 0) s.from = nullptr;
+    if (chunks >= 0) {
+      if (threadIdx.x == 0) s.from = nullptr;
+      set_tokens(work, work.start, min(work.tokens, chunks * CHUNK));
+    }
   }
-  set_tokens(work, int(segment.tokens.start), tokens);
   run_roles(
       s, args, work, [&] { consume(s, args, work, column, tiles * BV); }, [&] { make_operands(s, work.tokens); },
       [&] { move_chunks(s, args, args.do_, args.do_rows, args.dv, args.dv_rows, work, column); });

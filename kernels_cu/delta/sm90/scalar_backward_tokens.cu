@@ -50,7 +50,6 @@
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV; BK, BV of 64, 128; K and V multiples of 8, since tensor maps
 //           describe rows of whole 16 bytes
-#include "delta/segments.cuh"
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
@@ -667,15 +666,8 @@ template <typename T, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
-  const Shape& shape = args.shape;
-  const u32 P = u32(args.P);
-  WorkTile work = work_tile(shape, blockIdx.x, P);
-  const i64 state_size = shape.K * shape.V;
-  const bool whole = is_whole<false>(shape, P, work.sequence, work.head, args.starts, 0, BV);
-  const auto segment =
-      segment_of<false, float>(true, shape, P, work.sequence, work.head,
-                               {args.initial, shape.H * state_size, state_size, 0}, args.starts, {}, whole);
-  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+  WorkTile work = work_tile(args.shape, blockIdx.x, u32(args.P));
+  const auto segment = start_of_walk<false>(work, true, args.shape, args.P, args.initial, args.starts, nullptr, 0, BV);
   if (threadIdx.x == 0) {
     s.from = segment.from;  // for consumers, behind the barrier of run_roles
     // run_roles initialises the barriers of stages, and values_full

@@ -51,6 +51,7 @@
 // limits    sm_90a; bfloat16 or float16
 constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "warpgroup.cuh"
+#include "delta/segments.cuh"
 #include "fragments.cuh"
 #include "half_products.cuh"
 
@@ -162,6 +163,22 @@ __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
 __device__ __forceinline__ void set_tokens(WorkTile& work, int start, int tokens) {
   work.chunk_row += start / CHUNK - work.start / CHUNK;
   work.start = __shfl_sync(0xffffffffu, start, 0), work.tokens = __shfl_sync(0xffffffffu, tokens, 0);
+}
+
+// Has a block walk over the tokens of its segment, or of the whole sequence (is_whole), whose states' columns are
+// `columns` from `column` on. work: of the segment, as work_tile returns it. The other arguments, and the result, which
+// has the memory of the first and the last state: see segment_of; states [sequences, H, K, V].
+template <bool BACKWARDS>
+__device__ __forceinline__ Segment<float> start_of_walk(WorkTile& work, bool outputs, const Shape& shape, i64 P,
+                                                        const float* given, float* starts, float* final, int column,
+                                                        int columns) {
+  const i64 state_size = shape.K * shape.V, of_heads = shape.H * state_size;
+  const bool whole = outputs && is_whole<BACKWARDS>(shape, u32(P), work.sequence, work.head, starts, column, columns);
+  const auto segment =
+      segment_of<BACKWARDS, float>(outputs, shape, u32(P), work.sequence, work.head, {given, of_heads, state_size, 0},
+                                   starts, {final, of_heads, state_size, 0}, whole);
+  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+  return segment;
 }
 
 // Two neighbouring floats; p is aligned to 8 bytes.

@@ -24,7 +24,6 @@
 //           in between, never a quotient, so that gates may be any numbers <= 0, -inf too
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/segments.cuh"
 #include "delta/sm90/scalar_forward_storage.cuh"
 
 // From the includes:
@@ -107,15 +106,11 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<FORWARD, BK, BV>::B
     delta_sm90_scalar_forward(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, P = u32(args.P);
+  const u32 tiles = u32(shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
   WorkTile work = work_tile(shape, blockIdx.x / tiles);
-  const i64 state_size = shape.K * shape.V, of_heads = shape.H * state_size;
-  const bool whole = is_whole<false>(shape, P, work.sequence, work.head, args.starts, column, BV);
   const auto segment =
-      segment_of<false, float>(true, shape, P, work.sequence, work.head, {args.initial, of_heads, state_size, 0},
-                               args.starts, {args.final, of_heads, state_size, 0}, whole);
-  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+      start_of_walk<false>(work, true, shape, args.P, args.initial, args.starts, args.final, column, BV);
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   run_roles(
       s, args, work, [&] { consume(s, args, work, column); }, [&] { make_operands(s, work.tokens); },

@@ -22,7 +22,6 @@
 // numerics  as scalar_forward.cu
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/segments.cuh"
 #include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
@@ -225,10 +224,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   const u32 block = is_F ? blockIdx.x - blocks_of_G : blockIdx.x, tiles = is_F ? tiles_of_F : tiles_of_G;
   const int column = int(block % tiles) * BV;
   WorkTile work = work_tile(shape, block / tiles);
-  const i64 state_size = shape.K * shape.V;
-  const auto segment =
-      segment_of<false, float>(false, shape, u32(args.P), work.sequence, work.head,
-                               {args.initial, shape.H * state_size, state_size, 0}, args.starts, {}, false);
+  const auto segment = start_of_walk<false>(work, false, shape, args.P, args.initial, args.starts, nullptr, column, BV);
   if (segment.last || (is_F && segment.first)) return;
   Ends ends = {is_F, is_F, is_F ? nullptr : segment.from, segment.to, int(shape.V)};
   if (is_F) {
