@@ -87,20 +87,19 @@ template <typename Element, int CHANNELS, int COLUMNS, bool OUTPUTS> struct Shar
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// A warpgroup with 64 columns of V: P, dv and dS of each chunk. dS is transposed in registers: of a warp's 16 columns a
-// lane has `column` and the 8th after it, and of every 8 channels two (each_transposed in warpgroup.cuh). first: the
-// block's first column of V; all_columns: BV of all blocks of a head.
+// A consumer: P, dv and dS of each chunk. first: the block's first column of V; all_columns: BV times the blocks of a
+// head.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
                                         int all_columns) {
   using T = typename S::T;
   constexpr int BK = S::BK;
   constexpr bool OUTPUTS = S::PASS == BACKWARD_STATES;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
-  const int column = first + 16 * warp + lane / 4;
-  const int channel_offset = channel_operand_offset(lane, warp % 4), left_offset = left_operand_offset(lane);
-  float dS[BK / 2] = {};  // columns `column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
-  if (s.from) each_transposed<BK>(dS, s.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
+  const Consumer at(first);
+  const int warp = at.warp, lane = at.lane, left_offset = left_operand_offset(lane);
+  float dS[BK / 2] = {};  // columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
+  if (s.from)
+    each_transposed<BK>(dS, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = first_token<S>(work, 0); token >= 0; token -= CHUNK, ring.next()) {
@@ -111,7 +110,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     Values P, from_do;  // from_do: B^T do
     round_state<T, BK>(rounded_dS, dS);
     barrier_wait(s.values_full[ring.stage], ring.parity);
-    load_transposed(do_, in.values[warpgroup], channel_offset);
+    load_transposed(do_, in.values[at.warpgroup], at.channel_offset);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
@@ -154,13 +153,13 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
         const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
         from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);
       });
-      store_transposed(in.values[warpgroup], channel_offset, from_do);
+      store_transposed(in.values[at.warpgroup], at.channel_offset, from_do);
     }
     wgmma_wait<0>();
     wgmma_keep(dS);
     barrier_arrive(s.outputs_ready[ring.stage]);
   }
-  if (s.to) each_transposed<BK>(dS, s.to, args, args.shape, column, [](float& x, float* to) { *to = x; });
+  if (s.to) each_transposed<BK>(dS, s.to, args, args.shape, at.column, [](float& x, float* to) { *to = x; });
   if (OUTPUTS && lane == 0) tensor_store_wait();  // the block's shared memory lasts until then
 }
 

@@ -600,24 +600,23 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A consumer warpgroup, which has 64 columns of V: computes X, e and S of each chunk, S transposed in registers.
+// A consumer: X, e and S of each chunk.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
-  const int channel_offset = channel_operand_offset(lane, warp % 4),
-            own_offset = shifted_offset(left_operand_offset(lane), 16 * warp, 0);
+  const Consumer at(0);
+  const int channel_offset = at.channel_offset,
+            own_offset = shifted_offset(left_operand_offset(at.lane), 16 * at.warp, 0);
   float state[BK / 2] = {};
   if (s.from)
-    each_transposed<BK>(state, s.from, args, args.shape, 16 * warp + lane / 4,
-                        [](float& x, const float* from) { x = *from; });
+    each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
   Ring<2> values_ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
     auto& in = s.stages[ring.stage];
-    auto& values = s.values[values_ring.stage][warpgroup];
+    auto& values = s.values[values_ring.stage][at.warpgroup];
     const TokenGates& gates = s.gates[ring.stage];
     u32 rounded_state[BK / 16][4];
     Operand v, X;
@@ -641,7 +640,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     wgmma_wait<0>();
     wgmma_keep(S_k), wgmma_keep(rounded_state);
-    make_X<T>(X, v, S_k, gates, lane);
+    make_X<T>(X, v, S_k, gates, at.lane);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
     start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.inverse));

@@ -779,6 +779,17 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
+// A lane of a consumer. Of its warp's 16 columns it has `column` and the 8th after it; its part of the state is
+// transposed in registers (see each_transposed in warpgroup.cuh). first: the block's first column.
+struct Consumer {
+  int warp, warpgroup, lane, column, channel_offset;
+
+  __device__ __forceinline__ explicit Consumer(int first) {
+    warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
+    column = first + 16 * warp + lane / 4, channel_offset = channel_operand_offset(lane, warp % 4);
+  }
+};
+
 // Rounds this lane's numbers of a transposed state to T: left operands [16 columns of V, 16 channels] each.
 template <typename T, int BK>
 __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const float (&state)[BK / 2]) {

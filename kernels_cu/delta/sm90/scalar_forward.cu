@@ -49,19 +49,16 @@
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A warpgroup with 64 columns of V: X, o and the state S of each chunk. S is transposed in registers (see
-// each_transposed in warpgroup.cuh). first: the block's first column of V.
+// A consumer: X, o and the state S of each chunk. first: the block's first column of V.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
-  const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
-  const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
-  // The state: columns `column` + 8h, channels 8n + 2 (lane % 4) + p at state[4n + 2h + p].
+  const Consumer at(first);
+  // The state: columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at state[4n + 2h + p].
   float state[BK / 2] = {};
   if (s.from)
-    each_transposed<BK>(state, s.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
+    each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
@@ -73,7 +70,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     round_state<T, BK>(rounded_state, state);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.values_full[ring.stage], ring.parity);
-    load_transposed(v, in.values[warpgroup], channel_offset);
+    load_transposed(v, in.values[at.warpgroup], at.channel_offset);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
@@ -86,19 +83,19 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     wgmma_wait<1>();
     wgmma_keep(S_k);
-    make_X<T>(X, v, S_k, gates, lane);  // X = v - E S^T k
+    make_X<T>(X, v, S_k, gates, at.lane);  // X = v - E S^T k
     wgmma_fence();
     start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);  // o += B v
     wgmma_commit();
     start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));  // S += Z^T X
     wgmma_wait<1>();
     wgmma_keep(o);
-    store_transposed(in.values[warpgroup], channel_offset, o);
+    store_transposed(in.values[at.warpgroup], at.channel_offset, o);
     wgmma_wait<0>();
     wgmma_keep(state);
     barrier_arrive(s.outputs_ready[ring.stage]);
   }
-  if (s.to) each_transposed<BK>(state, s.to, args, args.shape, column, [](float& x, float* to) { *to = x; });
+  if (s.to) each_transposed<BK>(state, s.to, args, args.shape, at.column, [](float& x, float* to) { *to = x; });
 }
 
 template <typename T, int BK, int BV>

@@ -158,16 +158,14 @@ struct StateLayout {
   int state_k, state_v, K, V;
 };
 
-// A warpgroup with 64 columns of G, or of F: X and the state S of each chunk. S is transposed in registers (see
-// each_transposed in warpgroup.cuh). first: the block's first column.
+// A consumer: X and the state S, G or F, of each chunk. first: the block's first column.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, const Ends& ends,
                                         int first) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
-  const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
-  const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
+  const Consumer at(first);
+  const int lane = at.lane, column = at.column;
   float state[BK / 2] = {};
   if (ends.is_identity) {
 #pragma unroll
@@ -196,7 +194,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     if (!ends.is_F) {
       barrier_wait(s.values_full[ring.stage], ring.parity);
-      load_transposed(v, in.values[warpgroup], channel_offset);
+      load_transposed(v, in.values[at.warpgroup], at.channel_offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S_k);
