@@ -152,6 +152,8 @@ def delta_rules():
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             for S in FLOATS:
                 yield delta.DeltaStep(rule, T, G, S, size)
+    for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
+        yield delta.DeltaSmallForward(rule, T, G, size)
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)

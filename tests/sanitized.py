@@ -289,6 +289,9 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays, _ = drawn(declared, rng, (1, 2, 37, K, V), dtype)
         yield run(op, *arrays)
         yield as_filled(run, backward, op, *arrays)
+    for op, declared, dtype in zip(RULES, DELTA_RULES, cycle((BFLOAT16, SINGLE)), strict=False):
+        arrays, _ = drawn(declared, rng, (2, 200, 61, 5, 8), dtype)  # many small heads
+        yield run(op, *arrays)
     for op, declared, state_dtype in zip(RULE_STEPS, DELTA_RULE_STEPS, cycle((SINGLE, BFLOAT16)), strict=False):
         state = rng.standard_normal((3, 2, 64, 70)).astype(state_dtype)
         yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": 64, "V": 70}, BFLOAT16), state, slots=[2, 0])

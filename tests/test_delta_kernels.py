@@ -6,7 +6,8 @@ import numpy as np
 import planned
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
-from reference import LIMITS, assert_close, double, draw, exact_vjp, rms, same_bits, unit
+from emulator import EmulatedDevice
+from reference import LIMITS, assert_close, assert_results, double, draw, exact_vjp, rms, same_bits, unit
 
 import linattn_np
 from linattn_np import NotSupported, checked_calls, vjp
@@ -380,7 +381,7 @@ def test_explained(op, rng):
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
     assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
-    assert list(plan.reasons) == ["by Hopper's own kernel"]
+    assert list(plan.reasons) == ["by Hopper's own kernel", "small heads"]
     assert list(back.reasons) == ["by Hopper's own kernels"]
 
 
@@ -571,3 +572,46 @@ def test_segments(monkeypatch, kernel_backend, op, dtype, options, states, K, V,
         assert (
             rms(double(kernel_backend.tohost(x)) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size
         ), name
+
+
+# -- small heads -------------------------------------------------------------------------------------------------------
+SMALL_HEADS = {
+    "delta_rule": Case(DELTA_RULE, B=2, H=3, T=21, K=5, V=8, dtype=BFLOAT16),
+    "delta_rule-packed": Case(DELTA_RULE, H=5, groups=2, K=6, V=16, dtype=HALF, options={"qk_l2norm": True} | PACKED),
+    "gated": Case(B=2, H=5, K=16, V=16, dtype=BFLOAT16, gate="some-inf", gate_dtype=SINGLE),
+    "gated-one": Case(B=3, H=11, T=19, K=1, V=1),
+    "kda": Case(KDA, B=2, H=3, groups=3, T=17, K=8, V=7, dtype=HALF, gate="spikes-40"),
+    "kda-packed": Case(KDA, H=7, K=12, V=16, gate="some-inf", options={"qk_l2norm": True} | PACKED),
+    "rwkv7": Case(RWKV7, B=2, H=6, T=25, K=16, V=10, dtype=BFLOAT16, gate_dtype=SINGLE),
+    "rwkv7-packed": Case(RWKV7, H=9, K=5, V=5, options=PACKED),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
+def test_small_heads(case, rng, monkeypatch):
+    """As the recurrence, from and to states, whose rows are no whole pieces of 16 bytes."""
+    monkeypatch.setattr(delta.SmallHeads, "LAUNCH_TIME", 0)
+    monkeypatch.setattr(delta.SmallHeads, "TOKEN_TIMES", {8: 0, 16: 0})
+    arrays, state, *_ = case.drawn(rng)
+    on = planned.Noting()
+    assert planned.names(planned.plan_of(case.op.bind(arrays, **case.options), on)) == ["delta_small_forward"]
+    found = planned.results(case.op, arrays, EmulatedDevice(80), state, final=True, **case.options)
+    assert_results(
+        case.function, arrays, found, case.dtype, initial_state=state, output_final_state=True, **case.options
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "kernel"),
+    [
+        ((21, 38, 2000, 6, 16), "auto", "delta_small_forward"),  # 6.6 floors for 103 in chunks, as estimated
+        ((21, 38, 2000, 6, 16), "chunk", "delta_prepare"),
+        ((21, 38, 2000, 6, 17), "auto", "delta_prepare"),
+        ((1, 2, 20000, 6, 16), "auto", "delta_prepare"),
+    ],
+)
+def test_which_calls_are_of_small_heads(sizes, mode, kernel):
+    B, H, T, K, V = sizes
+    q, v, g = (np.zeros(shape, HALF) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
+    plan = planned.plan_of(GATED_DELTA_RULE.bind((q, q, v, g, g), mode=mode), EmulatedDevice(90))
+    assert planned.names(plan)[0] == kernel

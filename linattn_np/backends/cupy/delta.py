@@ -22,6 +22,7 @@ from .delta_kernels import (
     GATED_DELTA,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
+    DeltaSmallForward,
     DplrBackwardChunks,
     KdaBackwardChunks,
     sum_parts,
@@ -29,7 +30,7 @@ from .delta_kernels import (
 from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
-from .gated_kernels import CHANNELS, TILES, channels
+from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels, padded
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
@@ -152,6 +153,48 @@ class TokenByToken:
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
 
 
+class SmallHeads:
+    """The way token by token for heads of at most 16 channels and columns, of which a warp computes several: for many
+    heads, since sequences are not cut."""
+
+    name = "small heads"
+    # In microseconds, estimates for an H200: of a launch; by D, of a token of heads whose warps have a scheduler alone
+    LAUNCH_TIME, TOKEN_TIMES = 8.0, {8: 0.07, 16: 0.12}
+    WORTH = 0.7  # chosen if it takes less than this part of the time in chunks
+
+    @staticmethod
+    def why_not(problem, device):
+        N, H, K, V = problem.shape("N H K V")
+        if max(K, V) > SMALL_SIZES[-1]:
+            return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
+        if reason := why_no_chunks(problem):
+            return reason
+        if problem.mode == "chunk":
+            return "mode='chunk' is in chunks"
+        kernel, chunks = SmallHeads.kernel(problem), CutInChunks(problem, device)
+        if kernel.shared_bytes > device.shared_per_block:
+            return f"the card has no shared memory for {kernel.heads} heads of {problem.dtype}"
+        in_turn = ceil_div(N * H, kernel.heads * device.multiprocessors)  # blocks that share a multiprocessor
+        token_time = in_turn * SmallHeads.TOKEN_TIMES[kernel.D]
+        longest = int(problem.spans.lengths.max(initial=0))
+        if SmallHeads.LAUNCH_TIME + longest * token_time > SmallHeads.WORTH * chunks.pass_time:
+            return "few heads of long sequences are faster in chunks"
+        return None
+
+    @staticmethod
+    def kernel(problem):
+        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
+        return DeltaSmallForward(rule_of(problem.op), problem.dtype, gate_dtype(problem), D)
+
+    @staticmethod
+    def plan(problem, device):
+        draft, kernel, (N, H) = Draft(), SmallHeads.kernel(problem), problem.shape("N H")
+        inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        args = inputs.arrays | inputs.common_args(draft.shape(problem), o) | {"initial": draft.initial(problem), "P": 1}
+        draft.launch(kernel, ceil_div(N * H, kernel.heads), **args, o=o, final=final)
+        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
+
+
 class InChunks:
     """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels, or
     256 of half precision that share a gate.
@@ -189,7 +232,7 @@ class InChunks:
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
 
 
-FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
+FORWARD_WAYS = (ScalarOnHopper, SmallHeads, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
-from .gated_kernels import TILES, channels
+from .gated_kernels import SMALL_SIZES, TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel, padded
 from .plan import FLOAT32, ceil_div
 
@@ -281,6 +281,27 @@ class DeltaRecurrentForward(DeltaKernel):
     @property
     def tiles(self):
         return {"BK": self.BK, "BV": self.BV}
+
+
+class DeltaSmallForward(DeltaKernel):
+    """o and final states, for heads of at most D channels and columns: a block has `heads` of them."""
+
+    file = "delta/small_forward"
+    arguments = COMMON_ARGUMENTS + members("rows o, rows? final")
+    shared = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
+    D: int
+
+    @property
+    def resident(self):
+        return 4 if self.D == SMALL_SIZES[0] else 3
+
+    @property
+    def heads(self):
+        return 64 // self.D * self.threads // 32
+
+    @property
+    def tiles(self):
+        return {"BK": self.D, "BV": self.D, "heads": self.heads}
 
 
 class DeltaRecurrentBackward(DeltaKernel):
