@@ -19,6 +19,15 @@
 #include "gated/small_heads.cuh"
 #include "delta/tokens.cuh"
 
+// From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b
+//   Tile: 8 tokens of a warp's heads in shared memory; load_row, put: load and store numbers of a row
+//   Work, work_of: a head, its sequence and tokens; LaneCoord: the lane's head of the warp, its number in that head
+//   lane_rows: the lane's rows in memory; fetch, store: copy a step's rows; put_decays: exp of gates
+//   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
+//     a and b beside k
+//   STEP = 8 tokens, THREADS = 128, WARPS = 4
+
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   Rows<T> o;
   Rows<float> final;  // null: no final state is wanted

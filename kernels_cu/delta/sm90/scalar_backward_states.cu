@@ -40,6 +40,10 @@
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   each_transposed: calls f for the lane's numbers of a state
+//   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the gradient that the walk starts
+//     from, null for zeros, and `to`, where its last one goes, null for nowhere; remembered_chunks: how many of the
+//     segment's first chunks remember no gradient from after it
+//   Consumer: a lane of a consumer, and its column
 //   Registers: of each role; ALL_THREADS, CONSUMERS: threads of a block, and of the consumers
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
 //     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
@@ -48,7 +52,7 @@
 //     start_state_update: S += x rows; start_transposed_split_product: with a split matrix's transpose; decay_state: S
 //     times the chunk's decay; round_state: S as operands
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head
+//     sequence and head; set_tokens: its tokens
 //   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on

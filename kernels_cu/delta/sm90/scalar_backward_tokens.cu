@@ -64,10 +64,10 @@
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   at_offset: an address, bytes after a tile's start
-//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
-//     the other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
+//     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
+//     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
+//   Consumer: a lane of a consumer, and its column
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
 //     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
 //     store_transposed: the warp's 16 columns of 32 rows
@@ -75,7 +75,7 @@
 //     start_state_update: S += x rows; start_split_product, start_transposed_split_product: with a split matrix, or its
 //     transpose; decay_state: S times the chunk's decay; round_state: S as operands; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
+//     sequence and head; warp_arrive: one lane arrives for a warp
 //   run_roles: gives warps their roles; make_scores: M; start_scores: products of queries and keys with keys
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes of copies; tensor_load:

@@ -10,6 +10,11 @@
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
+// From the includes:
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   WorkTile: the block's sequence, head and tokens; CHUNK = 32 tokens; ALL_THREADS: of a block
+//   unpack: two numbers of a word as floats; warp_sum: over a warp; FORGOTTEN_NATS: -48; LOG2E: log2(e)
+
 // The gate, or beta, of a token of the segment.
 template <typename T>
 __device__ __forceinline__ float scalar_at(const Rows<const void>& from, i64 is_float32, const WorkTile& work,

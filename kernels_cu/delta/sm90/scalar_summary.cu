@@ -34,8 +34,9 @@
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
-//     state goes: the place of the next segment in `starts`
+//   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
+//     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
+//   Consumer: a lane of a consumer, and its column
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
 //     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
 //     32 rows
@@ -44,7 +45,7 @@
 //     decay; round_state: S as operands; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
 //     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A)
+//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M
 //   TensorMap: describes an array for copies of boxes
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
