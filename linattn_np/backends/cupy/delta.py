@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ... import declarations
+from .arithmetic import ceil_div, padded
 from .delta_hopper import ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
@@ -31,8 +32,8 @@ from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, 
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
-from .kernel import FLOATS, Kernel, no_kernels, padded
-from .plan import FLOAT32, Draft, ceil_div, common_bytes
+from .kernel import FLOATS, Kernel, no_kernels
+from .plan import FLOAT32, Draft, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values

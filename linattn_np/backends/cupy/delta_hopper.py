@@ -11,11 +11,12 @@ import numpy as np
 
 from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
+from .arithmetic import ceil_div
 from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks, SegmentCut, join_segments, memory_of_segments
 from .gated_kernels import PANEL, SM90, TILES
 from .kernel import DOUBLE, TiledKernel
-from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable
+from .plan import FLOAT32, Draft, TensorMap, mappable
 from .segments import mappable_once_copied
 
 # How a class describes its kernel:

@@ -31,9 +31,10 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
+from .arithmetic import ceil_div, padded
 from .gated_kernels import SMALL_SIZES, TILES, channels
-from .kernel import DOUBLE, Kernel, TiledKernel, padded
-from .plan import FLOAT32, ceil_div
+from .kernel import DOUBLE, Kernel, TiledKernel
+from .plan import FLOAT32
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .arithmetic import ceil_div
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -29,7 +30,7 @@ from .delta_kernels import (
     DeltaScan,
 )
 from .gated_kernels import TILES, channels
-from .plan import FLOAT32, ceil_div
+from .plan import FLOAT32
 
 
 def chunk_kernels(problem, device, gradient, segments=1):

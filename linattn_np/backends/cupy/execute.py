@@ -21,7 +21,7 @@ from ... import graph_capture
 from ...array_kinds import signature
 from .aligned_copies import with_fast_copies
 from .arguments import Packed
-from .kernel import padded
+from .arithmetic import padded
 from .plan import (
     Buffer,
     CallerArray,

@@ -28,8 +28,9 @@ from ...array_kinds import BFLOAT16
 from ...problem import Problem
 from . import PLANNERS
 from .arguments import members
-from .kernel import HALF, INT8, ModelKernel, padded
-from .plan import FLOAT32, Array, Draft, ceil_div
+from .arithmetic import ceil_div, padded
+from .kernel import HALF, INT8, ModelKernel
+from .plan import FLOAT32, Array, Draft
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

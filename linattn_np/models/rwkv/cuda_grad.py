@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
-from ...backends.cupy.plan import FLOAT32, ceil_div
+from ...backends.cupy.arithmetic import ceil_div
+from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
 from ..single_process import WHOLE
 from .grad import layer_norm
