@@ -164,7 +164,10 @@ def delta_rules():
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
         if K > gated.TILES[-1] and (two_writes or T == SINGLE):
             continue  # such wide keys go token by token
-        yield from (walk(T, K, V, two_writes, stages, outputs) for stages in ((2,) if T == SINGLE else (2, 3)))
+        ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and two_writes and outputs else ()
+        for ring in (2,) if T == SINGLE else (2, 3):
+            yield walk(T, K, V, two_writes, ring, outputs)
+            yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in (gated.TILES if T == SINGLE else gated.CHANNELS))

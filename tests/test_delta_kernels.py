@@ -113,6 +113,7 @@ CASES = {
         gate="some-inf",
         options={"cu_seqlens": [0, 0, 33, 34, 70], "reverse": True},
     ),
+    "rwkv7-kept": Case(RWKV7, T=96, K=64, V=64, dtype=BFLOAT16, gate_dtype=SINGLE),
     "rwkv7-float64": Case(RWKV7, dtype=DOUBLE, gate="weak"),
 }
 
@@ -158,6 +159,27 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
     once = gradients()
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
     assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
+
+
+@pytest.mark.parametrize("case", ["rwkv7", "rwkv7-packed", "rwkv7-kept"])
+def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
+    """The same bits as those of a pullback that computes it again; o and the final state, which another walk then
+    writes, are as close to the recurrence's."""
+    if backend.device is None:
+        pytest.skip("NumPy keeps other arrays")
+    case = CASES[case]
+    arrays, start, do, dht = case.drawn(rng)
+    o, final, _ = exact_vjp(case.function, arrays, do, dht, initial_state=start, **case.options)
+
+    def gradients(most):
+        monkeypatch.setattr(delta, "KEPT", most)
+        options = case.options | {"initial_state": backend.asarray(start), "output_final_state": True}
+        (found, end), pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **options)
+        assert_close("o", backend.tohost(found), o, case.dtype)
+        assert_close("state", backend.tohost(end), final, case.dtype)
+        return [backend.tohost(x) for x in pull(backend.asarray(do), backend.asarray(dht))]
+
+    assert all(same_bits(x, y) for x, y in zip(gradients(0), gradients(np.inf), strict=True))
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
@@ -381,6 +403,10 @@ def test_explained(op, rng):
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
     assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
+    if op is RWKV7:  # whose calls in chunks keep what they prepare, if it takes little beside the inputs
+        arrays, *_ = CASES["rwkv7-kept"].drawn(rng)
+        back = planned.plan_of(op.bind(arrays, gradient=True), on)
+        assert planned.names(back) == ["delta_backward_states", "delta_dplr_backward_chunks"]
     assert list(plan.reasons) == ["by Hopper's own kernel", "small heads"]
     assert list(back.reasons) == ["by Hopper's own kernels"]
 

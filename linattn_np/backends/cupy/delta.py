@@ -209,6 +209,8 @@ class InChunks:
 
     @staticmethod
     def plan(problem, device):
+        if saved(problem, device):
+            return InChunks.plan_keeping(problem, device)
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut, initial = CutInChunks(problem, device), draft.initial(problem)
@@ -232,20 +234,75 @@ class InChunks:
             cut.launch_walk(draft, part_shape, {"v": v} | walk_args, states, {"o": o[:, heads]})
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
 
+    @staticmethod
+    def plan_keeping(problem, device):
+        """The plan of a call that saves what its pullback would compute again."""
+        draft = Draft()
+        inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        cut, initial, arrays = CutInChunks(problem, device, gradient=True), draft.initial(problem), inputs.arrays
+        shape, walk, (N, H) = cut.shape(draft), cut.walk_of("FORWARDS"), problem.shape("N H")
+        kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut.walk).items()}
+        launch_prepare(draft, cut, shape, inputs, arrays, kept["prepared"])
+        states = {"initial": initial, "final": final}
+        how = {"shape": shape, "P": 1, "scale": problem.scale, "bytes": inputs.common_bytes(o)}
+        draft.launch(walk, N * H * walk.grid(problem.sizes["V"]), v=arrays["v"], o=o, **kept, **states, **how)
+        results = draft.results(problem, o, final)
+        return draft.plan(results, mode="chunk", tiles=walk.tiles, saved=tuple(kept.values()))
+
+
+def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
+    """Launches the kernel that prepares chunks for the walks of gradients. `arrays`: the inputs of the heads of
+    `shape`."""
+    names = cut.prepare.names - {"prepared", "w_scale"}
+    args = arrays | inputs.common_args(shape)
+    args = {name: x for name, x in args.items() if name in names}
+    draft.launch(cut.prepare, shape.all_chunks, **args, w_scale=inputs.problem.scale, prepared=prepared)
+
 
 FORWARD_WAYS = (ScalarOnHopper, SmallHeads, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
+# The most memory, in that of the inputs, that a call keeps for its pullback. 64 channels and columns need 1.7 with
+# gates in float32, 2 with others; the pullback then takes a third less time.
+KEPT = 2.5
+
+
+def saved(problem, device) -> tuple[tuple, ...]:
+    """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them and the
+    residuals. Only RWKV-7's calls in chunks keep them, if no sequence is cut into segments; the pullbacks of others
+    compute them again."""
+    if not problem.gradient or problem.op is not declarations.RWKV7 or why_not_in_chunks(problem, device, True):
+        return ()
+    if SmallHeads.why_not(problem, device) is None:
+        return ()
+    cut = CutInChunks(problem, device, gradient=True)
+    arrays = tuple(kept_arrays(problem, cut.walk).values())
+    needed = sum(np.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+    fits = needed <= KEPT * sum(x.nbytes for x in problem.arrays.values())
+    return arrays if fits and cut.segments == 1 else ()
+
+
+def kept_arrays(problem, walk) -> dict[str, tuple]:
+    """(shape, dtype) of what `saved` describes, by the argument of the walks."""
+    B, H, T, V = problem.shape("B H T V")
+    chunks, columns = int(problem.spans.chunk_bounds(walk.CHUNK)[-1]), walk.padded_columns(V)
+    return {
+        "prepared": ((B * H * chunks * walk.prepared_bytes,), BYTES),
+        "chunk_states": ((B, H, chunks, walk.BK, columns), problem.dtype),
+        "residual": ((B, H, T, columns), problem.dtype),
+    }
+
+
 def plan_vjp(problem, device, do, dht, saved=()):
-    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`
-    is always empty: plans of calls save nothing."""
+    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`:
+    what the plan of the call has saved."""
     reasons = {}
     for way in gradient_ways(problem.op):
         gradients = way(problem, device)
         reason = gradients.why_not()
         if reason is None:
-            return replace(gradients.plan(do, dht), reasons=reasons)
+            return replace(gradients.plan(do, dht, *([saved] if saved else [])), reasons=reasons)
         reasons[way.name] = reason
 
 
@@ -286,16 +343,17 @@ class Gradients:
         """Adds to the draft the launches for `heads` heads of values from head `first` on."""
         raise NotImplementedError
 
-    def plan(self, do, dht):
-        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them."""
-        draft, problem = self.draft, self.problem
+    def plan(self, do, dht, saved=()):
+        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them. `saved`:
+        what the plan of the call has saved."""
+        draft, problem, self.saved = self.draft, self.problem, saved
         self.inputs = Inputs(draft, problem)
         self.do, dht = draft.cotangents(problem, do, dht)
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
         self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
         inputs, H, group = self.inputs, problem.sizes["H"], self.inputs.group
         most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        heads = group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
+        heads = H if self.saved else group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         results = tuple(self.gradients.values()), draft.stored_gradient(problem, self.states["dh0"])
@@ -368,10 +426,10 @@ class GradientsInChunks(Gradients):
     def why_not(self):
         return why_not_in_chunks(self.problem, self.device, gradient=True)
 
-    def plan(self, do, dht):
+    def plan(self, do, dht, saved=()):
         self.kernel, self.cut = last_kernel(self.problem), CutInChunks(self.problem, self.device, gradient=True)
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
-        return super().plan(do, dht)
+        return super().plan(do, dht, saved)
 
     @property
     def has_parts(self) -> bool:
@@ -384,24 +442,35 @@ class GradientsInChunks(Gradients):
         return self.walk.bytes_between_kernels(self.problem, group) + parts
 
     def launch(self, first, heads):
-        draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.cut.prepare
+        draft, problem, inputs, walk = self.draft, self.problem, self.inputs, self.walk
         arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V = problem.shape("B T K V")
+        B, T, V = problem.shape("B T V")
         shape = replace(self.cut.shape(draft), H=heads)
         columns = walk.padded_columns(V)
-        v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
-        chunk_states = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
-        # a number, and what its rounding has lost
-        residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
-        residual, dresidual = (draft.empty((B, heads, T, n * columns), problem.dtype) for n in (residual_numbers, 1))
-
+        dresidual = draft.empty((B, heads, T, columns), problem.dtype)
         args = inputs.common_args(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
-        prepare_args = {name: x for name, x in args.items() if name in prepare.names} | {"w_scale": problem.scale}
-        draft.launch(prepare, B * heads * shape.NC, **arrays, **prepare_args, prepared=prepared)
-        written = {"chunk_states": chunk_states, "residual": residual, "dresidual": dresidual, "dv": dv}
-        read = {"v": v, "prepared": prepared, "do_": do} | {name: args[name] for name in ("scale", "bytes")}
-        self.cut.launch_walk(draft, shape, read, states, written)
-        args |= arrays | {"chunk_states": chunk_states, "do_": do, "v": v}
+        read = {"do_": do} | {name: args[name] for name in ("scale", "bytes")}
+        written = {"dresidual": dresidual, "dv": dv}
+        if self.saved:
+            prepared, chunk_states, residual = self.saved
+            state_gradients = draft.empty(chunk_states.shape, problem.dtype)
+            del states["initial"]
+            written |= states | {"chunk_states": state_gradients}
+            backwards = self.cut.walk_of("BACKWARDS")
+            blocks = B * shape.count * heads * backwards.grid(V)
+            draft.launch(backwards, blocks, **read, **written, prepared=prepared, shape=shape, P=1)
+        else:
+            prepared = draft.empty((shape.all_chunks * walk.prepared_bytes,), BYTES)
+            chunk_states = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
+            state_gradients = chunk_states[1]
+            # a number, and what its rounding has lost
+            residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
+            residual = draft.empty((B, heads, T, residual_numbers * columns), problem.dtype)
+            launch_prepare(draft, self.cut, shape, inputs, arrays, prepared)
+            read |= {"v": arrays["v"], "prepared": prepared}
+            written |= {"chunk_states": chunk_states, "residual": residual}
+            self.cut.launch_walk(draft, shape, read, states, written)
+        args |= arrays | {"chunk_states": chunk_states, "state_gradients": state_gradients, "do_": do}
         args |= dict(zip(self.RESIDUALS, (residual, dresidual)))
         self.launch_last(first, heads, shape, args)
 

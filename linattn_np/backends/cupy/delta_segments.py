@@ -99,6 +99,12 @@ class CutInChunks(SegmentCut):
         joining = (segments - 2) * self.SEGMENT_TIME + self.LAUNCHES_TIME
         return walk_time(segments * tiles_of_V) + first_walk + joining
 
+    def walk_of(self, direction):
+        """The walk for gradients in one direction, of sequences that are not cut."""
+        N, H, K, V = self.problem.shape("N H K V")
+        rule = rule_of(self.problem.op)
+        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, N * H, self.device, of=direction)
+
     @property
     def pass_time(self) -> float:
         """An estimate for the kernel that prepares chunks, and the walks, if the channels of a token share a gate."""

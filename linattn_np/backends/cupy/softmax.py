@@ -289,7 +289,7 @@ def plan_vjp(problem, device, do, dht, saved):
     return draft.plan((tuple(results), None), tiles=attention.tiles)
 
 
-def saved(problem) -> tuple[tuple, ...]:
+def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what `plan` saves."""
     return (problem.shape("B H T V"), problem.dtype), (problem.shape("B H T"), problem.compute_dtype)
 
