@@ -334,8 +334,8 @@ def of_training():
                 training.LogDecayBackward,
             ):
                 yield cls(T, threads)
-            for change in training.AddNorm.CHANGES:
-                yield training.AddNorm(T, threads, change)
+            for change, C in product(training.AddNorm.CHANGES, training.AddNorm.MIXES):
+                yield training.AddNorm(T, threads, change, C)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
                 if C <= 2 or change == "Added":  # RWKV-7's channel mix has no gate
                     yield training.NormBackward(T, threads, change, C)

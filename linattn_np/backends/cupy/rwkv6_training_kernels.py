@@ -85,27 +85,29 @@ class Elementwise(Kernel):
 
 
 class AddNorm(TokenKernel):
-    """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": it is the array `first`;
-    "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is none, y =
-    x."""
+    """y = x + dropout(change), xx = LayerNorm(y), and C plain mixes of xx. `change` is one of CHANGES: "Added": it is
+    the array `first`; "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept":
+    there is none, y = x."""
 
     file = "training/add_norm"
     arguments = (
-        *members("pointers x first value table token_ids weight bias y moments xx, integers T_ D"),
+        *members("pointers x first value table token_ids weight bias y moments xx maa mixed, integers tokens T_ D"),
         *DROPOUT,
         *members("reals eps"),
     )
     shared = ("Shared<{THREADS} / 32>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
+    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
+    C: int
 
 
 class MixForward(Elementwise):
-    """The C mixes of all tokens."""
+    """The C mixes of all tokens, with weights that depend on the data."""
 
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, integers tokens T_ D")
-    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5, 6)  # the possible C
+    MIXES: ClassVar[tuple[int, ...]] = (5,)  # the possible C
     C: int
 
 
@@ -118,12 +120,12 @@ class MixBackward(TokenKernel):
 
 
 class NormBackward(TokenKernel):
-    """The gradients of `AddNorm` and of C mixes (`MixForward` without m) that follow it."""
+    """The gradients of `AddNorm`."""
 
     file = "training/norm_backward"
     arguments = (
         *members(
-            "pointers dxx dd dmixed maa xx x moments weight dy dx first value dfirst dvalue parts, "
+            "pointers dxx dd dmixed maa x moments weight bias dy dx first value dfirst dvalue parts, "
             "integers tokens T_ D tokens_per_block"
         ),
         *DROPOUT,

@@ -48,16 +48,14 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
             if recompute and blocks:
                 blocks[-1].forget()
             blocks.append(block)
-    x, moments, xx = step.add_norm(x, change, weights.ln_out)
+    x, moments, (xx, _) = step.add_norm(x, change, weights.ln_out)
     logits = step.product(xx, weights.head)
     value = step.cross_entropy(logits)
 
     def pull(gradients, layer_done=lambda i: None):
         step.weight_gradient(xx, logits, gradients.head)  # `cross_entropy` wrote their gradient to `logits`
         head_gradients = InputGradients(dxx=step.product(logits, transposed(weights.head)))
-        dx, dchange = step.norm_backward(
-            x, moments, None, head_gradients, None, change, weights.ln_out, gradients.ln_out
-        )
+        dx, dchange = step.norm_backward(x, moments, head_gradients, None, change, weights.ln_out, gradients.ln_out)
         while blocks:  # a block's arrays are freed after its pullback; dchange: the gradients of its result
             block = blocks.pop()
             layer_gradients = gradients.layers[block.layer]
@@ -68,7 +66,6 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
             dx, dchange = step.norm_backward(
                 block.x,
                 block.moments,
-                block.xx,
                 pulled,
                 dx,
                 previous_change,
@@ -120,17 +117,21 @@ class InputGradients:
 class Mix:
     """The time mix or channel mix of a layer. `forward` stores the arrays that `pull`, called later, needs.
 
-    NORM : the name of the layer norm before the mix
+    NORM, MIX : the names of the layer norm before the mix, and of the weights of the plain mixes that follow it
+    TAKES_XX : whether `forward` needs the normed input itself, too
     layer : a layer of `Layout.tree`, a namespace of weights
     """
 
     NORM: str
+    MIX: str
+    TAKES_XX = False
 
     def __init__(self, step: TrainingStep, layer):
         self.step, self.layer = step, layer
 
-    def forward(self, xx, previous_xx, site) -> Change:
-        """The term of the residual, from the normed input `xx` and `TrainingStep.previous_rank_xx`."""
+    def forward(self, mixed, xx, previous_xx, site) -> Change:
+        """The term of the residual, from the plain mixes [n, tokens, D] (of one mix [tokens, D]), the normed input `xx`
+        if it takes that, and `TrainingStep.previous_rank_xx`."""
         raise NotImplementedError
 
     def pull(self, dchange, grads) -> InputGradients:
@@ -153,21 +154,25 @@ class Block:
 
     def forward(self, x, change):
         """(the residual x + `change`, the mix's `Change`, which the next norm adds)."""
-        self.x, self.moments, self.xx = self.step.add_norm(x, change, self.norm)
-        self.previous_xx = self.step.previous_rank_xx(self.xx)
-        self.change = self.mix.forward(self.xx, self.previous_xx, self.site)
+        step, maa = self.step, getattr(self.mix.layer, self.mix.MIX)
+        takes_xx = self.mix.TAKES_XX or step.cut is not WHOLE
+        self.x, self.moments, (xx, mixed) = step.add_norm(x, change, self.norm, maa, takes_xx)
+        if not hasattr(self, "previous_xx"):  # else what another rank has sent before
+            self.previous_xx = None if xx is None else step.previous_rank_xx(xx)
+        if self.previous_xx is not None:
+            step.mix_first_tokens(mixed, xx, self.previous_xx, maa)
+        self.change = self.mix.forward(mixed, xx, self.previous_xx, self.site)
         return self.x, self.change
 
     def forget(self):
-        """Drops the arrays that `forward_again` computes from the residual: xx, the change, and those in the mix."""
-        self.xx = self.change = None
+        """Drops the arrays that `forward_again` computes from the residual: the change, and those in the mix."""
+        self.change = None
         self.mix = type(self.mix)(self.step, self.mix.layer)
 
     def forward_again(self):
         """Computes again the arrays that `forget` has dropped."""
-        if self.xx is None:
-            _, self.moments, self.xx = self.step.add_norm(self.x, Change("Kept"), self.norm)
-            self.change = self.mix.forward(self.xx, self.previous_xx, self.site)
+        if self.change is None:
+            self.forward(self.x, Change("Kept"))
 
 
 def transposed(w):
@@ -230,13 +235,15 @@ class TrainingStep:
         return [slice(first, first + length) for first in range(0, self.tokens, length)]
 
     # -- forwards --
-    def add_norm(self, x, change, norm):
-        """(y, moments, xx): the residual y = x + change, mean and 1 / deviation of its rows, its layer norm."""
+    def add_norm(self, x, change, norm, maa=None, wants_xx=True):
+        """(y, moments, (xx, mixed)): the residual y = x + change, mean and 1 / deviation of its rows, its layer norm or
+        None, and the mixes [n, tokens, D] of that by the weights maa [n, D], or None without these."""
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
-        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D)
-        embedded = change.kind == "Embedded"
+        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D) if wants_xx else None
+        mixed = None if maa is None else self.empty(*maa.shape[:-1], self.tokens, self.D)
+        embedded, mixes = change.kind == "Embedded", 0 if maa is None else maa.size // self.D
         self.run_kernel(
-            kernels.AddNorm(self.dtype, self.threads, change.kind),
+            kernels.AddNorm(self.dtype, self.threads, change.kind, mixes),
             self.tokens,
             x=x,
             first=None if embedded else change.first,
@@ -247,21 +254,27 @@ class TrainingStep:
             y=None if y is x else y,
             moments=moments,
             xx=xx,
+            maa=maa,
+            mixed=mixed,
             drop=self.dropout_argument(change),
             eps=LAYER_NORM_EPS,
         )
-        return y, moments, xx
+        return y, moments, (xx, mixed)
 
-    def mix(self, xx, previous_xx, maa, m=None):
-        """xx + d (maa + m) [n, tokens, D] for maa [n, D] and d = (previous token's xx) - xx; m is [n, tokens, D], or
-        None for 0. `previous_xx` is the result of `previous_rank_xx`."""
+    def mix(self, xx, previous_xx, maa, m):
+        """xx + d (maa + m) [n, tokens, D] for maa [n, D], m [n, tokens, D] and d = (previous token's xx) - xx.
+        `previous_xx` is the result of `previous_rank_xx`."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.dtype, maa.size // self.D)
         self.run_kernel(kernel, self.blocks_for(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
-        if previous_xx is not None:  # the kernel takes 0 before a sequence's first token
-            first_xx, weight = self.first_tokens(xx), maa[..., None, :] + (0 if m is None else self.first_tokens(m))
-            self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * weight
+        if previous_xx is not None:
+            self.mix_first_tokens(mixed, xx, previous_xx, maa, self.first_tokens(m))
         return mixed
+
+    def mix_first_tokens(self, mixed, xx, previous_xx, maa, m=0):
+        """Writes the mixes of sequences' first tokens again, for which the kernels take an xx of 0 before."""
+        first_xx = self.first_tokens(xx)
+        self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * (maa[..., None, :] + m)
 
     def activated(self, kind, x):
         """Applies the activation `kind` to `x`, in place."""
@@ -298,10 +311,10 @@ class TrainingStep:
         return losses.mean()
 
     # -- backwards --
-    def norm_backward(self, x, moments, xx, pulled, dy, change, norm, out):
+    def norm_backward(self, x, moments, pulled, dy, change, norm, out):
         """The pullback of `add_norm`: (the residual's gradient, those of the change's arrays).
 
-        x, moments, xx : the results of `add_norm`; xx is None if `pulled` has no mixes
+        x, moments : the results of `add_norm`
         pulled : the `InputGradients` of xx
         dy : the terms of the residual's gradient that do not pass through the norm, or None; it is overwritten with the
             residual's gradient
@@ -319,10 +332,9 @@ class TrainingStep:
             dd=pulled.dd,
             dmixed=pulled.dmixed,
             maa=pulled.maa,
-            xx=xx,
             x=x,
             moments=moments,
-            weight=norm[0],
+            **affine(norm),
             dy=dy,
             dx=dx,
             first=change.first if gated else None,

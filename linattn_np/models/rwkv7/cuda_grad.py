@@ -39,7 +39,7 @@ class TimeMix(Mix):
     gated : the input of the output matrix
     """
 
-    NORM = "ln1"
+    NORM, MIX = "ln1", "mix"
 
     def __init__(self, step, layer):
         super().__init__(step, layer)
@@ -48,12 +48,12 @@ class TimeMix(Mix):
             wanted = f"expected an even number up to {MOST_IN_A_HEAD} for training on cuda"
             VERSION.refuse(f"head size is {self.N}, {wanted}")
 
-    def forward(self, xx, previous_xx, site):
+    def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
-        self.previous_xx, self.mixed = previous_xx, step.mix(xx, previous_xx, layer.mix)
+        self.previous_xx, self.mixed = previous_xx, mixed
         self.k, self.v, self.r = step.product(self.mixed[3:], layer.kvr)
         if step.first_v is None:
-            step.first_v, step.first_v_gradient = self.v, step.empty(*xx.shape, dtype=FLOAT32)
+            step.first_v, step.first_v_gradient = self.v, step.empty(*self.v.shape, dtype=FLOAT32)
             step.first_v_gradient[...] = 0
         self.low, self.high = {}, {}
         for name, n in LOW_RANKS.items():
@@ -184,11 +184,11 @@ class TimeMix(Mix):
 class ChannelMix(Mix):
     """`math.channel_mix` and its pullback; `hidden` is relu(k)^2 divided by `unit_of_squares`."""
 
-    NORM = "ln2"
+    NORM, MIX = "ln2", "ffn_mix"
 
-    def forward(self, xx, previous_xx, site):
+    def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
-        self.previous_xx, self.mixed = previous_xx, step.mix(xx, previous_xx, layer.ffn_mix)
+        self.previous_xx, self.mixed = previous_xx, mixed
         self.hidden = step.activated_product("ReluSquared", self.mixed, layer.ffn_key)
         return Change("Added", self.times_unit(step.product(self.hidden, layer.ffn_value)), site=site)
 
