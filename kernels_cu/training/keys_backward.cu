@@ -39,7 +39,7 @@ template <typename T> struct Args {
   const float* bonus;
   const float2* scores;
   const T* r_gradient;  // these six: the recurrence's gradients
-  const float* w_gradient;
+  const T* w_gradient;
   const T* key_gradient;
   const T* v_gradient;
   const T* a_gradient;

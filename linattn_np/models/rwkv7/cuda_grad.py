@@ -96,7 +96,7 @@ class TimeMix(Mix):
     def recurrence_arguments(self):
         """The recurrence's w, key, value, a and b [tokens, D]."""
         step, kernel = self.step, kernels.KeysForward.fitting(self.step.dtype, self.N)
-        w, key, a, b = (step.empty(*self.k.shape, dtype=dtype) for dtype in (FLOAT32, None, None, None))
+        w, key, a, b = (step.empty(*self.k.shape) for _ in range(4))
         mixed_v = step.empty(*self.v.shape) if "value" in self.high else None
         results = {"w": w, "key": key, "mixed_v": mixed_v, "a": a, "b": b}
         self.run_kernel(kernel, kernel.blocks(step.tokens * self.H), keys=self.keys(), **results)
