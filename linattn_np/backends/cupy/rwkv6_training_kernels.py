@@ -76,6 +76,10 @@ class TokenKernel(Kernel):
     def threads(self):
         return self.THREADS
 
+    @property
+    def resident(self):
+        return max(1, 1024 // self.THREADS)
+
 
 class Elementwise(Kernel):
     """The base of kernels whose threads compute eight elements of an array."""
@@ -136,6 +140,10 @@ class NormBackward(TokenKernel):
     change: str
     C: int
 
+    @property
+    def resident(self):
+        return 4 if self.THREADS <= 64 else max(1, (288 if self.C == 6 else 384) // self.THREADS)
+
 
 class GatedNormBackward(TokenKernel):
     """The gradients of `rwkv6_model_kernels.GatedNorm`: y = GroupNorm(o) silu(gate)."""
@@ -192,6 +200,10 @@ class KeysBackward(OfHeads):
     )
     PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`
 
+    @property
+    def resident(self):
+        return {1: 7, 2: 4, 4: 2}[self.PAIRS]
+
 
 class BonusNormBackward(OfHeads):
     """The gradients of `rwkv6_model_kernels.GatedNorm` with BONUS, but for those of r, key and v, which `KeysBackward`
@@ -202,6 +214,10 @@ class BonusNormBackward(OfHeads):
         "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, integers tokens H N tokens_per_block, "
         "reals eps"
     )
+
+    @property
+    def resident(self):
+        return 10 // self.PAIRS
 
 
 class LogDecayForward(Elementwise):

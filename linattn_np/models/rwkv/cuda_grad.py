@@ -21,9 +21,6 @@ from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 
-# Threads per multiprocessor in kernels that sum over tokens. More blocks would hide latency better, but each block
-# writes a row of partial sums, which another kernel must add up.
-THREADS_PER_MULTIPROCESSOR = 1024
 # The most bytes of a product to which an activation is applied at once: half of an H200's L2, where the activation then
 # finds it. A product of larger slices comes back from memory, one of smaller slices leaves more multiprocessors idle.
 SLICE_BYTES = 24 << 20
@@ -200,9 +197,6 @@ class TrainingStep:
         self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
         self.first_v_gradient: Any = None  # the sum of those layers' gradients of it, in float32
         self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
-        most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
-        self.tokens_per_block = ceil_div(self.tokens, most_blocks)  # in kernels that sum over tokens
-        self.blocks = ceil_div(self.tokens, self.tokens_per_block)
 
     # -- products --
     def product(self, x, w, out=None, add=False):
@@ -324,10 +318,11 @@ class TrainingStep:
         dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
         gated = change.kind == "Gated"
         dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
-        parts = self.partial_sums(2 + mixes)  # weight, bias, maa
+        kernel = kernels.NormBackward(self.dtype, self.threads, "Gated" if gated else "Added", mixes)
+        parts = self.partial_sums(kernel, 2 + mixes)  # weight, bias, maa
         self.run_kernel(
-            kernels.NormBackward(self.dtype, self.threads, "Gated" if gated else "Added", mixes),
-            self.blocks,
+            kernel,
+            len(parts),
             dxx=pulled.dxx,
             dd=pulled.dd,
             dmixed=pulled.dmixed,
@@ -350,11 +345,12 @@ class TrainingStep:
         return dx, dchange
 
     def mix_backward(self, dmixed, m, maa, xx, previous_xx, maa_out):
-        """The pullback of `mix` with m: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
-        dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.partial_sums(5)
+        """The pullback of `mix`: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
+        dxx, dd, kernel = self.empty(*xx.shape), self.empty(*xx.shape), kernels.MixBackward(self.dtype, self.threads)
+        parts = self.partial_sums(kernel, 5)
         self.run_kernel(
-            kernels.MixBackward(self.dtype, self.threads),
-            self.blocks,
+            kernel,
+            len(parts),
             dmixed=dmixed,
             m=m,
             maa=maa,
@@ -377,18 +373,20 @@ class TrainingStep:
 
     def log_decay_backward(self, dw, w, out):
         """The pullback of `log_decay`: the gradient of `low`; that of `decay` goes to `out`."""
-        dlow, parts = self.empty(*w.shape), self.partial_sums(1)
         kernel = kernels.LogDecayBackward(self.dtype, self.threads)
-        self.run_kernel(kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts)
+        dlow, parts = self.empty(*w.shape), self.partial_sums(kernel, 1)
+        self.run_kernel(kernel, len(parts), dw=dw, w=w, dlow=dlow, parts=parts)
         self.sum(parts, out)
         return dlow
 
     def gated_norm_backward(self, dy, o, gate, norm, N, out):
         """The pullback of `gated_norm`: the gradients of o and gate; those of the norm's weights go to `out`."""
-        do, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.partial_sums(2)
+        do, dgate = self.empty(*o.shape), self.empty(*o.shape)
+        kernel = kernels.GatedNormBackward(self.dtype, self.threads)
+        parts = self.partial_sums(kernel, 2)
         self.run_kernel(
-            kernels.GatedNormBackward(self.dtype, self.threads),
-            self.blocks,
+            kernel,
+            len(parts),
             dy=dy,
             o=o,
             gate=gate,
@@ -438,9 +436,16 @@ class TrainingStep:
         return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
-    def partial_sums(self, n):
-        """Memory for partial sums: a row of n vectors of D numbers for each block of a kernel."""
-        return self.empty(self.blocks, n * self.D, dtype=FLOAT32)
+    def partial_sums(self, kernel, n, heads=1):
+        """Memory for partial sums: a row of n vectors of D numbers for each block of tokens of a kernel. There are as
+        many as run at the same time: more would be written and added up, fewer would leave multiprocessors idle."""
+        tokens_per_block = ceil_div(self.tokens, max(1, self.at_once(kernel, heads)))
+        return self.empty(ceil_div(self.tokens, tokens_per_block), n * self.D, dtype=FLOAT32)
+
+    def at_once(self, kernel, heads):
+        """The blocks of tokens that run at the same time: blocks of a kernel, or, for several `heads`, a warp each."""
+        blocks = self.device.multiprocessors * kernel.resident
+        return blocks if heads == 1 else blocks * kernel.threads // 32 // heads
 
     def sum(self, parts, first_out, rest_out=None):
         """Sums over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to `rest_out`."""
@@ -451,7 +456,7 @@ class TrainingStep:
             parts=parts,
             first=first_out,
             rest=rest_out,
-            P=self.blocks,
+            P=len(parts),
             columns=columns,
             split=first_out.size,
         )
@@ -472,6 +477,8 @@ class TrainingStep:
     def run_kernel(self, kernel, blocks, **args):
         """Launches a kernel; `args` are the members of its argument struct, except for the step's sizes."""
         # T_: tokens of a sequence; a kernel gets those of the sizes that it has as arguments
-        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "tokens_per_block": self.tokens_per_block}
+        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D}
+        if "tokens_per_block" in kernel.names:
+            sizes["tokens_per_block"] = ceil_div(self.tokens, len(args["parts"]))
         step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
         kernels.launch(self.device, kernel, blocks, **(step_sizes | args))

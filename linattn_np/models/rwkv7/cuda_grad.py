@@ -135,7 +135,7 @@ class TimeMix(Mix):
         dhigh : by group, an array, or a stack of two
         """
         step, kernel = self.step, kernels.KeysBackward.fitting(self.step.dtype, self.N)
-        parts, (dr, dw, dkey, dv, da, db) = step.partial_sums(len(kernel.PARAMETERS)), pulled
+        parts, (dr, dw, dkey, dv, da, db) = step.partial_sums(kernel, len(kernel.PARAMETERS), self.H), pulled
         dkvr = step.empty(3, *dv.shape)
         by_name = dict.fromkeys(("decay", "icl", "value"))
         for group, gradient in dhigh.items():
@@ -143,7 +143,7 @@ class TimeMix(Mix):
         del by_name["gate"]
         self.run_kernel(
             kernel,
-            kernel.blocks(step.blocks * self.H),
+            kernel.blocks(len(parts) * self.H),
             keys=self.keys(),
             r=self.r,
             gate=self.high["gate"],
@@ -182,11 +182,12 @@ class TimeMix(Mix):
         """(The gradient of o, that of the gate, scores): scores [tokens, H, 2] are the sum r key bonus over a head, and
         its gradient, in float32."""
         step, kernel = self.step, kernels.BonusNormBackward.fitting(self.step.dtype, self.N)
-        do, dgate, parts = step.empty(*dy.shape), step.empty(*dy.shape), step.partial_sums(3)  # weight, bias, bonus
+        do, dgate = step.empty(*dy.shape), step.empty(*dy.shape)
+        parts = step.partial_sums(kernel, 3, self.H)  # weight, bias, bonus
         scores = step.empty(step.tokens, self.H, 2, dtype=FLOAT32)
         arrays = {"dy": dy, "r": self.r, "key": self.key, "v": self.mixed_v, "bonus": self.layer.bonus}
         results = {"do_": do, "dgate": dgate, "scores": scores, "parts": parts}
-        blocks = kernel.blocks(step.blocks * self.H)
+        blocks = kernel.blocks(len(parts) * self.H)
         self.run_kernel(kernel, blocks, **arrays, **results, **self.norm_arguments())
         step.sum(parts, grads.ln_x, grads.bonus)
         return do, dgate, scores
