@@ -67,9 +67,9 @@ template <typename T> struct Args {
 
 enum Directions { BOTH, FORWARDS, BACKWARDS };
 
-// The bytes FROM ... STOP - 1 of a prepared chunk that a launch reads, and values of v or do. The chunk's members follow
-// each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads; E, Z, decay and beta, which both
-// read; W and B, which the walk backwards and FORWARDS read; with TWO_WRITES H, which the walk backwards reads.
+// The bytes FROM ... STOP - 1 of a prepared chunk that a launch reads, and values of v or do. The chunk's members
+// follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads; E, Z, decay and beta, which
+// both read; W and B, which the walk backwards and FORWARDS read; with TWO_WRITES H, which the walk backwards reads.
 template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF> struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static constexpr int RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);

@@ -20,8 +20,8 @@
 
 // From the includes:
 //   Rows x: a strided array
-//   Stage: a prepared chunk, and its v; walk_forwards: walks over the chunks of a block's segment, for which it waits by
-//     the function that it gets
+//   Stage: a prepared chunk, and its v; walk_forwards: walks over the chunks of a block's segment, for which it waits
+//     by the function that it gets
 
 template <typename T> struct Args {
   Rows<const T> v;
