@@ -64,7 +64,8 @@ enum Kind { OF_Q, OF_A, WITH_K, WITH_B };
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
-  // 16 bits the sum of two numbers. In a union each member overwrites the one above, which has been read by then.
+  // 16 bits the sum of two numbers. In a union a member overwrites the one above, which has been read by then unless
+  // the union says more.
   union {
     T q[BT * BK];
     T E[BT * BK];
@@ -95,6 +96,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
   };
   union {
+    // AK is written while block_decays is still read: AB, which takes no less memory, keeps the two apart.
     float block_decays[BLOCKS][BK];
     struct {
       float AB[BT][LD], AK[BT][LD];  // Aab' and Aak'

@@ -301,7 +301,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 #pragma unroll
     for (int i = BLOCK - 1; i >= 0; --i) sum = plus(sum, row_terms[i]), dg[i] = plus(dg[i], sum);
   }
-  // Column j: the same for pairs with rows i >= j. Both parts of dk are then in K_COLUMN.
+  // Column j: likewise dk of pairs with rows i >= j. dg gains nothing here: the rows' loop has added what pairs give.
+  // Both parts of dk are then in K_COLUMN.
   float2 column_terms[BLOCK];  // products of columns with their terms of later blocks and of dS
   {
     float2 q[BLOCK], k[BLOCK], to_end = one;  // q, k: decayed from token j

@@ -8,7 +8,7 @@
 // barriers  none
 // numerics  float32, the gradient rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
-// limits    none
+// limits    wanted ids from 0 to V - 1, and `tokens` a multiple of T: the kernel checks neither
 #include "lanes.cuh"
 #include "training.cuh"
 

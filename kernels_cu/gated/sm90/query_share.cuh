@@ -11,8 +11,9 @@
 //             G bfloat16: the share is stored as float16 multiples of a unit, a power of 2 for each channel of a chunk.
 //                         bfloat16 would keep 8 bits. float16 keeps 11 bits of every number from 2^-14 units on. A
 //                         channel's numbers are below 2^15 units (units_for).
-//             G float16 or float32: the share is stored as G, unless float16 does not hold it: then as multiples of a
-//                         unit, and the second pass computes the chunk as one whose gates grow.
+//             G float32: the share is stored as it is.
+//             G float16: the share is stored as it is if float16 holds it, else as multiples of a unit; then the second
+//                         pass computes the chunk as one whose gates grow.
 //           If they grow, growth.cuh computes and stores the share: as bfloat16, as float16 multiples of a unit, or as
 //           float32. `query_share_value` reads what it stored; `store_query_share` and `add_query_share` are for chunks
 //           that do not grow. The unit is kept in the 9 lowest bits of the channel's sum over the chunk, which leaves
