@@ -152,17 +152,23 @@ def delta_rules():
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             for S in FLOATS:
                 yield delta.DeltaStep(rule, T, G, S, size)
+    for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
+        yield delta.DeltaSmallForward(rule, T, G, size)
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
         if K in gated.TILES or prepare is delta.DeltaPrepare and T != SINGLE:
             yield prepare(T, G, K, gradient)
+    yield from (delta.DeltaDplrForward(T, G) for T, G in GATES if T in HALF)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
         if K > gated.TILES[-1] and (two_writes or T == SINGLE):
             continue  # such wide keys go token by token
-        yield from (walk(T, K, V, two_writes, stages, outputs) for stages in ((2,) if T == SINGLE else (2, 3)))
+        ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and two_writes and outputs else ()
+        for ring in (2,) if T == SINGLE else (2, 3):
+            yield walk(T, K, V, two_writes, ring, outputs)
+            yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in (gated.TILES if T == SINGLE else gated.CHANNELS))
@@ -171,7 +177,7 @@ def delta_rules():
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
         yield DeltaScalarSummarySm90(T, K, V)
-        yield DeltaScalarBackwardStatesSm90(T, K, V)
+        yield from (DeltaScalarBackwardStatesSm90(T, K, V, outputs) for outputs in (True, False))
         yield DeltaScalarBackwardTokensSm90(T, K, V)
 
 
@@ -328,8 +334,8 @@ def of_training():
                 training.LogDecayBackward,
             ):
                 yield cls(T, threads)
-            for change in training.AddNorm.CHANGES:
-                yield training.AddNorm(T, threads, change)
+            for change, C in product(training.AddNorm.CHANGES, training.AddNorm.MIXES):
+                yield training.AddNorm(T, threads, change, C)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
                 if C <= 2 or change == "Added":  # RWKV-7's channel mix has no gate
                     yield training.NormBackward(T, threads, change, C)

@@ -276,6 +276,10 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays[1][:, :, 40] = 1  # a chunk that grows
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
+    arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 260, 60, 72), BFLOAT16)
+    yield run(rwkv7, *arrays)  # walks while others prepare
+    arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 128, 64, 64), BFLOAT16)
+    yield run(backward, rwkv7, *arrays)  # from what the call keeps
     for dtype, T in ((BFLOAT16, 4096), (SINGLE, 700), (DOUBLE, 700)):
         arrays, _ = drawn(KDA, rng, (1, 1, T, 60, 64), dtype)
         yield run(kda, *arrays)
@@ -289,6 +293,9 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays, _ = drawn(declared, rng, (1, 2, 37, K, V), dtype)
         yield run(op, *arrays)
         yield as_filled(run, backward, op, *arrays)
+    for op, declared, dtype in zip(RULES, DELTA_RULES, cycle((BFLOAT16, SINGLE)), strict=False):
+        arrays, _ = drawn(declared, rng, (2, 200, 61, 5, 8), dtype)  # many small heads
+        yield run(op, *arrays)
     for op, declared, state_dtype in zip(RULE_STEPS, DELTA_RULE_STEPS, cycle((SINGLE, BFLOAT16)), strict=False):
         state = rng.standard_normal((3, 2, 64, 70)).astype(state_dtype)
         yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": 64, "V": 70}, BFLOAT16), state, slots=[2, 0])
@@ -318,7 +325,8 @@ def delta_rules_on_hopper(rng, device):
             yield delta_call(device, kernel, tokens, K**-0.5, state, bounds, P)
         do = rng.standard_normal(tokens[2].shape).astype(dtype)
         P = 3 if bounds else 1
-        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, normalized=K == 128, P=P)
+        how = {"normalized": K == 128, "P": P, "first_P": P}
+        yield delta_gradients(device, tokens, do, K**-0.5, state, state, bounds, **how)
 
 
 EIGHT_BITS = np.dtype(np.int8)

@@ -6,7 +6,8 @@ import numpy as np
 import planned
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
-from reference import LIMITS, assert_close, double, draw, exact_vjp, rms, same_bits, unit
+from emulator import EmulatedDevice
+from reference import LIMITS, assert_close, assert_results, double, draw, exact_vjp, rms, same_bits, unit
 
 import linattn_np
 from linattn_np import NotSupported, checked_calls, vjp
@@ -112,6 +113,7 @@ CASES = {
         gate="some-inf",
         options={"cu_seqlens": [0, 0, 33, 34, 70], "reverse": True},
     ),
+    "rwkv7-kept": Case(RWKV7, T=96, K=64, V=64, dtype=BFLOAT16, gate_dtype=SINGLE),
     "rwkv7-float64": Case(RWKV7, dtype=DOUBLE, gate="weak"),
 }
 
@@ -157,6 +159,65 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
     once = gradients()
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
     assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
+
+
+@pytest.mark.parametrize("case", ["rwkv7", "rwkv7-packed", "rwkv7-kept"])
+def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
+    """The same bits as those of a pullback that computes it again; o and the final state, which another walk then
+    writes, are as close to the recurrence's."""
+    if backend.device is None:
+        pytest.skip("NumPy keeps other arrays")
+    case = CASES[case]
+    arrays, start, do, dht = case.drawn(rng)
+    o, final, _ = exact_vjp(case.function, arrays, do, dht, initial_state=start, **case.options)
+
+    def gradients(most):
+        monkeypatch.setattr(delta, "KEPT", most)
+        options = case.options | {"initial_state": backend.asarray(start), "output_final_state": True}
+        (found, end), pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **options)
+        assert_close("o", backend.tohost(found), o, case.dtype)
+        assert_close("state", backend.tohost(end), final, case.dtype)
+        return [backend.tohost(x) for x in pull(backend.asarray(do), backend.asarray(dht))]
+
+    assert all(same_bits(x, y) for x, y in zip(gradients(0), gradients(np.inf), strict=True))
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 1, 60, 33, 106]], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype, gate", [(BFLOAT16, SINGLE), (BFLOAT16, BFLOAT16), (HALF, SINGLE)], ids=str)
+def test_chunks_are_walked_while_others_are_prepared(backend, dtype, gate, lengths, rng, monkeypatch):
+    """The same bits as by two launches."""
+    if backend.device is None:
+        pytest.skip("NumPy has no launches")
+    options = {"cu_seqlens": np.cumsum([0, *lengths])} if lengths else {}
+    case = Case(RWKV7, B=1 if lengths else 2, T=200, K=60, V=70, dtype=dtype, gate_dtype=gate, options=options)
+    arrays, start, *_ = case.drawn(rng)
+    wanted = exact_vjp(
+        case.function, arrays, np.zeros((case.B, case.H, case.T, case.V)), initial_state=start, **options
+    )
+
+    def results(least):
+        monkeypatch.setattr(delta.OneLaunch, "LEAST", least)
+        options = case.options | {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
+        return [backend.tohost(x) for x in backend.run(case.function, *map(backend.asarray, arrays), **options)]
+
+    found = results(1)
+    for what, x, y in zip(("o", "state"), found, wanted):
+        assert_close(what, x, y, dtype)
+    assert all(same_bits(x, y) for x, y in zip(found, results(1000), strict=True))
+    names = planned.names(planned.plan_of(case.op.bind(arrays, **options), planned.Noting()))
+    assert names == ["delta_dplr_prepare", "delta_scan"]
+    monkeypatch.setattr(delta.OneLaunch, "LEAST", 1)
+    names = planned.names(planned.plan_of(case.op.bind(arrays, **options), planned.Noting()))
+    assert names == ["delta_dplr_forward"] * 2  # blocks of the emulator run in turn
+
+
+@pytest.mark.parametrize("H, T, segments", [(2, 4096, 5), (16, 2048, 1), (32, 2048, 1), (32, 8192, 1), (100, 2048, 1)])
+def test_few_heads_are_walked_while_others_are_prepared(H, T, segments):
+    """Where that is faster than a cut into segments."""
+    arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 64)) for _ in RWKV7.arrays]
+    plan = planned.plan_of(RWKV7.bind(arrays), planned.Noting())
+    assert plan.tiles.get("segments", 1) == segments
+    assert ("delta_dplr_forward" in planned.names(plan)) == (segments == 1 and H < 66)
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
@@ -380,13 +441,18 @@ def test_explained(op, rng):
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
     assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
-    assert list(plan.reasons) == ["by Hopper's own kernel"]
+    if op is RWKV7:  # whose calls in chunks keep what they prepare, if it takes little beside the inputs
+        arrays, *_ = CASES["rwkv7-kept"].drawn(rng)
+        back = planned.plan_of(op.bind(arrays, gradient=True), on)
+        assert planned.names(back) == ["delta_backward_states", "delta_dplr_backward_chunks"]
+    assert list(plan.reasons) == ["by Hopper's own kernel", "small heads"]
     assert list(back.reasons) == ["by Hopper's own kernels"]
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
-def test_few_heads_are_cut(op):
+def test_few_heads_are_cut(op, monkeypatch):
     """Into segments that fill the card, where their number times a head's is small; their gradients likewise."""
+    monkeypatch.setattr(delta.OneLaunch, "LEAST", np.inf)
     for H, T, *both in ((2, 4096, 5, 5), (2, 100, 1, 1), (300, 4096, 1, 1), (64, 16384, 3, 1), (16, 16384, 8, 6)):
         arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 8)[: len(axes.split())]) for axes in op.arrays.values()]
         for gradient, segments in enumerate(both):
@@ -571,3 +637,46 @@ def test_segments(monkeypatch, kernel_backend, op, dtype, options, states, K, V,
         assert (
             rms(double(kernel_backend.tohost(x)) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size
         ), name
+
+
+# -- small heads -------------------------------------------------------------------------------------------------------
+SMALL_HEADS = {
+    "delta_rule": Case(DELTA_RULE, B=2, H=3, T=21, K=5, V=8, dtype=BFLOAT16),
+    "delta_rule-packed": Case(DELTA_RULE, H=5, groups=2, K=6, V=16, dtype=HALF, options={"qk_l2norm": True} | PACKED),
+    "gated": Case(B=2, H=5, K=16, V=16, dtype=BFLOAT16, gate="some-inf", gate_dtype=SINGLE),
+    "gated-one": Case(B=3, H=11, T=19, K=1, V=1),
+    "kda": Case(KDA, B=2, H=3, groups=3, T=17, K=8, V=7, dtype=HALF, gate="spikes-40"),
+    "kda-packed": Case(KDA, H=7, K=12, V=16, gate="some-inf", options={"qk_l2norm": True} | PACKED),
+    "rwkv7": Case(RWKV7, B=2, H=6, T=25, K=16, V=10, dtype=BFLOAT16, gate_dtype=SINGLE),
+    "rwkv7-packed": Case(RWKV7, H=9, K=5, V=5, options=PACKED),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
+def test_small_heads(case, rng, monkeypatch):
+    """As the recurrence, from and to states, whose rows are no whole pieces of 16 bytes."""
+    monkeypatch.setattr(delta.SmallHeads, "LAUNCH_TIME", 0)
+    monkeypatch.setattr(delta.SmallHeads, "TOKEN_TIMES", {8: 0, 16: 0})
+    arrays, state, *_ = case.drawn(rng)
+    on = planned.Noting()
+    assert planned.names(planned.plan_of(case.op.bind(arrays, **case.options), on)) == ["delta_small_forward"]
+    found = planned.results(case.op, arrays, EmulatedDevice(80), state, final=True, **case.options)
+    assert_results(
+        case.function, arrays, found, case.dtype, initial_state=state, output_final_state=True, **case.options
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "kernel"),
+    [
+        ((21, 38, 2000, 6, 16), "auto", "delta_small_forward"),  # 6.6 floors for 103 in chunks, as estimated
+        ((21, 38, 2000, 6, 16), "chunk", "delta_prepare"),
+        ((21, 38, 2000, 6, 17), "auto", "delta_prepare"),
+        ((1, 2, 20000, 6, 16), "auto", "delta_prepare"),
+    ],
+)
+def test_which_calls_are_of_small_heads(sizes, mode, kernel):
+    B, H, T, K, V = sizes
+    q, v, g = (np.zeros(shape, HALF) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
+    plan = planned.plan_of(GATED_DELTA_RULE.bind((q, q, v, g, g), mode=mode), EmulatedDevice(90))
+    assert planned.names(plan)[0] == kernel

@@ -2,22 +2,24 @@
 //           before every chunk, and the residual of every token: its value minus what its key reads from the state
 //           (RWKV-7: what its vector a reads). Backwards: the gradient dS of the state after every chunk, the gradients
 //           of the residuals, and dv. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G,
-//           and to a state's gradient, from dS to F^T dS + G
+//           and to a state's gradient, from dS to F^T dS + G. A launch computes both directions (BOTH), or one: the
+//           call itself FORWARDS, which also writes o, and its pullback BACKWARDS
 // math      Of a chunk: D is the decay of each channel; E, W, Z and Zb have a row [K] for each token, B, H, R and L are
 //           matrices [32, 32] of pairs of tokens. The kernels *prepare.cu make them; prepared.cuh says what they are.
 //           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
 //           TWO_WRITES (RWKV-7): residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
+//           FORWARDS: o = W S + scale B v; W has the scale
 //           Backwards: P = Z dS;  dresidual = P + scale B^T do;  dv = beta dresidual;
 //           dS <- D dS + scale W^T do + E^T beta P
 //           TWO_WRITES: P = Zb dS;  dresidual = P + scale H^T do;  dv = Z dS + scale B^T do;
 //           dS <- D dS + scale W^T do + E^T P
-// shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
+// shapes    v o do dv [B, HV, T, V]; initial final dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
 //           [B, HV, T, V padded with zeros to a multiple of 64]; residual: with TWO_WRITES as dresidual; otherwise a
 //           row has V numbers and zeros to a multiple of 64, and, for 16-bit data, as many rounding errors after them;
-//           chunk_states: backward_storage.cuh; starts, F: scan.cu
+//           chunk_states: backward_storage.cuh, of the launch's directions alone; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Forwards the blocks of F's columns follow those of G's
-// smem      a ring of STAGES: a prepared chunk, and its v or do
+// smem      a ring of STAGES: the bytes of a prepared chunk that the launch reads, and its v or do
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and chunk_states are
@@ -50,56 +52,70 @@
 //     state
 
 template <typename T> struct Args {
-  Rows<const T> v, do_;
-  Rows<const float> initial, dht;   // null: zeros
-  Rows<float> dh0;                  // null: not wanted
-  Rows<T> dv, residual, dresidual;  // null without OUTPUTS
-  T* chunk_states;                  // null without OUTPUTS
-  float *starts, *F;                // null if no sequence is cut into segments; F: also with OUTPUTS
-  const void* prepared;             // PreparedForGradients of each chunk
-  Shape shape;                      // H: heads of values; segments are sequences here
-  i64 P;                            // segments of a sequence
+  Rows<const T> v, do_;                // those of another direction are null, here and below
+  Rows<const float> initial, dht;      // null: zeros
+  Rows<float> final, dh0;              // null: not wanted
+  Rows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of FORWARDS alone
+  T* chunk_states;                     // null without OUTPUTS
+  float *starts, *F;                   // null if no sequence is cut into segments; F: also with OUTPUTS
+  const void* prepared;                // PreparedForGradients of each chunk
+  Shape shape;                         // H: heads of values; segments are sequences here
+  i64 P;                               // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v, do and dv start on multiples of it, and are multiples long
 };
 
-template <typename T, int BK, int BV, bool TWO_WRITES> struct alignas(16) Stage {
-  PreparedForGradients<T, BK, TWO_WRITES> prepared;
+enum Directions { BOTH, FORWARDS, BACKWARDS };
+
+// The bytes FROM ... STOP - 1 of a prepared chunk that a launch reads, and values of v or do. The chunk's members
+// follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads; E, Z, decay and beta, which
+// both read; W and B, which the walk backwards and FORWARDS read; with TWO_WRITES H, which the walk backwards reads.
+template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF> struct alignas(16) Stage {
+  using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
+  static constexpr int RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
+  static constexpr int FROM = OF == BACKWARDS ? RESIDUAL_BYTES : 0;
+  static constexpr int STOP = sizeof(Chunk) - (OF == FORWARDS ? TWO_WRITES * sizeof(Matrix<T>) : 0);
+  uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
+
+  // The chunk, of which only those bytes are in memory.
+  __device__ __forceinline__ Chunk& prepared() {
+    return *reinterpret_cast<Chunk*>(reinterpret_cast<char*>(bytes) - FROM);
+  }
 };
 
-template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared {
-  Stage<T, BK, BV, TWO_WRITES> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF> struct Shared {
+  Stage<T, BK, BV, TWO_WRITES, OF> stages[STAGES];
 };
 
-// Goes over the chunks of a segment in one direction; if BACKWARDS, the code's S is dS, and `values` are do. Steps that
+// Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that
 // read or write S are in walk.cuh; a warp has 16 columns, of which S, Y, P and packed operands are transposed [columns,
 // tokens or channels]. `block` is the number of the (segment, head, BV columns): of a head's `tiles` of BV columns, the
 // first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not
 // from the states in args.starts.
-template <bool BACKWARDS, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, typename T>
-__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAGES], const Args<T>& args, u32 block,
+template <bool BACK, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, Directions OF, typename T>
+__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[STAGES], const Args<T>& args, u32 block,
                                      u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
+  using OwnStage = Stage<T, BK, BV, TWO_WRITES, OF>;
   // RESIDUAL_BYTES: of R and L; COMMON_BYTES: of E, Z, decay and beta.
-  constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
+  constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = OwnStage::RESIDUAL_BYTES;
   constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
-  // The walk reads bytes FROM ... STOP - 1 of a prepared chunk. Its members follow each other in this order: R and L,
-  // which the walk forwards reads; E, Z, decay and beta, which both read; W and B, H, which the walk backwards reads (R
-  // and L, B and H only with OUTPUTS).
-  constexpr int FROM = BACKWARDS || !OUTPUTS ? RESIDUAL_BYTES : 0;
-  constexpr int STOP =
-      BACKWARDS ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B) : RESIDUAL_BYTES + COMMON_BYTES;
+  // The walk reads bytes FROM ... STOP - 1 of a prepared chunk (R and L, B and H only with OUTPUTS).
+  constexpr int FROM = BACK || !OUTPUTS ? RESIDUAL_BYTES : 0;
+  constexpr int STOP = OF == FORWARDS ? OwnStage::STOP
+                       : BACK         ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B)
+                                      : RESIDUAL_BYTES + COMMON_BYTES;
   const Shape& shape = args.shape;
   const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
-  const bool computes_F = !OUTPUTS && !BACKWARDS && tile >= value_tiles;
+  const bool computes_F = !OUTPUTS && !BACK && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
   // P in this line and the next: segments of a sequence; below, P is the matrix of `math`.
-  const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), n, h, args.starts, first_column, BV);
-  const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), n, h, BACKWARDS ? args.dht : args.initial,
-                                             args.starts, BACKWARDS ? args.dh0 : Rows<float>{}, whole);
+  const bool whole = OUTPUTS && is_whole<BACK>(shape, u32(args.P), n, h, args.starts, first_column, BV);
+  const auto segment = segment_of<BACK>(OUTPUTS, shape, u32(args.P), n, h, BACK ? args.dht : args.initial, args.starts,
+                                        BACK ? args.dh0 : args.final, whole);
   if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
   const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
   const Span span = segment.tokens;
@@ -113,8 +129,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   const i64 first_chunk = segment.chunks.start;
   const auto* prepared_chunks =
       static_cast<const PreparedChunk*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
-  const Rows<const T>& values = BACKWARDS ? args.do_ : args.v;
-  const Rows<T>& residuals = BACKWARDS ? args.dresidual : args.residual;
+  const Rows<const T>& values = BACK ? args.do_ : args.v;
+  const Rows<T>& residuals = BACK ? args.dresidual : args.residual;
   // `opaque` hides where the number comes from: else the compiler converts it again for every chunk.
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
 
@@ -125,12 +141,12 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
     x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
   });
 
-  const auto chunk_of = [&](int step) { return BACKWARDS ? chunks - 1 - step : step; };
+  const auto chunk_of = [&](int step) { return BACK ? chunks - 1 - step : step; };
   const auto fetch = [&](int step, int stage) {
     if (step < chunks) {
       auto& to = stages[stage];
       const int token = chunk_of(step) * BT;
-      copy_prepared<FROM, STOP, THREADS>(&to.prepared, prepared_chunks + chunk_of(step));
+      copy_prepared<FROM, STOP, THREADS>(&to.prepared(), prepared_chunks + chunk_of(step));
       if (!computes_F)
         copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + first_column, values.t,
                                 tokens - token, columns, bytes);
@@ -143,7 +159,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
     fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
-    const auto& prepared = stages[stage].prepared;
+    const auto& prepared = stages[stage].prepared();
     const T* values_tile = stages[stage].values;
     if (++stage == STAGES) stage = 0;
     const int chunk = chunk_of(step), token = BT * chunk;
@@ -156,7 +172,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
     if (OUTPUTS && column < padded_columns) {  // stores S, rounded: matrices of 8 columns by 8 channels
 #pragma unroll
       for (int c = 0; c < BK / 8; ++c) {
-        T* to = args.chunk_states + state_index(shape, BACKWARDS, b, h, first_chunk + chunk, c / 8 * TILE);
+        T* to = args.chunk_states + state_index(shape, BACK && OF == BOTH, b, h, first_chunk + chunk, c / 8 * TILE);
         if (c / 8 * TILE < channels)
 #pragma unroll
           for (int right = 0; right < 2; ++right)
@@ -173,7 +189,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
     const auto transposed_pairs = [&](const Word<T>(&packed)[BT / 16][4]) {
       return [&](int i, int across) { return transpose_pairs(packed[i / 16][i % 16 / 8 * 2 + across / 8]); };
     };
-    if constexpr (BACKWARDS) {
+    if constexpr (BACK) {
       float P[BT / 8][4] = {}, dresidual[BT / 8][4];
       read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
       if constexpr (OUTPUTS && TWO_WRITES) {
@@ -202,8 +218,25 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
       write_rows<BK>(S, prepared.W, packed_values);
       write_rows<BK>(S, prepared.E, packed);
     } else {
+      constexpr bool WRITES_O = OUTPUTS && OF == FORWARDS;
       float Y[BT / 8][4] = {};
-      read_transposed<BK>(Y, S, prepared.E);
+      Accumulators o = {};
+      if constexpr (WRITES_O) {
+        multiply_packed(o, prepared.B[0], packed_values);
+#pragma unroll
+        for (int m = 0; m < BT / 16; ++m)
+#pragma unroll
+          for (int n = 0; n < 8; ++n) o[m][n / 4][n % 4] *= scale;
+      }
+      read_transposed<BK, WRITES_O>(Y, S, prepared.E, &o, prepared.W);
+      if constexpr (WRITES_O)
+        store(
+            args.o,
+            [&](int i, int across) {
+              const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
+              return word_of<T>(pair[0], pair[1]);
+            },
+            columns, bytes);
       if constexpr (!TWO_WRITES) add_packed<T>(Y, packed_values);
       pack_tokens<T>(packed, Y);
       if constexpr (OUTPUTS) {
@@ -248,13 +281,17 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES> (&stages)[STAG
   }
 }
 
-template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS, Directions OF>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_states(const Args<T> args) {
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES>*>(dynamic_smem())->stages;
+  static_assert(OUTPUTS || OF == BOTH, "sequences that are cut into segments are walked in both directions");
+  static_assert(TWO_WRITES || OF == BOTH, "Z and B of other rules lack beta, which o needs");
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;
-  if (blockIdx.x >= forward_blocks)
+  if constexpr (OF == FORWARDS) walk<false, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+  else if constexpr (OF == BACKWARDS) walk<true, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+  else if (blockIdx.x >= forward_blocks)
     walk<true, OUTPUTS>(stages, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
   else walk<false, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
 }

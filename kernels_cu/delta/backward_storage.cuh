@@ -1,6 +1,7 @@
 // what      The array `chunk_states`, which backward_states.cu writes and the kernels *backward_chunks.cu read: of
 //           every chunk of 32 tokens the state before it (direction 0) and the gradient of the state after it
-//           (direction 1).
+//           (direction 1). A launch of one direction writes an array of that direction alone; the readers get one
+//           address for each.
 // shapes    [direction, B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V (rows) by 8 channels of
 //           K, as ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V is padded with zeros to
 //           a multiple of 64, K to 64, 128 or 256

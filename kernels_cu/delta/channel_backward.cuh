@@ -111,11 +111,12 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
 // (warps 0 and 1) or dS (warps 2 and 3) of chunk `chunk` of the batch row. They lie in memory as they do in s.states:
 // [8][8] matrices of 8 columns by 8 channels.
 template <typename T, class S>
-__device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const Shape& shape, i64 b, i64 h, i64 chunk,
-                                             int channel, int column) {
+__device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const T* state_gradients, const Shape& shape,
+                                             i64 b, i64 h, i64 chunk, int channel, int column) {
   constexpr int PIECE = 16 / sizeof(T), SIZE = TILE * TILE / 2;
   const int warp = threadIdx.x >> 5, state = warp / 2, first = warp % 2 * SIZE + own_lane() * PIECE;
-  const T* from = chunk_states + state_index(shape, state, b, h, chunk, channel) + i64(column) * TILE + first;
+  const T* from = (state ? state_gradients : chunk_states) + state_index(shape, false, b, h, chunk, channel) +
+                  i64(column) * TILE + first;
 #pragma unroll
   for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n, true);
 }

@@ -47,7 +47,7 @@
 template <typename T, typename G> struct Args {
   Rows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four
   Rows<const G> g;
-  const T* chunk_states;  // S and dS: backward_storage.cuh
+  const T *chunk_states, *state_gradients;  // S and dS: each a direction of backward_storage.cuh
   Rows<T> dq, dk, da, db;
   Rows<G> dg;
   Shape shape;
@@ -89,7 +89,7 @@ template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
-  fetch_states(s, args.chunk_states, args.shape, b, h, chunk, channel, column);
+  fetch_states(s, args.chunk_states, args.state_gradients, args.shape, b, h, chunk, channel, column);
   const Rows<const T>& rows = (&args.do_)[warp];
   const bool is_padded = warp % 2;  // rows of du and u have V columns padded with zeros to a multiple of 64
   fetch_rows(s.values[warp], rows.row(b, h, span.start) + column, rows.t, int(span.stop - span.start),

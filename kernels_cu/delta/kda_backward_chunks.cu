@@ -49,11 +49,11 @@
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, w, e;  // a row of e: numbers, then rounding errors of 16-bit ones
-  Rows<const G> g, beta;          // a token's beta is a row of one number
-  const T* chunk_states;          // S and dS: backward_storage.cuh
-  float* parts;                   // null if dq and dk are stored
-  Rows<T> dq, dk;                 // null if parts are stored
+  Rows<const T> q, k, do_, w, e;            // a row of e: numbers, then rounding errors of 16-bit ones
+  Rows<const G> g, beta;                    // a token's beta is a row of one number
+  const T *chunk_states, *state_gradients;  // S and dS: each a direction of backward_storage.cuh
+  float* parts;                             // null if dq and dk are stored
+  Rows<T> dq, dk;                           // null if parts are stored
   Rows<G> dg;
   Rows<float> dbeta;
   Shape shape;  // H: heads of values
@@ -103,7 +103,7 @@ template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
-  fetch_states(s, args.chunk_states, args.shape, b, h, chunk, channel, column);
+  fetch_states(s, args.chunk_states, args.state_gradients, args.shape, b, h, chunk, channel, column);
   const Rows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
   if (warp < E + Matrix<T>::NUMBERS)
     fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column, rows.t,

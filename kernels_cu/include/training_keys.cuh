@@ -22,6 +22,26 @@ template <typename T> struct Keys {
   const float* replacement;
 };
 
+// A warp's head, and its tokens begin ... end - 1: the `block`-th tokens_per_block of all; none if begin >= `tokens`.
+struct WarpTokens {
+  i64 head, block, begin, end;
+};
+__device__ __forceinline__ WarpTokens warp_tokens(i64 tokens, i64 H, i64 tokens_per_block) {
+  const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, block = task / H, begin = block * tokens_per_block;
+  return {task % H, block, begin, begin + tokens_per_block < tokens ? begin + tokens_per_block : tokens};
+}
+// Stores the sums over a warp's tokens of gradients of parameters [H, N]: parts [blocks of tokens, PARAMETERS, H, N].
+template <int PARAMETERS, int PAIRS>
+__device__ __forceinline__ void store_parts(float* parts, const WarpTokens& work, i64 H, int N,
+                                            const float2 (&sums)[PARAMETERS][PAIRS]) {
+#pragma unroll
+  for (int parameter = 0; parameter < PARAMETERS; ++parameter)
+#pragma unroll
+    for (int n = 0; n < PAIRS; ++n)
+      if (const int j = 2 * (32 * n + int(threadIdx.x) % 32); j < N)
+        store2(parts + ((work.block * PARAMETERS + parameter) * H + work.head) * N + j, sums[parameter][n]);
+}
+
 __device__ __forceinline__ float2 operator+(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
 __device__ __forceinline__ float2 operator-(float2 x, float2 y) { return {x.x - y.x, x.y - y.y}; }
 __device__ __forceinline__ float2 operator*(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }

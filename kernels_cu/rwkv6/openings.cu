@@ -26,7 +26,7 @@ template <typename T, typename Y> struct Args {
   const float* low;
   const T* up;
   const float* bases;
-  float* w;
+  Y* w;
   Y* openings;
   i64 tokens, D, R, W, A, G, Q;
 };

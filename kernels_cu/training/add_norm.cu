@@ -1,15 +1,17 @@
-// what      Adds the previous mix's result to the residual, and computes its layer norm: the beginning of every mix of
-//           a training step.
-// math      y = x + drop(change), xx = LN(y)
+// what      Adds the previous mix's result to the residual, and computes its layer norm and C plain mixes of it: the
+//           beginning of every mix of a training step.
+// math      y = x + drop(change), xx = LN(y);  mixed_c = xx + d maa_c, d = xx of the token before, less xx; before a
+//           sequence's first token xx is zero
 //           change = first (Added), sigmoid(first) UNIT_OF_SQUARES<T> value (Gated: a channel mix, whose `value` is
 //           stored divided by this unit, because squares may be larger than float16 holds);
 //           y = drop(table_token) (Embedded); y = x (Kept)
 // shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
-//           xx [tokens, D]; table [V, D], token_ids [tokens / T, T + 1]
-// grid      a block a token; threads of 8 channels each
+//           xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V, D], token_ids
+//           [tokens / T, T + 1]
+// grid      a block a token, which normalises the token before as well if there are mixes; threads of 8 channels each
 // smem      the warps' parts of two sums
 // barriers  two: the mean, then the variance
-// numerics  float32, xx rounded once; the variance from centred values
+// numerics  float32, xx and mixes rounded once; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
@@ -33,7 +35,9 @@ template <typename T> struct Args {
   float* y;  // null: not stored
   float* moments;
   T* xx;
-  i64 T_;  // tokens of a sequence
+  const float* maa;
+  T* mixed;
+  i64 tokens, T_;  // T_: of a sequence
   i64 D;
   Dropout drop;
   double eps;
@@ -82,28 +86,32 @@ template <int WARPS> struct Shared {
   float2 sum[WARPS], squares[WARPS];
 };
 
-template <typename T, int THREADS, class Change>
+template <typename T, int THREADS, class Change, int C>
 __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
   const i64 t = blockIdx.x, D = args.D, j = 8 * threadIdx.x, index = t * D + j;
-  const bool inside = j < D;
-  Eight x = {};
-  float sum = 0.f, squares = 0.f;
+  const bool inside = j < D, shifts = C > 0 && t % args.T_;  // whether a token before is mixed in
+  Eight x = {}, before = {};
+  float2 sums = {}, squares = {};  // of the token, and of the one before
   if (inside) {
     x = Change::residual(args, t, index, j);
     if (args.y) store8(args.y + index, x);
+    if (shifts) before = Change::residual(args, t - 1, index - D, j);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) sum += x.x[n];
+    for (int n = 0; n < 8; ++n) sums.x += x.x[n], sums.y += before.x[n];
   }
-  const float mean = block_sum<WARPS>(float2{sum, 0.f}, s.sum).x / D;
+  sums = block_sum<WARPS>(sums, s.sum);
+  const float mean = sums.x / D, mean_before = sums.y / D;
   if (inside)
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      x.x[n] -= mean;
-      squares = fmaf(x.x[n], x.x[n], squares);
+      x.x[n] -= mean, before.x[n] -= mean_before;
+      squares.x = fmaf(x.x[n], x.x[n], squares.x), squares.y = fmaf(before.x[n], before.x[n], squares.y);
     }
-  const float scale = 1.f / sqrtf(block_sum<WARPS>(float2{squares, 0.f}, s.squares).x / D + float(args.eps));
+  squares = block_sum<WARPS>(squares, s.squares);
+  const float scale = 1.f / sqrtf(squares.x / D + float(args.eps));
+  const float scale_before = 1.f / sqrtf(squares.y / D + float(args.eps));
   if (threadIdx.x == 0) {
     args.moments[2 * t] = mean;
     args.moments[2 * t + 1] = scale;
@@ -111,6 +119,16 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
   if (!inside) return;
   const Eight weight = load8(args.weight + j), bias = load8(args.bias + j);
 #pragma unroll
-  for (int n = 0; n < 8; ++n) x.x[n] = fmaf(x.x[n] * scale, weight.x[n], bias.x[n]);
-  store8(args.xx + index, x);
+  for (int n = 0; n < 8; ++n) {
+    x.x[n] = fmaf(x.x[n] * scale, weight.x[n], bias.x[n]);
+    before.x[n] = (shifts ? fmaf(before.x[n] * scale_before, weight.x[n], bias.x[n]) : 0.f) - x.x[n];  // d
+  }
+  if (args.xx) store8(args.xx + index, x);
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    Eight mixed = load8(args.maa + c * D + j);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n], mixed.x[n], x.x[n]);
+    store8(args.mixed + c * args.tokens * D + index, mixed);
+  }
 }

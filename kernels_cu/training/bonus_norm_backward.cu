@@ -18,6 +18,7 @@
 
 // From training_keys.cuh:
 //   THREADS = 128, WARPS = 4
+//   warp_tokens: the warp's head and tokens; store_parts: stores its sums
 //   sum: of both numbers of a float2; warp_sum: over the warp
 
 constexpr int PARAMETERS = 3;  // of which parts are summed
@@ -42,15 +43,13 @@ template <typename T> struct Args {
 
 template <typename T, int PAIRS>
 __global__ void __launch_bounds__(THREADS) training_bonus_norm_backward(const Args<T> args) {
-  // `block` counts blocks of tokens_per_block tokens, each of which a warp takes for one head.
-  const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, head = task % args.H, block = task / args.H;
-  const i64 begin = block * args.tokens_per_block;
-  if (begin >= args.tokens) return;
-  const i64 end = begin + args.tokens_per_block < args.tokens ? begin + args.tokens_per_block : args.tokens;
+  const WarpTokens work = warp_tokens(args.tokens, args.H, args.tokens_per_block);
+  if (work.begin >= args.tokens) return;
+  const i64 head = work.head;
   const int lane = threadIdx.x % 32, N = int(args.N);
   const float inverse_N = 1.f / N;
   float2 sums[PARAMETERS][PAIRS] = {};
-  for (i64 t = begin; t < end; ++t) {
+  for (i64 t = work.begin; t < work.end; ++t) {
     const i64 token_head = t * args.H + head;
     float2 x[PAIRS], r_key[PAIRS], v[PAIRS], dungated[PAIRS];  // x: o, then centred, then normed
     float total = 0.f, squares = 0.f, score = 0.f, dscore = 0.f, mean_gradient = 0.f, along = 0.f;
@@ -100,10 +99,5 @@ __global__ void __launch_bounds__(THREADS) training_bonus_norm_backward(const Ar
     }
     if (lane == 0) args.scores[token_head] = {score, dscore};
   }
-#pragma unroll
-  for (int parameter = 0; parameter < PARAMETERS; ++parameter)
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n)
-      if (const int j = 2 * (32 * n + lane); j < N)
-        store2(args.parts + ((block * PARAMETERS + parameter) * args.H + head) * N + j, sums[parameter][n]);
+  store_parts(args.parts, work, args.H, N, sums);
 }

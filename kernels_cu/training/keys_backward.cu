@@ -25,6 +25,7 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
+//   warp_tokens: the warp's head and tokens; store_parts: stores its sums
 //   sum: of both numbers of a float2; kept: 1 + (icl - 1) replacement
 //   warp_sum: over the warp
 
@@ -38,7 +39,7 @@ template <typename T> struct Args {
   const float* bonus;
   const float2* scores;
   const T* r_gradient;  // these six: the recurrence's gradients
-  const float* w_gradient;
+  const T* w_gradient;
   const T* key_gradient;
   const T* v_gradient;
   const T* a_gradient;
@@ -56,14 +57,12 @@ template <typename T> struct Args {
 
 template <typename T, int PAIRS>
 __global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_backward(const Args<T> args) {
-  // `block` counts blocks of tokens_per_block tokens, each of which a warp takes for one head.
-  const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, head = task % args.H, block = task / args.H;
-  const i64 begin = block * args.tokens_per_block;
-  if (begin >= args.tokens) return;
-  const i64 end = begin + args.tokens_per_block < args.tokens ? begin + args.tokens_per_block : args.tokens;
+  const WarpTokens work = warp_tokens(args.tokens, args.H, args.tokens_per_block);
+  if (work.begin >= args.tokens) return;
+  const i64 head = work.head;
   const int lane = threadIdx.x % 32, N = int(args.N);
   float2 sums[PARAMETERS][PAIRS] = {};
-  for (i64 t = begin; t < end; ++t) {
+  for (i64 t = work.begin; t < work.end; ++t) {
     const i64 token_head = t * args.H + head;
     const float2 score = args.scores[token_head];  // x: score; y: dscore
     float2 k[PAIRS], icl[PAIRS], removed[PAIRS], dkappa[PAIRS], dkey[PAIRS], db[PAIRS];
@@ -133,10 +132,5 @@ __global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_bac
       sums[4][n] = sums[4][n] - dkey[n] * k[n] * (1.f - icl[n]);
     }
   }
-#pragma unroll
-  for (int parameter = 0; parameter < PARAMETERS; ++parameter)
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n)
-      if (const int j = 2 * (32 * n + lane); j < N)
-        store2(args.parts + ((block * PARAMETERS + parameter) * args.H + head) * N + j, sums[parameter][n]);
+  store_parts(args.parts, work, args.H, N, sums);
 }

@@ -10,7 +10,7 @@
 //           threads
 // smem      none
 // barriers  none
-// numerics  float32, rounded once; w is float32
+// numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N even, up to 64 PAIRS
 #include "training_keys.cuh"
@@ -22,7 +22,7 @@
 
 template <typename T> struct Args {
   Keys<T> keys;
-  float* w;
+  T* w;
   T* key;
   T* mixed_v;
   T* a;

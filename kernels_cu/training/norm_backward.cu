@@ -2,12 +2,12 @@
 //           norm, and the addition of the previous mix's result, whose gradient is computed, too.
 // math      G_t = dxx_t + sum_c dmixed_c,t - D_t + D_{t+1}, D_t = dd_t + sum_c dmixed_c,t maa_c, within a sequence
 //           dx = dy + the layer norm's pullback of G;  xhat = (x - mean) scale, moments are (mean, scale) of each
-//           token, d = xx of the token before, less xx
+//           token, xx = xhat weight + bias, d = xx of the token before, less xx
 //           drop is the residual's dropout. Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of
 //           drop(dx) by sigmoid(first) value, value being stored in units of UNIT_OF_SQUARES<T>
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
-// shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
-//           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
+// shapes    dxx dd [tokens, D] or null, dmixed [C, tokens, D], maa [C, D], weight bias [D]; x dy dx [tokens, D],
+//           moments [tokens, 2]; first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
 // grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
 // smem      the warps' parts of two sums, of even and odd tokens
 // barriers  one a token: the warps' parts of its sums are in shared memory, where those of two tokens later overwrite
@@ -29,10 +29,10 @@ template <typename T> struct Args {
   const T* dd;
   const T* dmixed;
   const float* maa;
-  const T* xx;
   const float* x;
   const float* moments;
   const float* weight;
+  const float* bias;
   const float* dy;
   float* dx;
   const T* first;
@@ -77,6 +77,23 @@ template <typename T> struct Gated {
   }
 };
 
+// xhat of token t.
+template <typename T> __device__ __forceinline__ Eight normed(const Args<T>& args, i64 t) {
+  Eight x = load8(args.x + t * args.D + 8 * threadIdx.x);
+  const float mean = args.moments[2 * t], scale = args.moments[2 * t + 1];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) x.x[n] = (x.x[n] - mean) * scale;
+  return x;
+}
+
+// xx of a token, from its xhat.
+template <typename T> __device__ __forceinline__ Eight affine(const Args<T>& args, Eight x) {
+  const Eight weight = load8(args.weight + 8 * threadIdx.x), bias = load8(args.bias + 8 * threadIdx.x);
+#pragma unroll
+  for (int n = 0; n < 8; ++n) x.x[n] = fmaf(x.x[n], weight.x[n], bias.x[n]);
+  return x;
+}
+
 // A thread's 8 channels of the next token, and its sums over the block's tokens.
 template <int C> struct State {
   Eight direct, shifted;  // G without D_{t+1}, and D_t
@@ -94,7 +111,7 @@ template <int C> struct State {
       Stored<T> mixes[C];
 #pragma unroll
       for (int c = 0; c < C; ++c) mixes[c].load(args.dmixed + c * args.tokens * D + index);
-      const Eight xx = load8(args.xx + index);
+      const Eight xx = affine(args, normed(args, t));
 #pragma unroll
       for (int n = 0; n < 8; ++n) before.x[n] = in_block ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
 #pragma unroll
@@ -130,17 +147,17 @@ __global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
   Tokens token(args.tokens_per_block, args.tokens, args.T_);
   State<C> state = {};
   if (inside && token.more()) {
-    if (C > 0 && !token.starts()) state.before = load8(args.xx + (token.t - 1) * D + j);
+    if (C > 0 && !token.starts()) state.before = affine(args, normed(args, token.t - 1));
     state.load(args, token.t, token.starts(), true);
   }
   for (int parity = 0; token.more(); token.next(), parity ^= 1) {
     const i64 index = token.t * D + j;
-    Eight G = {}, x = {}, dx = {};
+    Eight G = {}, xhat = {}, dx = {};
     Change<T> change = {};
     float sum = 0.f, product = 0.f;
-    const float mean = args.moments[2 * token.t], scale = args.moments[2 * token.t + 1];
+    const float scale = args.moments[2 * token.t + 1];
     if (inside) {
-      x = load8(args.x + index);
+      xhat = normed(args, token.t);
       const Eight weight = load8(args.weight + j);
       if (args.dy) dx = load8(args.dy + index);
       change.load(args, index);
@@ -151,18 +168,17 @@ __global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
       for (int n = 0; n < 8; ++n) G.x[n] += token.ends() ? 0.f : state.shifted.x[n];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        x.x[n] = (x.x[n] - mean) * scale;
-        state.dweight.x[n] = fmaf(G.x[n], x.x[n], state.dweight.x[n]);
+        state.dweight.x[n] = fmaf(G.x[n], xhat.x[n], state.dweight.x[n]);
         state.dbias.x[n] += G.x[n];
         G.x[n] *= weight.x[n];
         sum += G.x[n];
-        product = fmaf(G.x[n], x.x[n], product);
+        product = fmaf(G.x[n], xhat.x[n], product);
       }
     }
     const float2 sums = block_sum<WARPS>(float2{sum, product}, s.sums[parity]);  // over all D channels; a barrier
     if (!inside) continue;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - x.x[n] * (sums.y / D));
+    for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - xhat.x[n] * (sums.y / D));
     store8(args.dx + index, dx);
     dropped(dx, args.drop, index);  // the channels that the forward pass made 0 become 0; the others are scaled up
     change.pull(args, index, dx);

@@ -1,13 +1,18 @@
 // what      The delta rule's gradients on Hopper, with a gate for each token and head, or none; the first of two
-//           kernels, backwards in time: dv, the gradient of the state after every chunk of 32 tokens, and dh0.
+//           kernels, backwards in time: dv, the gradient of the state after every chunk of 32 tokens, and dh0. Without
+//           OUTPUTS it computes alone what a segment of a sequence adds to the gradient of the state before it
 // math      dS is the gradient of the state after a chunk; i and j are the chunk's tokens, 1 to 32. Decays are products
 //           of e^g: D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_i from i + 1 to its end. Matrices:
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1;  B = A N
 //           Z_j = sum_i N_ij L_i k_i;  W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j
 //           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j, P_j row j of P
+//           Without OUTPUTS the walk over a segment starts from zeros, that over a sequence's last one from dht, and
+//           its last dS is G' of join_segments.cu. If the segment forgets (scalar_forgotten.cuh), the walk starts from
+//           zeros after the chunks that suffice for that
 // shapes    q k [B, H, T, K], do dv [B, HV, T, V], g beta [B, HV, T] of any strides; dht, the gradient of the final
 //           states, and dh0, that of the initial ones, [sequences, HV, K, V] float32; state_gradients: a state [BV of
-//           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk_row`)
+//           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk_row`). With P > 1, sequences in
+//           `shape` are segments of whole chunks, P of each sequence; starts: join_segments.cu
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes P, dv and dS,
 //           and stores dS. Operands: a warpgroup makes A and M, then B, W and Z. In a last warpgroup warp 0 copies
@@ -23,7 +28,7 @@
 //           never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/sm90/scalar_chunks.cuh"
+#include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
 //   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
@@ -35,6 +40,10 @@
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   each_transposed: calls f for the lane's numbers of a state
+//   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the gradient that the walk starts
+//     from, null for zeros, and `to`, where its last one goes, null for nowhere; remembered_chunks: how many of the
+//     segment's first chunks remember no gradient from after it
+//   Consumer: a lane of a consumer, and its column
 //   Registers: of each role; ALL_THREADS, CONSUMERS: threads of a block, and of the consumers
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
 //     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
@@ -43,7 +52,7 @@
 //     start_state_update: S += x rows; start_transposed_split_product: with a split matrix's transpose; decay_state: S
 //     times the chunk's decay; round_state: S as operands
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head
+//     sequence and head; set_tokens: its tokens
 //   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on
@@ -57,6 +66,8 @@ template <typename T> struct Args {
   Shape shape;                // H is the number of value heads
   const float* dht;           // null: zeros
   float* dh0;                 // null: not wanted
+  float* starts;              // with P > 1: join_segments.cu, both directions
+  i64 P;                      // segments of a sequence; in `shape` segments are sequences
   i64 group;                  // value heads that share a head of queries and keys
   i64 state_k, state_v;       // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;   // whether g, and beta, are float32; otherwise they are of type T
@@ -64,35 +75,35 @@ template <typename T> struct Args {
   double scale;
 };
 
-template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
+template <typename Element, int CHANNELS, int COLUMNS, bool OUTPUTS> struct Shared {
   using T = Element;
-  static constexpr Pass PASS = BACKWARD_STATES;
+  static constexpr Pass PASS = OUTPUTS ? BACKWARD_STATES : BACKWARD_SUMMARY;
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 4;
   Stage<T, BK, BV> stages[STAGES];
   Panel<T> minus_BE[2];  // -B_ij beta_j E_j, [query, key], split: for W; of chunks in turn
   alignas(1024) T rounded[CONSUMERS<BV> / 32][BK / 64][16][64];  // dS, a warp's 16 columns, on their way to memory
   Gates gates[STAGES];
   Upcoming upcoming;
+  const float* from;                 // the gradient that the walk starts from; null: zeros
+  float* to;                         // the memory for the one that it ends with; null: not wanted
+  float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in remembered_chunks
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// A warpgroup with 64 columns of V: P, dv and dS of each chunk. dS is transposed in registers: of a warp's 16 columns a
-// lane has `column` and the 8th after it, and of every 8 channels two (each_transposed in warpgroup.cuh). first: the
-// block's first column of V; all_columns: BV of all blocks of a head.
+// A consumer: P, dv and dS of each chunk. first: the block's first column of V; all_columns: BV times the blocks of a
+// head.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
                                         int all_columns) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
-  const int column = first + 16 * warp + lane / 4;
-  const int channel_offset = channel_operand_offset(lane, warp % 4), left_offset = left_operand_offset(lane);
-  const i64 states = work.sequence_head * args.shape.K * args.shape.V;
-  float dS[BK / 2] = {};  // columns `column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
-  if (args.dht)
-    each_transposed<BK>(dS, args.dht + states, args, args.shape, column,
-                        [](float& x, const float* from) { x = *from; });
+  constexpr bool OUTPUTS = S::PASS == BACKWARD_STATES;
+  const Consumer at(first);
+  const int warp = at.warp, lane = at.lane, left_offset = left_operand_offset(lane);
+  float dS[BK / 2] = {};  // columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
+  if (s.from)
+    each_transposed<BK>(dS, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = first_token<S>(work, 0); token >= 0; token -= CHUNK, ring.next()) {
@@ -103,34 +114,37 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     Values P, from_do;  // from_do: B^T do
     round_state<T, BK>(rounded_dS, dS);
     barrier_wait(s.values_full[ring.stage], ring.parity);
-    load_transposed(do_, in.values[warpgroup], channel_offset);
+    load_transposed(do_, in.values[at.warpgroup], at.channel_offset);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
     start_state_product<T>(P, rounded_dS, [&](int p) { return descriptor + descriptor_offset(in, in.Z[p]); });
-    start_transposed_split_product<T>(from_do, do_, descriptor + descriptor_offset(in, in.B));
+    if constexpr (OUTPUTS) start_transposed_split_product<T>(from_do, do_, descriptor + descriptor_offset(in, in.B));
     wgmma_commit();
-    if (token != first_token<S>(work, 0)) {
-      if (lane == 0) tensor_store_wait();
-      __syncwarp();  // the previous dS has been read from `rounded`
+    if constexpr (OUTPUTS) {
+      if (token != first_token<S>(work, 0)) {
+        if (lane == 0) tensor_store_wait();
+        __syncwarp();  // the previous dS has been read from `rounded`
+      }
+#pragma unroll
+      for (int c = 0; c < BK / 16; ++c)
+        stmatrix_x4(at_offset(s.rounded[warp][c / 4], shifted_offset(left_offset, 0, c % 4 * 16)), rounded_dS[c]);
+      fence_async();
+      __syncwarp();  // all lanes have written to `rounded`
+      if (lane == 0)
+#pragma unroll
+        for (int panel = 0; panel < BK / 64; ++panel)
+          tensor_store(args.state_gradients, s.rounded[warp][panel], 64 * panel,
+                       i32(work.chunk_row + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
     }
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
-      stmatrix_x4(at_offset(s.rounded[warp][c / 4], shifted_offset(left_offset, 0, c % 4 * 16)), rounded_dS[c]);
-    fence_async();
-    __syncwarp();  // all lanes have written to `rounded`
-    if (lane == 0)
-#pragma unroll
-      for (int panel = 0; panel < BK / 64; ++panel)
-        tensor_store(args.state_gradients, s.rounded[warp][panel], 64 * panel,
-                     i32(work.chunk_row + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
     decay_state(dS, gates.chunk_decay);
     wgmma_fence();
     const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys
     start_state_update<T, BK>(dS, do_, rows);                                       // dS += W^T do
     wgmma_wait<1>();
-    wgmma_keep(P), wgmma_keep(from_do), wgmma_keep(rounded_dS);
+    wgmma_keep(P), wgmma_keep(rounded_dS);
+    if constexpr (OUTPUTS) wgmma_keep(from_do);
     each_two([&](int i, int c, int m) {
       // In this pass key_start_factors have beta: beta_j E_j, divided by |k_j| if normalized.
       const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3));
@@ -138,27 +152,40 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     });
     wgmma_fence();
     start_state_update<T, BK>(dS, Y, rows + CHUNK * (128 / 16));  // dS += sum_j k_j Y_j: keys are CHUNK rows after W
-    each_two([&](int i, int, int) {
-      const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
-      from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);
-    });
-    store_transposed(in.values[warpgroup], channel_offset, from_do);
+    if constexpr (OUTPUTS) {
+      each_two([&](int i, int, int) {
+        const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
+        from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);
+      });
+      store_transposed(in.values[at.warpgroup], at.channel_offset, from_do);
+    }
     wgmma_wait<0>();
     wgmma_keep(dS);
     barrier_arrive(s.outputs_ready[ring.stage]);
   }
-  if (args.dh0)
-    each_transposed<BK>(dS, args.dh0 + states, args, args.shape, column, [](float& x, float* to) { *to = x; });
-  if (lane == 0) tensor_store_wait();  // the block's shared memory lasts until then
+  if (s.to) each_transposed<BK>(dS, s.to, args, args.shape, at.column, [](float& x, float* to) { *to = x; });
+  if (OUTPUTS && lane == 0) tensor_store_wait();  // the block's shared memory lasts until then
 }
 
-template <typename T, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BACKWARD_STATES, BK, BV>::BLOCKS)
+template <typename T, int BK, int BV, bool OUTPUTS>
+__global__ void __launch_bounds__(ALL_THREADS<BV>,
+                                  Registers<OUTPUTS ? BACKWARD_STATES : BACKWARD_SUMMARY, BK, BV>::BLOCKS)
     delta_sm90_scalar_backward_states(const __grid_constant__ Args<T> args) {
-  auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
-  const u32 tiles = u32(args.shape.V + BV - 1) / BV;
+  auto& s = *reinterpret_cast<Shared<T, BK, BV, OUTPUTS>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const u32 tiles = u32(shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
-  const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
+  WorkTile work = work_tile(shape, blockIdx.x / tiles, u32(args.P));
+  const auto segment = start_of_walk<true>(work, OUTPUTS, shape, args.P, args.dht, args.starts, args.dh0, column, BV);
+  if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
+  if constexpr (!OUTPUTS) {
+    if (segment.last) return;
+    const int chunks = remembered_chunks<true>(s, args, work);
+    if (chunks >= 0) {
+      if (threadIdx.x == 0) s.from = nullptr;
+      set_tokens(work, work.start, min(work.tokens, chunks * CHUNK));
+    }
+  }
   run_roles(
       s, args, work, [&] { consume(s, args, work, column, tiles * BV); }, [&] { make_operands(s, work.tokens); },
       [&] { move_chunks(s, args, args.do_, args.do_rows, args.dv, args.dv_rows, work, column); });

@@ -50,7 +50,6 @@
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV; BK, BV of 64, 128; K and V multiples of 8, since tensor maps
 //           describe rows of whole 16 bytes
-#include "delta/segments.cuh"
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
@@ -65,10 +64,10 @@
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   at_offset: an address, bytes after a tile's start
-//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
-//     the other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
+//     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
+//     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
+//   Consumer: a lane of a consumer, and its column
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
 //     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
 //     store_transposed: the warp's 16 columns of 32 rows
@@ -76,7 +75,7 @@
 //     start_state_update: S += x rows; start_split_product, start_transposed_split_product: with a split matrix, or its
 //     transpose; decay_state: S times the chunk's decay; round_state: S as operands; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
+//     sequence and head; warp_arrive: one lane arrives for a warp
 //   run_roles: gives warps their roles; make_scores: M; start_scores: products of queries and keys with keys
 //   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes of copies; tensor_load:
@@ -601,24 +600,23 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A consumer warpgroup, which has 64 columns of V: computes X, e and S of each chunk, S transposed in registers.
+// A consumer: X, e and S of each chunk.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
-  const int channel_offset = channel_operand_offset(lane, warp % 4),
-            own_offset = shifted_offset(left_operand_offset(lane), 16 * warp, 0);
+  const Consumer at(0);
+  const int channel_offset = at.channel_offset,
+            own_offset = shifted_offset(left_operand_offset(at.lane), 16 * at.warp, 0);
   float state[BK / 2] = {};
   if (s.from)
-    each_transposed<BK>(state, s.from, args, args.shape, 16 * warp + lane / 4,
-                        [](float& x, const float* from) { x = *from; });
+    each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
   Ring<2> values_ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
     auto& in = s.stages[ring.stage];
-    auto& values = s.values[values_ring.stage][warpgroup];
+    auto& values = s.values[values_ring.stage][at.warpgroup];
     const TokenGates& gates = s.gates[ring.stage];
     u32 rounded_state[BK / 16][4];
     Operand v, X;
@@ -642,7 +640,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     wgmma_wait<0>();
     wgmma_keep(S_k), wgmma_keep(rounded_state);
-    make_X<T>(X, v, S_k, gates, lane);
+    make_X<T>(X, v, S_k, gates, at.lane);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
     start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.inverse));
@@ -667,15 +665,8 @@ template <typename T, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
-  const Shape& shape = args.shape;
-  const u32 P = u32(args.P);
-  WorkTile work = work_tile(shape, blockIdx.x, P);
-  const i64 state_size = shape.K * shape.V;
-  const bool whole = is_whole<false>(shape, P, work.sequence, work.head, args.starts, 0, BV);
-  const auto segment =
-      segment_of<false, float>(true, shape, P, work.sequence, work.head,
-                               {args.initial, shape.H * state_size, state_size, 0}, args.starts, {}, whole);
-  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+  WorkTile work = work_tile(args.shape, blockIdx.x, u32(args.P));
+  const auto segment = start_of_walk<false>(work, true, args.shape, args.P, args.initial, args.starts, nullptr, 0, BV);
   if (threadIdx.x == 0) {
     s.from = segment.from;  // for consumers, behind the barrier of run_roles
     // run_roles initialises the barriers of stages, and values_full

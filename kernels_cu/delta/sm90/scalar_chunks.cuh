@@ -13,6 +13,8 @@
 //           taken from the last to the first
 //           BACKWARD_TOKENS: Z and X as in FORWARD, but Z by R = (I + M diag(beta))^-1: N diag(beta) = diag(beta) R
 //           SUMMARY: Z and X as in FORWARD, and no queries
+//           BACKWARD_SUMMARY: as BACKWARD_STATES, and stores nothing but the last state. What is said of
+//           BACKWARD_STATES below holds for it, too
 //           `inverse` in the code is N diag(beta) (FORWARD and SUMMARY), N (BACKWARD_STATES) or R (BACKWARD_TOKENS)
 // shapes    An offset, in bytes, is that of a 16-byte piece in a panel (see Panel). The including kernel defines S (in
 //           code never the state), the struct of its shared memory, and passes Args, that of its arguments. S has
@@ -49,6 +51,7 @@
 // limits    sm_90a; bfloat16 or float16
 constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "warpgroup.cuh"
+#include "delta/segments.cuh"
 #include "fragments.cuh"
 #include "half_products.cuh"
 
@@ -64,9 +67,11 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 //   fetch_chunk, store_chunk: copy a chunk's rows of several arrays; WorkTile: the block's sequence and head
 //   each_two: calls f for a lane's pairs of Values and Operands
 
-enum Pass { FORWARD, SUMMARY, BACKWARD_STATES, BACKWARD_TOKENS };
+enum Pass { FORWARD, SUMMARY, BACKWARD_STATES, BACKWARD_SUMMARY, BACKWARD_TOKENS };
 // Whether the states of a pass go forwards by N diag(beta): Z has beta.
 template <class S> constexpr bool HAS_BETA = S::PASS == FORWARD || S::PASS == SUMMARY;
+// Whether a pass goes backwards in time.
+template <class S> constexpr bool IS_BACKWARDS = S::PASS == BACKWARD_STATES || S::PASS == BACKWARD_SUMMARY;
 
 // 32 rows of 128 bytes, in the tensor cores' swizzle: row r has its 16-byte piece p in the place of piece p ^ r % 8;
 // swizzled_offset(r, p) is its offset in bytes. All arrays of rows of 128 bytes have this swizzle, float32 ones, too. A
@@ -133,7 +138,7 @@ template <Pass PASS, int BK, int BV> struct Registers {
   };
   static constexpr Roles ROLES = TOKENS && NARROW ? Roles{168, 232, 104}
                                  : TOKENS         ? Roles{152, 152, 56}
-                                 : BLOCKS == 2    ? Roles{120, 72, 48}
+                                 : BLOCKS == 2    ? PASS == BACKWARD_SUMMARY ? Roles{112, 72, 56} : Roles{120, 72, 48}
                                  : NARROW         ? Roles{208, 168, 128}
                                                   : Roles{168, 120, 56};
   static_assert(BV / 64 * ROLES.consumer + ROLES.operands + ROLES.other <= ALL_THREADS<BV> / 128 * AT_FIRST);
@@ -154,9 +159,26 @@ __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
 }
 
 // Has a block work on `tokens` tokens from `start` on, numbers that all lanes have. The shuffle tells the compiler so,
-// which then needs no register of each lane for them.
+// which then needs no register of each lane for them. The previous `start` is whole chunks away.
 __device__ __forceinline__ void set_tokens(WorkTile& work, int start, int tokens) {
+  work.chunk_row += start / CHUNK - work.start / CHUNK;
   work.start = __shfl_sync(0xffffffffu, start, 0), work.tokens = __shfl_sync(0xffffffffu, tokens, 0);
+}
+
+// Has a block walk over the tokens of its segment, or of the whole sequence (is_whole), whose states' columns are
+// `columns` from `column` on. work: of the segment, as work_tile returns it. The other arguments, and the result, which
+// has the memory of the first and the last state: see segment_of; states [sequences, H, K, V].
+template <bool BACKWARDS>
+__device__ __forceinline__ Segment<float> start_of_walk(WorkTile& work, bool outputs, const Shape& shape, i64 P,
+                                                        const float* given, float* starts, float* final, int column,
+                                                        int columns) {
+  const i64 state_size = shape.K * shape.V, of_heads = shape.H * state_size;
+  const bool whole = outputs && is_whole<BACKWARDS>(shape, u32(P), work.sequence, work.head, starts, column, columns);
+  const auto segment =
+      segment_of<BACKWARDS, float>(outputs, shape, u32(P), work.sequence, work.head, {given, of_heads, state_size, 0},
+                                   starts, {final, of_heads, state_size, 0}, whole);
+  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+  return segment;
 }
 
 // Two neighbouring floats; p is aligned to 8 bytes.
@@ -166,11 +188,11 @@ __device__ __forceinline__ float2 load_float2(const float* p) { return *reinterp
 
 // The first token of the chunk that a pass takes after the chunks of `token` tokens, a multiple of CHUNK.
 template <class S> __device__ __forceinline__ int first_token(const WorkTile& work, int token) {
-  return S::PASS == BACKWARD_STATES ? (work.tokens - 1 & -CHUNK) - token : token;
+  return IS_BACKWARDS<S> ? (work.tokens - 1 & -CHUNK) - token : token;
 }
 
 // Fills each stage with q and k, then `in` (v, or do), of a chunk; before `in`, stores `out` (o, or dv) of the stage's
-// previous chunk. column: the first of the block's columns of V.
+// previous chunk, but for BACKWARD_SUMMARY. column: the first of the block's columns of V.
 template <class S, class Args, typename T>
 __device__ __forceinline__ void move_chunks(S& s, const Args& args, const TensorMap& in, const Rows<const T>& in_rows,
                                             const TensorMap& out, const Rows<T>& out_rows, const WorkTile& work,
@@ -197,7 +219,7 @@ __device__ __forceinline__ void move_chunks(S& s, const Args& args, const Tensor
           f(q_and_k[1], args.k, args.k_rows, args.shape.K, 64 * panel);
         }
       });
-    if (stored_token >= 0)
+    if (S::PASS != BACKWARD_SUMMARY && stored_token >= 0)
       store_chunk(work, first_token<S>(work, stored_token),
                   [&](auto f) { f(stage.values, out, out_rows, args.shape.V, column); });
     if (token < work.tokens)
@@ -282,7 +304,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
   using T = typename S::T;
   const int lane = threadIdx.x & 31;
   const bool is_float32[2] = {args.wide_gate != 0, args.wide_beta != 0};  // of gates, and of betas
-  TokenScalars<S::PASS == BACKWARD_STATES> g, beta;
+  TokenScalars<IS_BACKWARDS<S>> g, beta;
   const int first = first_token<S>(work, 0) + lane;
   g.load(args.g, is_float32[0], work, first, T{}), beta.load(args.beta, is_float32[1], work, first, T{});
   Ring<S::STAGES> ring;
@@ -344,7 +366,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
     to.query_start_factors[lane] = to.query_factors[lane] * from_start,
     to.key_start_factors[lane] = to.key_factors[lane] * from_start;
     to.beta[lane] = s.upcoming.beta[chunk % CHUNKS_AHEAD][lane];
-    if constexpr (S::PASS == BACKWARD_STATES) to.key_start_factors[lane] *= to.beta[lane];
+    if constexpr (IS_BACKWARDS<S>) to.key_start_factors[lane] *= to.beta[lane];
     if (lane == 31) to.chunk_decay = from_start;
     __syncwarp();  // row 31 of D is stored: the decays from after each token to the chunk's end, times key factors
     to.key_end_factors[lane] = swizzled(D[0], CHUNK - 1, lane / 4)[lane % 4];
@@ -481,7 +503,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     multiply_split<T>(y, left, right);
     split<T>(left[0], left[1], y);
     // BACKWARD_STATES: `opaque` has the offset computed again, as there is no register to keep it in.
-    const int offset = S::PASS == BACKWARD_STATES ? left_operand_offset(opaque(lane)) : left_offset;
+    const int offset = IS_BACKWARDS<S> ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
       ldmatrix_x4_trans(right[part], at_offset(in.inverse, shifted_offset(offset, 16, 16 + 32 * part)));
@@ -756,6 +778,17 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 }
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
+
+// A lane of a consumer. Of its warp's 16 columns it has `column` and the 8th after it; its part of the state is
+// transposed in registers (see each_transposed in warpgroup.cuh). first: the block's first column.
+struct Consumer {
+  int warp, warpgroup, lane, column, channel_offset;
+
+  __device__ __forceinline__ explicit Consumer(int first) {
+    warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x & 31;
+    column = first + 16 * warp + lane / 4, channel_offset = channel_operand_offset(lane, warp % 4);
+  }
+};
 
 // Rounds this lane's numbers of a transposed state to T: left operands [16 columns of V, 16 channels] each.
 template <typename T, int BK>

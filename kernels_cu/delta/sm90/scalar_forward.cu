@@ -24,7 +24,6 @@
 //           in between, never a quotient, so that gates may be any numbers <= 0, -inf too
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/segments.cuh"
 #include "delta/sm90/scalar_forward_storage.cuh"
 
 // From the includes:
@@ -35,34 +34,31 @@
 //     waits until at most N groups run; wgmma_keep(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
-//     the other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
+//     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
+//     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
+//   Consumer: a lane of a consumer, and its column
 //   channel_operand_offset: a byte offset in 32 rows of 128 bytes, swizzled, at which load_transposed and
 //     store_transposed load and store the warp's 16 columns
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; round_state: S as operands; make_X: v less what keys read
-//   Gates: factors of a chunk's tokens; WorkTile, work_tile: the block's sequence and head; set_tokens: its tokens
+//   Gates: factors of a chunk's tokens; WorkTile, work_tile: the block's sequence and head
 //   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A warpgroup with 64 columns of V: X, o and the state S of each chunk. S is transposed in registers (see
-// each_transposed in warpgroup.cuh). first: the block's first column of V.
+// A consumer: X, o and the state S of each chunk. first: the block's first column of V.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
-  const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
-  const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
-  // The state: columns `column` + 8h, channels 8n + 2 (lane % 4) + p at state[4n + 2h + p].
+  const Consumer at(first);
+  // The state: columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at state[4n + 2h + p].
   float state[BK / 2] = {};
   if (s.from)
-    each_transposed<BK>(state, s.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
+    each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
@@ -74,7 +70,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     round_state<T, BK>(rounded_state, state);
     barrier_wait(s.full[ring.stage], ring.parity);
     barrier_wait(s.values_full[ring.stage], ring.parity);
-    load_transposed(v, in.values[warpgroup], channel_offset);
+    load_transposed(v, in.values[at.warpgroup], at.channel_offset);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
@@ -87,19 +83,19 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     wgmma_wait<1>();
     wgmma_keep(S_k);
-    make_X<T>(X, v, S_k, gates, lane);  // X = v - E S^T k
+    make_X<T>(X, v, S_k, gates, at.lane);  // X = v - E S^T k
     wgmma_fence();
     start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);  // o += B v
     wgmma_commit();
     start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));  // S += Z^T X
     wgmma_wait<1>();
     wgmma_keep(o);
-    store_transposed(in.values[warpgroup], channel_offset, o);
+    store_transposed(in.values[at.warpgroup], at.channel_offset, o);
     wgmma_wait<0>();
     wgmma_keep(state);
     barrier_arrive(s.outputs_ready[ring.stage]);
   }
-  if (s.to) each_transposed<BK>(state, s.to, args, args.shape, column, [](float& x, float* to) { *to = x; });
+  if (s.to) each_transposed<BK>(state, s.to, args, args.shape, at.column, [](float& x, float* to) { *to = x; });
 }
 
 template <typename T, int BK, int BV>
@@ -107,15 +103,11 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<FORWARD, BK, BV>::B
     delta_sm90_scalar_forward(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV - 1) / BV, P = u32(args.P);
+  const u32 tiles = u32(shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
   WorkTile work = work_tile(shape, blockIdx.x / tiles);
-  const i64 state_size = shape.K * shape.V, of_heads = shape.H * state_size;
-  const bool whole = is_whole<false>(shape, P, work.sequence, work.head, args.starts, column, BV);
   const auto segment =
-      segment_of<false, float>(true, shape, P, work.sequence, work.head, {args.initial, of_heads, state_size, 0},
-                               args.starts, {args.final, of_heads, state_size, 0}, whole);
-  set_tokens(work, int(segment.tokens.start), int(segment.tokens.stop - segment.tokens.start));
+      start_of_walk<false>(work, true, shape, args.P, args.initial, args.starts, args.final, column, BV);
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   run_roles(
       s, args, work, [&] { consume(s, args, work, column); }, [&] { make_operands(s, work.tokens); },

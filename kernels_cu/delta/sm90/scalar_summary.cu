@@ -22,9 +22,7 @@
 // numerics  as scalar_forward.cu
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/segments.cuh"
-#include "delta/sm90/scalar_chunks.cuh"
-#include "lanes.cuh"
+#include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
 //   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
@@ -36,8 +34,9 @@
 //   fence_async: orders accesses before asynchronous copies and wgmma
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
-//   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
-//     state goes: the place of the next segment in `starts`
+//   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
+//     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
+//   Consumer: a lane of a consumer, and its column
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
 //     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
 //     32 rows
@@ -46,7 +45,7 @@
 //     decay; round_state: S as operands; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
 //     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M (and A)
+//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M
 //   TensorMap: describes an array for copies of boxes
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
@@ -73,72 +72,10 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Stage<T, BK, BV> stages[STAGES];
   Gates gates[STAGES];
   Upcoming upcoming;
-  float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in first_remembered_token
+  float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in remembered_chunks
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
-
-// The gate, or beta, of a token of the segment.
-template <typename T>
-__device__ __forceinline__ float scalar_at(const Rows<const void>& from, i64 is_float32, const WorkTile& work,
-                                           int token) {
-  const i64 index = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
-  return is_float32 ? static_cast<const float*>(from.p)[index] : to_float(static_cast<const T*>(from.p)[index]);
-}
-
-// The natural logarithm of the most by which a token multiplies a state: of its decay, and of its key's factor.
-template <typename T>
-__device__ __forceinline__ float log_factor(const Args<T>& args, const WorkTile& work, int token) {
-  float squares = args.normalized ? 1.f : 0.f;  // |k|^2; with shorter keys, normalised ones multiply by less
-  const T* key = args.k_rows.row(work.batch, work.head / int(args.group), work.start + token);
-#pragma unroll 8
-  for (int channel = 0; channel < args.shape.K && !args.normalized; channel += 8) {
-    const uint4 piece = *reinterpret_cast<const uint4*>(key + channel);
-    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (const u32 two : words) {
-      const float2 x = unpack(two, T{});
-      squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
-    }
-  }
-  const float of_key = fabsf(fmaf(-scalar_at<T>(args.beta, args.wide_beta, work, token), squares, 1.f));
-  return scalar_at<T>(args.g, args.wide_gate, work, token) + log2_approx(fmaxf(of_key, 1.f)) / LOG2E;
-}
-
-// The first token of the last chunk from which on the segment forgets what was before; -1 if it does not forget. All
-// threads call this and get the same answer; it has barriers of the block.
-template <typename T, int BK, int BV>
-__device__ __forceinline__ int first_remembered_token(Shared<T, BK, BV>& s, const Args<T>& args, const WorkTile& work) {
-  constexpr int THREADS = ALL_THREADS<BV>, WARPS = THREADS / 32;
-  if (!args.g.p) return -1;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const auto share = [&](float x) {  // fills s.sums with the sum of x over each warp
-    x = warp_sum(x);
-    __syncthreads();  // the previous sums have been read
-    if (lane == 0) s.sums[warp] = x;
-    __syncthreads();  // all sums are in shared memory
-  };
-  // First the gates alone, of all tokens: keys are many more bytes, and most segments that remember need none of them.
-  float sum = 0.f;
-#pragma unroll 4
-  for (int token = threadIdx.x; token < work.tokens; token += THREADS)
-    sum += scalar_at<T>(args.g, args.wide_gate, work, token);
-  share(sum);
-  float total = 0.f;
-  for (const float x : s.sums) total += x;
-  // NaN counts as remembering.
-  if (!(total <= FORGOTTEN_NATS)) return -1;
-  total = 0.f;
-  for (int chunk = (work.tokens - 1) / CHUNK; chunk >= 0; chunk -= WARPS) {  // of warp 0; warps go backwards in time
-    const int token = (chunk - warp) * CHUNK + lane;
-    share(token >= 0 && token < work.tokens ? log_factor(args, work, token) : 0.f);
-    for (int n = 0; n < WARPS; ++n) {
-      total += s.sums[n];
-      if (total <= FORGOTTEN_NATS) return (chunk - n) * CHUNK;
-    }
-  }
-  return -1;
-}
 
 // A warp that fills each stage with a chunk's keys, and, if has_values, with BV columns of its values from `column` on.
 template <class S>
@@ -222,16 +159,14 @@ struct StateLayout {
   int state_k, state_v, K, V;
 };
 
-// A warpgroup with 64 columns of G, or of F: X and the state S of each chunk. S is transposed in registers (see
-// each_transposed in warpgroup.cuh). first: the block's first column.
+// A consumer: X and the state S, G or F, of each chunk. first: the block's first column.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, const Ends& ends,
                                         int first) {
   using T = typename S::T;
   constexpr int BK = S::BK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
-  const int column = first + threadIdx.x / 32 * 16 + lane / 4;  // this lane has this one and the 8th after it
-  const int channel_offset = channel_operand_offset(lane, threadIdx.x / 32 % 4);
+  const Consumer at(first);
+  const int lane = at.lane, column = at.column;
   float state[BK / 2] = {};
   if (ends.is_identity) {
 #pragma unroll
@@ -260,7 +195,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     decay_state(state, gates.chunk_decay);
     if (!ends.is_F) {
       barrier_wait(s.values_full[ring.stage], ring.parity);
-      load_transposed(v, in.values[warpgroup], channel_offset);
+      load_transposed(v, in.values[at.warpgroup], at.channel_offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S_k);
@@ -288,21 +223,19 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   const u32 block = is_F ? blockIdx.x - blocks_of_G : blockIdx.x, tiles = is_F ? tiles_of_F : tiles_of_G;
   const int column = int(block % tiles) * BV;
   WorkTile work = work_tile(shape, block / tiles);
-  const i64 state_size = shape.K * shape.V;
-  const auto segment =
-      segment_of<false, float>(false, shape, u32(args.P), work.sequence, work.head,
-                               {args.initial, shape.H * state_size, state_size, 0}, args.starts, {}, false);
+  const auto segment = start_of_walk<false>(work, false, shape, args.P, args.initial, args.starts, nullptr, column, BV);
   if (segment.last || (is_F && segment.first)) return;
   Ends ends = {is_F, is_F, is_F ? nullptr : segment.from, segment.to, int(shape.V)};
   if (is_F) {
     ends.width = (int(shape.K) + 3) / 4 * 4;  // rows are padded with zeros
     ends.to = args.F + work.sequence_head * shape.K * ends.width;
   }
-  const int first = first_remembered_token(s, args, work);
-  const bool forgets = first >= 0;
+  const int chunks = remembered_chunks<false>(s, args, work);
+  const bool forgets = chunks >= 0;
   if (is_F && column == 0 && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
   if (forgets) ends.from = nullptr, ends.is_identity = false;
-  set_tokens(work, work.start + max(first, 0), forgets && is_F ? 0 : work.tokens - max(first, 0));
+  const int first = forgets ? (all_chunks(work) - chunks) * CHUNK : 0;
+  set_tokens(work, work.start + first, forgets && is_F ? 0 : work.tokens - first);
   run_roles(
       s, args, work, [&] { consume(s, args, work, ends, column); }, [&] { make_Z(s, work.tokens); },
       [&] { move_keys_and_values(s, args, work, !is_F, column); });

@@ -8,7 +8,7 @@ planners `step` (one token of each sequence) and `stages` (parts of an operator)
                                                  a stage's result
     plan_vjp(problem, device, do, dht, saved)    the plan of (the arrays' gradients, those of the initial state's parts
                                                  or None); `saved`: the arrays that the plan of the call has saved
-    saved(problem)                               optional: (shape, dtype) of each of these arrays
+    saved(problem, device)                       optional: (shape, dtype) of each of these arrays
 
 and maybe, for sequences that are cut over ranks,
 
@@ -129,7 +129,13 @@ def compile_pullback(problem, device):
 
 def pullback(problem):
     """The pullback of `vjp`. The forward pass runs only if it saves arrays for the backward pass."""
-    return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else Pullback(problem, ())
+    return vjp(problem)[1] if at_home(problem, saved_arrays, problem, chosen_device()) else Pullback(problem, ())
+
+
+def saved_arrays(problem, device) -> tuple[tuple, ...]:
+    """(shape, dtype) of each array that the plan of a call saves for its pullback."""
+    planner = PLANNERS[problem.op]
+    return planner.saved(problem, device) if hasattr(planner, "saved") else ()
 
 
 class Pullback:
@@ -174,7 +180,7 @@ def plan_of(problem, device) -> Plan:
     if not problem.gradient:
         return execute.plan_of(planner, "plan", problem, device)
     do = caller_array("do", problem.shape(problem.op.out), problem.dtype)
-    saved = tuple(caller_array("saved", *part) for part in planner.saved(problem)) if hasattr(planner, "saved") else ()
+    saved = tuple(caller_array("saved", *part) for part in saved_arrays(problem, device))
     return execute.plan_of(planner, "plan_vjp", problem.replace(out=None), device, do=do, dht=None, saved=saved)
 
 

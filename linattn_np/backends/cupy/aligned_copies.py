@@ -8,19 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .arithmetic import ceil_div
 from .elementwise_kernels import CopyRows
-from .plan import (
-    Copy,
-    Draft,
-    aligned16,
-    are_large,
-    arrays_in,
-    ceil_div,
-    common_bytes,
-    has_rows,
-    is_contiguous,
-    token_arrays,
-)
+from .plan import Copy, Draft, aligned16, are_large, arrays_in, common_bytes, has_rows, is_contiguous, token_arrays
 
 PADDED_BYTES = 16
 

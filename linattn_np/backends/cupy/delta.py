@@ -11,16 +11,20 @@ keys.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from ... import declarations
+from .arithmetic import ceil_div, padded
 from .delta_hopper import ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     DeltaBackwardChunks,
+    DeltaDplrForward,
     DeltaRecurrentBackward,
+    DeltaSmallForward,
     DplrBackwardChunks,
     KdaBackwardChunks,
     sum_parts,
@@ -28,13 +32,13 @@ from .delta_kernels import (
 from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
-from .gated_kernels import CHANNELS, TILES, channels
-from .kernel import FLOATS, Kernel, no_kernels, padded
-from .plan import FLOAT32, Draft, ceil_div, common_bytes
+from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
+from .kernel import FLOATS, HALF, Kernel, no_kernels
+from .plan import FLOAT32, Draft, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
-BYTES = np.dtype(np.uint8)
+BYTES, UINT32 = np.dtype(np.uint8), np.dtype(np.uint32)
 IN_CHUNKS = "in chunks"  # the name of this way in explanations
 
 
@@ -151,6 +155,48 @@ class TokenByToken:
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
 
 
+class SmallHeads:
+    """The way token by token for heads of at most 16 channels and columns, of which a warp computes several: for many
+    heads, since sequences are not cut."""
+
+    name = "small heads"
+    # In microseconds, estimates for an H200: of a launch; by D, of a token of heads whose warps have a scheduler alone
+    LAUNCH_TIME, TOKEN_TIMES = 8.0, {8: 0.07, 16: 0.12}
+    WORTH = 0.7  # chosen if it takes less than this part of the time in chunks
+
+    @staticmethod
+    def why_not(problem, device):
+        N, H, K, V = problem.shape("N H K V")
+        if max(K, V) > SMALL_SIZES[-1]:
+            return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
+        if reason := why_no_chunks(problem):
+            return reason
+        if problem.mode == "chunk":
+            return "mode='chunk' is in chunks"
+        kernel, chunks = SmallHeads.kernel(problem), CutInChunks(problem, device)
+        if kernel.shared_bytes > device.shared_per_block:
+            return f"the card has no shared memory for {kernel.heads} heads of {problem.dtype}"
+        in_turn = ceil_div(N * H, kernel.heads * device.multiprocessors)  # blocks that share a multiprocessor
+        token_time = in_turn * SmallHeads.TOKEN_TIMES[kernel.D]
+        longest = int(problem.spans.lengths.max(initial=0))
+        if SmallHeads.LAUNCH_TIME + longest * token_time > SmallHeads.WORTH * chunks.pass_time:
+            return "few heads of long sequences are faster in chunks"
+        return None
+
+    @staticmethod
+    def kernel(problem):
+        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
+        return DeltaSmallForward(rule_of(problem.op), problem.dtype, gate_dtype(problem), D)
+
+    @staticmethod
+    def plan(problem, device):
+        draft, kernel, (N, H) = Draft(), SmallHeads.kernel(problem), problem.shape("N H")
+        inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        args = inputs.arrays | inputs.common_args(draft.shape(problem), o) | {"initial": draft.initial(problem), "P": 1}
+        draft.launch(kernel, ceil_div(N * H, kernel.heads), **args, o=o, final=final)
+        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
+
+
 class InChunks:
     """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels, or
     256 of half precision that share a gate.
@@ -164,12 +210,17 @@ class InChunks:
 
     @staticmethod
     def plan(problem, device):
+        if saved(problem, device):
+            return InChunks.plan_keeping(problem, device)
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut, initial = CutInChunks(problem, device), draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
-        head_bytes = B * shape.NC * cut.walk.prepared_bytes
         most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
+        if OneLaunch.fits(problem, device, cut, most_bytes):
+            kernel = OneLaunch.add(draft, problem, device, cut, inputs, {"initial": initial, "final": final}, o)
+            return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
+        head_bytes = B * shape.NC * cut.walk.prepared_bytes
         at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
         prepared = draft.empty((at_once * head_bytes,), BYTES)
         # w_scale: a factor of W, the prepared matrix of the outputs; here the walk itself multiplies them by the scale
@@ -187,19 +238,118 @@ class InChunks:
             cut.launch_walk(draft, part_shape, {"v": v} | walk_args, states, {"o": o[:, heads]})
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
 
+    @staticmethod
+    def plan_keeping(problem, device):
+        """The plan of a call that saves what its pullback would compute again."""
+        draft = Draft()
+        inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        cut, initial, arrays = CutInChunks(problem, device, gradient=True), draft.initial(problem), inputs.arrays
+        shape, walk, (N, H) = cut.shape(draft), cut.walk_of("FORWARDS"), problem.shape("N H")
+        kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut.walk).items()}
+        launch_prepare(draft, cut, shape, inputs, arrays, kept["prepared"])
+        states = {"initial": initial, "final": final}
+        how = {"shape": shape, "P": 1, "scale": problem.scale, "bytes": inputs.common_bytes(o)}
+        draft.launch(walk, N * H * walk.grid(problem.sizes["V"]), v=arrays["v"], o=o, **kept, **states, **how)
+        results = draft.results(problem, o, final)
+        return draft.plan(results, mode="chunk", tiles=walk.tiles, saved=tuple(kept.values()))
 
-FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
+
+class OneLaunch:
+    """RWKV-7's forward pass by a kernel whose blocks prepare chunks while others walk over them.
+
+    The walks are so few that they leave most multiprocessors to the blocks for which they wait.
+    """
+
+    LEAST = 8  # chunks of a sequence: fewer are prepared at the same time anyway
+    # In microseconds, estimated for 64 channels on an H200: to prepare a chunk, on one multiprocessor; of a walk
+    PREPARE_TIME, CHUNK_TIME = 3.0, 0.6
+
+    @staticmethod
+    def fits(problem, device, cut, most_bytes) -> bool:
+        """Whether this kernel serves a call in chunks, with at most so many bytes of prepared chunks, and is faster
+        than several launches, which may cut sequences."""
+        cls, (B, H) = OneLaunch, problem.shape("B H")
+        wanted = problem.dtype in HALF and problem.op is declarations.RWKV7 and cut.walk.BK == DeltaDplrForward.BK
+        if not wanted or cut.chunks < cls.LEAST or 2 * cls.walks(problem) > device.multiprocessors:
+            return False
+        chunks = B * H * int(problem.spans.chunk_bounds(cut.walk.CHUNK)[-1])
+        preparing = chunks * cls.PREPARE_TIME / device.multiprocessors
+        walks_of_cut = cut.time(cut.segments) * cls.CHUNK_TIME / cut.CHUNK_TIME  # of 128 channels
+        faster = max(preparing, cut.chunks * cls.CHUNK_TIME) <= preparing + walks_of_cut
+        return faster and chunks * cut.walk.prepared_bytes <= most_bytes
+
+    @staticmethod
+    def walks(problem) -> int:
+        """Blocks that walk."""
+        N, H, V = problem.shape("N H V")
+        return N * H * ceil_div(V, DeltaDplrForward.BK)
+
+    @staticmethod
+    def add(draft, problem, device, cut, inputs, states, o):
+        """Adds the launch to the draft; returns the kernel."""
+        kernel, shape = DeltaDplrForward(*inputs.instance[1:]), draft.shape(problem, chunk=cut.walk.CHUNK)
+        chunks, walks = shape.all_chunks, OneLaunch.walks(problem)
+        args = inputs.arrays | states | {"o": o, "shape": shape, "P": 1, "bytes": inputs.common_bytes(o)}
+        args |= {"prepared": draft.empty((chunks * cut.walk.prepared_bytes,), BYTES), "scale": problem.scale}
+        args |= {"ready": draft.zeros((chunks,), UINT32), "w_scale": 1.0}
+        for blocks, walking in [(walks + chunks, walks)] if device.runs_at_once else [(chunks, 0), (walks, walks)]:
+            draft.launch(kernel, blocks, **args, walks=walking)
+        return kernel
+
+
+def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
+    """Launches the kernel that prepares chunks for the walks of gradients. `arrays`: the inputs of the heads of
+    `shape`."""
+    names = cut.prepare.names - {"prepared", "w_scale"}
+    args = arrays | inputs.common_args(shape)
+    args = {name: x for name, x in args.items() if name in names}
+    draft.launch(cut.prepare, shape.all_chunks, **args, w_scale=inputs.problem.scale, prepared=prepared)
+
+
+FORWARD_WAYS = (ScalarOnHopper, SmallHeads, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
+# The most memory, in that of the inputs, that a call keeps for its pullback. 64 channels and columns need 1.7 with
+# gates in float32, 2 with others; the pullback then takes a third less time.
+KEPT = 2.5
+
+
+def saved(problem, device) -> tuple[tuple, ...]:
+    """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them and the
+    residuals. Only RWKV-7's calls in chunks keep them, if no sequence is cut into segments; the pullbacks of others
+    compute them again."""
+    if not problem.gradient or problem.op is not declarations.RWKV7 or why_not_in_chunks(problem, device, True):
+        return ()
+    if SmallHeads.why_not(problem, device) is None:
+        return ()
+    cut = CutInChunks(problem, device, gradient=True)
+    arrays = tuple(kept_arrays(problem, cut.walk).values())
+    needed = sum(np.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+    fits = needed <= KEPT * sum(x.nbytes for x in problem.arrays.values())
+    return arrays if fits and cut.segments == 1 else ()
+
+
+def kept_arrays(problem, walk) -> dict[str, tuple]:
+    """(shape, dtype) of what `saved` describes, by the argument of the walks."""
+    B, H, T, V = problem.shape("B H T V")
+    chunks, columns = int(problem.spans.chunk_bounds(walk.CHUNK)[-1]), walk.padded_columns(V)
+    return {
+        "prepared": ((B * H * chunks * walk.prepared_bytes,), BYTES),
+        "chunk_states": ((B, H, chunks, walk.BK, columns), problem.dtype),
+        "residual": ((B, H, T, columns), problem.dtype),
+    }
+
+
 def plan_vjp(problem, device, do, dht, saved=()):
-    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`
-    is always empty: plans of calls save nothing."""
+    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`:
+    what the plan of the call has saved."""
     reasons = {}
     for way in gradient_ways(problem.op):
-        reason = way.why_not(problem, device)
+        gradients = way(problem, device)
+        reason = gradients.why_not()
         if reason is None:
-            return replace(way(problem, device, do, dht).plan(), reasons=reasons)
+            return replace(gradients.plan(do, dht, *([saved] if saved else [])), reasons=reasons)
         reasons[way.name] = reason
 
 
@@ -210,10 +360,13 @@ def gradient_ways(op) -> tuple:
 
 
 class Gradients:
-    """The plan of a call's gradients; each subclass has one way to compute them.
+    """Plans a call's gradients; each subclass has one way to compute them.
 
     Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory.
+    `plan` sets these:
 
+    inputs : the call's arrays as the kernels read them
+    do : the gradient of o
     states : {"initial", "dht", "dh0"}: the initial state, the final state's gradient, the memory for dh0
     gradients : {the kernels' name of an input: the memory for its gradient}
     """
@@ -222,13 +375,12 @@ class Gradients:
     kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
 
-    def __init__(self, problem, device, do, dht):
+    def __init__(self, problem, device):
         self.problem, self.device, self.draft = problem, device, Draft()
-        draft = self.draft
-        self.inputs = Inputs(draft, problem)
-        self.do, dht = draft.cotangents(problem, do, dht)
-        self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
-        self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
+
+    def why_not(self) -> str | None:
+        """Why this way cannot compute the gradients; None if it can."""
+        raise NotImplementedError
 
     def bytes_between_kernels(self) -> int:
         """Bytes of the arrays passed between kernels, for the heads of values that share a head of keys."""
@@ -238,14 +390,21 @@ class Gradients:
         """Adds to the draft the launches for `heads` heads of values from head `first` on."""
         raise NotImplementedError
 
-    def plan(self):
-        inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
+    def plan(self, do, dht, saved=()):
+        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them. `saved`:
+        what the plan of the call has saved."""
+        draft, problem, self.saved = self.draft, self.problem, saved
+        self.inputs = Inputs(draft, problem)
+        self.do, dht = draft.cotangents(problem, do, dht)
+        self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
+        self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
+        inputs, H, group = self.inputs, problem.sizes["H"], self.inputs.group
         most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        heads = group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
+        heads = H if self.saved else group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
-        results = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
-        return self.draft.plan(results, tiles=self.tiles)
+        results = tuple(self.gradients.values()), draft.stored_gradient(problem, self.states["dh0"])
+        return draft.plan(results, tiles=self.tiles)
 
     def of_heads(self, first, heads):
         """(the parts of `states`, of do, and of dv) for `heads` heads of values from head `first` on."""
@@ -259,11 +418,15 @@ class Gradients:
 class GradientsByToken(Gradients):
     """The gradients of any call, token by token backwards in time, from states that a forward walk stores."""
 
-    name, why_not = TokenByToken.name, TokenByToken.why_not
+    name = TokenByToken.name
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
+    def why_not(self):
+        return None
+
+    @cached_property
+    def kernel(self):
+        K, shared_bytes = self.problem.sizes["K"], self.device.shared_per_block
+        return DeltaRecurrentBackward.fitting(*self.inputs.instance, K, shared_bytes)
 
     def bytes_between_kernels(self):
         return self.kernel.bytes_between_kernels(self.problem, self.inputs.group)
@@ -307,14 +470,13 @@ class GradientsInChunks(Gradients):
     name = IN_CHUNKS
     RESIDUALS = ("e", "w")  # the last kernel's names of the residual and of its gradient
 
-    @staticmethod
-    def why_not(problem, device):
-        return why_not_in_chunks(problem, device, gradient=True)
+    def why_not(self):
+        return why_not_in_chunks(self.problem, self.device, gradient=True)
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel, self.cut = last_kernel(problem), CutInChunks(problem, device, gradient=True)
+    def plan(self, do, dht, saved=()):
+        self.kernel, self.cut = last_kernel(self.problem), CutInChunks(self.problem, self.device, gradient=True)
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
+        return super().plan(do, dht, saved)
 
     @property
     def has_parts(self) -> bool:
@@ -327,24 +489,35 @@ class GradientsInChunks(Gradients):
         return self.walk.bytes_between_kernels(self.problem, group) + parts
 
     def launch(self, first, heads):
-        draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.cut.prepare
+        draft, problem, inputs, walk = self.draft, self.problem, self.inputs, self.walk
         arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V = problem.shape("B T K V")
+        B, T, V = problem.shape("B T V")
         shape = replace(self.cut.shape(draft), H=heads)
         columns = walk.padded_columns(V)
-        v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
-        chunk_states = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
-        # a number, and what its rounding has lost
-        residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
-        residual, dresidual = (draft.empty((B, heads, T, n * columns), problem.dtype) for n in (residual_numbers, 1))
-
+        dresidual = draft.empty((B, heads, T, columns), problem.dtype)
         args = inputs.common_args(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
-        prepare_args = {name: x for name, x in args.items() if name in prepare.names} | {"w_scale": problem.scale}
-        draft.launch(prepare, B * heads * shape.NC, **arrays, **prepare_args, prepared=prepared)
-        written = {"chunk_states": chunk_states, "residual": residual, "dresidual": dresidual, "dv": dv}
-        read = {"v": v, "prepared": prepared, "do_": do} | {name: args[name] for name in ("scale", "bytes")}
-        self.cut.launch_walk(draft, shape, read, states, written)
-        args |= arrays | {"chunk_states": chunk_states, "do_": do, "v": v}
+        read = {"do_": do} | {name: args[name] for name in ("scale", "bytes")}
+        written = {"dresidual": dresidual, "dv": dv}
+        if self.saved:
+            prepared, chunk_states, residual = self.saved
+            state_gradients = draft.empty(chunk_states.shape, problem.dtype)
+            del states["initial"]
+            written |= states | {"chunk_states": state_gradients}
+            backwards = self.cut.walk_of("BACKWARDS")
+            blocks = B * shape.count * heads * backwards.grid(V)
+            draft.launch(backwards, blocks, **read, **written, prepared=prepared, shape=shape, P=1)
+        else:
+            prepared = draft.empty((shape.all_chunks * walk.prepared_bytes,), BYTES)
+            chunk_states = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
+            state_gradients = chunk_states[1]
+            # a number, and what its rounding has lost
+            residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
+            residual = draft.empty((B, heads, T, residual_numbers * columns), problem.dtype)
+            launch_prepare(draft, self.cut, shape, inputs, arrays, prepared)
+            read |= {"v": arrays["v"], "prepared": prepared}
+            written |= {"chunk_states": chunk_states, "residual": residual}
+            self.cut.launch_walk(draft, shape, read, states, written)
+        args |= arrays | {"chunk_states": chunk_states, "state_gradients": state_gradients, "do_": do}
         args |= dict(zip(self.RESIDUALS, (residual, dresidual)))
         self.launch_last(first, heads, shape, args)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,11 +11,12 @@ import numpy as np
 
 from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
+from .arithmetic import ceil_div
 from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks, SegmentCut, join_segments, memory_of_segments
 from .gated_kernels import PANEL, SM90, TILES
 from .kernel import DOUBLE, TiledKernel
-from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable
+from .plan import FLOAT32, Draft, TensorMap, mappable
 from .segments import mappable_once_copied
 
 # How a class describes its kernel:
@@ -67,13 +70,15 @@ class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
 
 class DeltaScalarBackwardStatesSm90(DeltaScalarForwardSm90):
     """The first of two kernels of gradients, backwards in time: dv, dh0, and the gradient of the state after every
-    chunk."""
+    chunk. Without `outputs` it computes G' of `delta_segments` alone."""
 
     file = "delta/sm90/scalar_backward_states"
     arguments = members(
-        "maps+rows q k do_ dv, maps state_gradients, rows? g, rows beta, shape, pointers? dht dh0, "
-        "integers group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "maps+rows q k do_ dv, maps state_gradients, rows? g, rows beta, shape, pointers? dht dh0 starts, "
+        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
     )
+    shared = ("Shared<{dtype}, {BK}, {BV}, {outputs}>",)
+    outputs: bool = True
 
 
 class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
@@ -165,24 +170,28 @@ class ScalarCut(SegmentCut):
         of_chunk = self.chunk_time(kernel, tiles, self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
         return self.LAUNCH_TIME + ceil_div(self.chunks, segments) * of_chunk
 
+    def summary_time(self, segments, of_all, of_values) -> float:
+        """An estimate for the walks that summarise so many segments. of_all, of_values: a chunk's time, if no segment
+        forgets, and if all do."""
+        chunks = ceil_div(self.chunks, segments)
+        times = [chunks * of_all]
+        if self.problem.op.decays:
+            times.append(min(chunks, self.LAST_CHUNKS) * of_values)
+        return self.LAUNCH_TIME + sum(times) / len(times)
+
     def time(self, segments) -> float:
         """An estimate for a call whose sequences are cut into so many segments; for whole ones WORTH times that."""
-        outputs, chunks, (K, V) = (
-            self.outputs_time(segments),
-            ceil_div(self.chunks, segments),
-            self.problem.shape("K V"),
-        )
+        outputs, (K, V) = self.outputs_time(segments), self.problem.shape("K V")
         if segments == 1:
             return self.WORTH * outputs
-        chunks, summary = ceil_div(self.chunks, segments), self.kernel(DeltaScalarSummarySm90, 2 * (segments - 1))
-        summary_times = self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME
-        of_values = self.chunk_time(summary, (segments - 1) * summary.grid(V), *summary_times)
-        tiles = (segments - 1) * summary.grid(V) + (segments - 2) * summary.grid(K)
-        times = [self.LAUNCH_TIME + chunks * self.chunk_time(summary, tiles, *summary_times)]
-        if self.problem.op.decays:
-            times.append(self.LAUNCH_TIME + min(chunks, self.LAST_CHUNKS) * of_values)
+        summary = self.kernel(DeltaScalarSummarySm90, 2 * (segments - 1))
+        tiles_of_G, tiles_of_F = (segments - 1) * summary.grid(V), (segments - 2) * summary.grid(K)
+        of_values, of_all = (
+            self.chunk_time(summary, tiles, self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME)
+            for tiles in (tiles_of_G, tiles_of_G + tiles_of_F)
+        )
         joining = self.LAUNCH_TIME + (segments - 2) * self.SEGMENT_TIME if segments > 2 else 0.0
-        return outputs + sum(times) / len(times) + joining
+        return outputs + self.summary_time(segments, of_all, of_values) + joining
 
 
 class ScalarOnHopper:
@@ -217,11 +226,15 @@ def all_heads(shape) -> int:
     return shape.B * shape.count * shape.H
 
 
-def launch_starts(draft, cut, tokens, shape, initial, normalized):
-    """Launches what computes the states from which the segments of `cut` start, and returns these. `tokens`: as in
-    `launch_forward`."""
+def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=None):
+    """Launches what computes the states from which the segments of `cut` start, and returns these.
+
+    tokens : as in `launch_forward`
+    first_args : the arguments of the gradients' first walk, if that is cut, too: then this also computes the gradients
+        of states from which its segments start
+    """
     (q, k, v, g, beta), kernel = tokens, cut.summary
-    F, starts = memory_of_segments(draft, shape, 1, FLOAT32)
+    F, starts = memory_of_segments(draft, shape, 1 if first_args is None else 2, FLOAT32)
     forgets = draft.empty((shape.B * shape.count, shape.H), np.dtype(np.int64))
     draft.launch(
         kernel,
@@ -234,6 +247,9 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized):
         forgets=forgets,
         P=cut.segments,
     )
+    if first_args is not None:
+        blocks = all_heads(shape) * cut.first_summary.grid(shape.V)
+        draft.launch(cut.first_summary, blocks, **first_args, starts=starts)
     if cut.segments > 2:
         join_segments(draft, F, starts, cut.segments, forgets)
     return starts
@@ -283,19 +299,51 @@ def token_args(q, g, beta, shape, scale, normalized, transposed=False) -> dict:
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 class ScalarGradientCut(ScalarCut):
-    """How the second walk of Hopper's own kernels of gradients is cut, which goes forwards; the first takes sequences
-    whole."""
+    """How the walks of Hopper's own kernels of gradients are cut: the second one, forwards in time, into `segments`;
+    the first, backwards in time, into `first_segments`, which are as many, or 1 if whole sequences are faster."""
 
-    FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first kernel
+    FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first walk
+    FIRST_SUMMARY_TIMES, TWO_FIRST_SUMMARIES_TIME = {64: 1.4, 128: 1.7}, 1.7  # the same without its outputs: estimates
     SECOND_TIME = 5.4  # of a chunk by the second
 
+    def __init__(self, problem, device):
+        super().__init__(problem, device)
+        self.first_segments = min((1, self.segments), key=self.first_time)
+
+    @property
+    def first(self):
+        """The kernel of the first walk."""
+        return self.kernel(DeltaScalarBackwardStatesSm90, self.first_segments)
+
+    @property
+    def first_summary(self):
+        """The kernel of what segments add to the gradients of the states before them."""
+        return replace(self.kernel(DeltaScalarBackwardStatesSm90, self.first_segments - 1), outputs=False)
+
+    @property
+    def second(self):
+        """The kernel of the second walk, whose blocks have all columns."""
+        K, V = self.problem.shape("K V")
+        return DeltaScalarBackwardTokensSm90(self.problem.dtype, TILES[K > PANEL], TILES[V > PANEL])
+
+    def first_time(self, segments) -> float:
+        """An estimate for the first walk, cut into so many segments, and for what summarises these."""
+        V, of_one = self.problem.sizes["V"], self.kernel(DeltaScalarBackwardStatesSm90, segments)
+        of_chunk = self.chunk_time(of_one, segments * of_one.grid(V), self.FIRST_TIMES, self.TWO_FIRST_TIME)
+        time = self.LAUNCH_TIME + ceil_div(self.chunks, segments) * of_chunk
+        if segments == 1:
+            return time
+        summary, times = (
+            self.kernel(DeltaScalarBackwardStatesSm90, segments - 1),
+            (self.FIRST_SUMMARY_TIMES, self.TWO_FIRST_SUMMARIES_TIME),
+        )
+        of_summary = self.chunk_time(summary, (segments - 1) * summary.grid(V), *times)
+        return time + self.summary_time(segments, of_summary, of_summary)
+
     def outputs_time(self, segments):
-        N, H, V = self.problem.shape("N H V")
-        first = self.kernel(DeltaScalarBackwardStatesSm90, 1)
-        of_first = self.chunk_time(first, first.grid(V), self.FIRST_TIMES, self.TWO_FIRST_TIME)
-        rounds = ceil_div(N * H * segments, self.device.multiprocessors)
-        of_second = ceil_div(self.chunks, segments) * rounds * self.SECOND_TIME
-        return 2 * self.LAUNCH_TIME + self.chunks * of_first + of_second
+        rounds = ceil_div(self.problem.sizes["N"] * self.problem.sizes["H"] * segments, self.device.multiprocessors)
+        of_second = self.LAUNCH_TIME + ceil_div(self.chunks, segments) * rounds * self.SECOND_TIME
+        return min(self.first_time(1), self.first_time(segments)) + of_second
 
 
 class ScalarGradientsOnHopper:
@@ -306,82 +354,69 @@ class ScalarGradientsOnHopper:
     # In microseconds, fitted to an H200: what the kernels of every card take beyond `pass_time`.
     CALL_TIME, LAST_TIME = 50.0, 10.0  # of a call; of a chunk on one multiprocessor
 
-    @staticmethod
-    def why_not(problem, device) -> str | None:
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+
+    @cached_property
+    def cut(self):
+        """How the walks are cut."""
+        return ScalarGradientCut(self.problem, self.device)
+
+    def why_not(self) -> str | None:
+        """Why these kernels cannot compute the gradients, or not as fast as others; None if they can."""
+        problem, device = self.problem, self.device
         if reason := why_not_on_hopper(problem, device):
             return reason
-        (N, H, V), way = problem.shape("N H V"), ScalarGradientsOnHopper
+        N, H, V = problem.shape("N H V")
         if V > TILES[-1]:
             return f"V={V} is over {TILES[-1]}"
-        cut = CutInChunks(problem, device, gradient=True)
-        own = ScalarGradientCut(problem, device)
-        last = way.CALL_TIME + N * H * cut.chunks / device.multiprocessors * way.LAST_TIME
-        if own.time(own.segments) > cut.pass_time + last:
+        others = CutInChunks(problem, device, gradient=True)
+        last = self.CALL_TIME + N * H * others.chunks / device.multiprocessors * self.LAST_TIME
+        if self.cut.time(self.cut.segments) > others.pass_time + last:
             return "few heads of long sequences are faster by the kernels of every card"
         return None
 
-    def __init__(self, problem, device, do, dht):
-        self.problem, self.device, self.draft = problem, device, Draft()
-        do, self.dht = self.draft.cotangents(problem, do, dht)
-        self.do = self.draft.mapped(do, "do")
-
-    def plan(self):
-        problem, draft = self.problem, self.draft
+    def plan(self, do, dht):
+        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them."""
+        problem, draft, cut = self.problem, Draft(), self.cut
         given, x = problem.arrays, SimpleNamespace(**{name: draft.mapped(problem[name], name) for name in "qkv"})
         x.g, x.beta, x.initial = given.get("g"), problem["beta"], draft.initial(problem)
+        do, x.dht = draft.cotangents(problem, do, dht)
+        x.do = draft.mapped(do, "do")
         gradients = SimpleNamespace(**{name: draft.like(array) for name, array in given.items()})
         gradients.h0 = draft.gradient_of_state(problem)
-        cut, chunk = ScalarGradientCut(problem, self.device), DeltaScalarForwardSm90.CHUNK
-        shape, segments = (draft.shape(problem, spans=spans, chunk=chunk) for spans in (None, cut.spans(chunk)))
-        how = {"normalized": problem.options.get("qk_l2norm", False)}
-        if cut.segments > 1:
-            tokens = x.q, x.k, x.v, x.g, x.beta
-            starts = launch_starts(draft, cut, tokens, segments, x.initial, how["normalized"])
-            how |= {"segments": segments, "P": cut.segments, "starts": starts}
-        kernel = launch_backward(
-            draft, x, self.do, self.dht, gradients, shape, problem.scale, self.device.multiprocessors, **how
-        )
+        chunk = DeltaScalarForwardSm90.CHUNK
+        whole, segments = (draft.shape(problem, spans=spans, chunk=chunk) for spans in (None, cut.spans(chunk)))
+        normalized = problem.options.get("qk_l2norm", False)
+        launch_backward(draft, cut, x, gradients, whole, segments, problem.scale, normalized)
         results = tuple(getattr(gradients, name) for name in given), draft.stored_gradient(problem, gradients.h0)
-        return draft.plan(results, tiles=kernel.tiles | cut.tiles)
+        return draft.plan(results, tiles=cut.second.tiles | cut.tiles)
 
 
-def launch_backward(
-    draft,
-    x,
-    do,
-    dht,
-    gradients,
-    shape,
-    scale,
-    multiprocessors,
-    normalized=False,
-    segments=None,
-    starts=None,
-    P=1,
-):
-    """Launches the two kernels of gradients, and the sums and casts of what they write. Returns the second kernel.
+def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized=False):
+    """Launches the two kernels of gradients, before them what computes the states and gradients from which segments
+    start, and after them the sums and casts of what they write.
 
-    x : q, k, v, g or None, beta, initial; the heads of `shape` are those of v
+    x : q, k, v, g or None, beta, initial, do, dht
     gradients : the memory for their gradients by name, and h0, or None
-    segments, starts : the shape of P segments for each sequence, and the states from which they start; None if
-        sequences are not cut
+    whole, segments : the shapes of sequences, and of the segments of `cut`; their heads are those of v
     """
-    dtype, (T, K, V) = x.q.dtype, (shape.T, shape.K, shape.V)
-    last = DeltaScalarBackwardTokensSm90(dtype, TILES[K > PANEL], TILES[V > PANEL])
-    few_blocks = all_heads(shape) * ceil_div(V, PANEL) <= multiprocessors
-    first = DeltaScalarBackwardStatesSm90(dtype, last.BK, PANEL if few_blocks else last.BV)
-    args = token_args(x.q, x.g, x.beta, shape, scale, normalized)
-    chunks = shape.B * shape.H * (T // last.CHUNK + shape.count)
+    first, last, dtype, (T, K, V) = cut.first, cut.second, x.q.dtype, (whole.T, whole.K, whole.V)
+    args = token_args(x.q, x.g, x.beta, whole, scale, normalized)
+    chunks = whole.B * whole.H * (T // last.CHUNK + whole.count)
     states = draft.empty((1, 1, chunks * last.BV, last.BK), dtype)
-    draft.launch(
-        first,
-        all_heads(shape) * ceil_div(V, first.BV),
-        **mapped(first, q=x.q, k=x.k, do_=do, dv=gradients.v),
-        **args,
-        state_gradients=TensorMap(states, PANEL, 16, swizzled=True),
-        dht=dht,
-        dh0=gradients.h0,
-    )
+    first_shape, starts = segments if cut.first_segments > 1 else whole, None
+    first_args = args | {
+        **mapped(first, q=x.q, k=x.k, do_=x.do, dv=gradients.v),
+        "shape": first_shape,
+        "state_gradients": TensorMap(states, PANEL, 16, swizzled=True),
+        "dht": x.dht,
+        "P": cut.first_segments,
+    }
+    if cut.segments > 1:
+        tokens, args_if_cut = (x.q, x.k, x.v, x.g, x.beta), first_args if cut.first_segments > 1 else None
+        starts = launch_starts(draft, cut, tokens, segments, x.initial, normalized, args_if_cut)
+    draft.launch(first, all_heads(first_shape) * first.grid(V), **first_args, dh0=gradients.h0, starts=starts)
 
     def in_float32(name):
         """The memory of a scalar's gradient as the kernel writes it."""
@@ -390,17 +425,17 @@ def launch_backward(
 
     scalars = {name: in_float32(name) for name in ("beta", "g")}
     grouped = args["group"] > 1
-    parts = draft.empty((2, shape.B, shape.H, T, K), FLOAT32) if grouped else None
+    parts = draft.empty((2, whole.B, whole.H, T, K), FLOAT32) if grouped else None
     draft.launch(
         last,
-        all_heads(segments or shape),
-        **mapped(last, q=x.q, k=x.k, v=x.v, do_=do, dv=gradients.v, dq=gradients.q, dk=gradients.k),
-        **args | {"shape": segments or shape},
+        all_heads(segments),
+        **mapped(last, q=x.q, k=x.k, v=x.v, do_=x.do, dv=gradients.v, dq=gradients.q, dk=gradients.k),
+        **args | {"shape": segments},
         **{f"d{name}": None if array is None else array[..., None] for name, array in scalars.items()},
         state_gradients=TensorMap(states, PANEL, PANEL, swizzled=True),
         initial=x.initial,
         starts=starts,
-        P=P,
+        P=cut.segments,
         parts=parts,
     )
     for part, name in enumerate("qk" if grouped else ""):
@@ -408,4 +443,3 @@ def launch_backward(
     for name, array in scalars.items():
         if array is not None and array is not getattr(gradients, name):
             draft.copy(array, getattr(gradients, name))
-    return last

@@ -17,7 +17,8 @@ share:
 - prepared: one struct for every chunk, of `prepared_bytes`: what the chunk does to a state
 - starts, P: the states from which segments start, and the number of segments of a sequence
 - F: the matrix [K, K] by which a segment multiplies the state; null: not wanted
-- chunk_states: the states before all chunks, and the gradients of the states after them
+- chunk_states: the states before all chunks; state_gradients: the gradients of the states after them. One array, if
+  the kernel has no argument state_gradients
 - parts: terms of dq, dk and other gradients, which `DeltaSumParts` adds up
 - normalized: whether the kernel divides the rows of q and k by their lengths
 - bytes: the largest of 16, 8, 4 and 2 of which all rows' addresses and lengths are multiples
@@ -31,9 +32,10 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
-from .gated_kernels import TILES, channels
-from .kernel import DOUBLE, Kernel, TiledKernel, padded
-from .plan import FLOAT32, ceil_div
+from .arithmetic import ceil_div, padded
+from .gated_kernels import SMALL_SIZES, TILES, channels
+from .kernel import DOUBLE, Kernel, TiledKernel
+from .plan import FLOAT32
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
@@ -87,7 +89,7 @@ class DeltaDplrPrepare(DeltaPrepare):
 
     file = "delta/dplr_prepare"
     arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
-    shared = ("Shared<{dtype}, {gate}, {BK}>",)
+    shared = ("DplrChunk<{dtype}, {gate}, {BK}>",)
 
 
 class Walk(ChunkKernel, TiledKernel):
@@ -103,14 +105,15 @@ class Walk(ChunkKernel, TiledKernel):
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state
 
     @classmethod
-    def fitting(cls, dtype, K, V, rule, walks, device):
+    def fitting(cls, dtype, K, V, rule, walks, device, **fields):
         """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
         the card, else 64, and three stages; if these do not fit in shared memory, two stages, and then 64 columns. In
-        float32 it has two stages at most: two blocks of 64 columns and channels then share a multiprocessor."""
+        float32 it has two stages at most: two blocks of 64 columns and channels then share a multiprocessor. `fields`:
+        those of the derived class."""
         BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
         BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2))[dtype == FLOAT32 :]
-        kernels = [cls(dtype, BK, width, rule == DPLR, stages) for width, stages in sizes]
+        kernels = [cls(dtype, BK, width, rule == DPLR, stages, **fields) for width, stages in sizes]
         return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
@@ -138,16 +141,44 @@ class DeltaScan(Walk):
     directions: ClassVar[int] = 1
 
 
+class DeltaDplrForward(ChunkKernel):
+    """`DeltaDplrPrepare` and `DeltaScan` in one launch, for half-precision data of few heads of at most BK channels:
+    the first `walks` blocks go over chunks while the others prepare them. ready: zeros, a number for each chunk."""
+
+    file = "delta/dplr_forward"
+    arguments = members(
+        "rows q k a b v g o, rows? initial final, pointers? starts F, pointers prepared ready, shape, integers P, "
+        "reals scale w_scale, integers walks bytes"
+    )
+    shared = ("Shared<{dtype}, {gate}, {BK}, {STAGES}>",)
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int = 64
+    STAGES: int = 2
+
+    @property
+    def threads(self):
+        return 2 * self.BK
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BK, "chunk": Walk.CHUNK}
+
+
 class DeltaBackwardStates(Walk):
     """The walks in both directions: the states before all chunks, the gradients of the states after them, each token's
-    `residual` (v minus what its key reads) and its gradient, and dv."""
+    `residual` (v minus what its key reads) and its gradient, and dv. Or those of one direction, for RWKV-7: "FORWARDS"
+    in the call itself, which it gives o and the final states, and "BACKWARDS" in its pullback."""
 
     file = "delta/backward_states"
     arguments = members(
-        "rows v do_, rows? initial dht dh0 dv residual dresidual, pointers? chunk_states starts F, pointers prepared, "
-        "shape, integers P, reals scale, integers bytes"
+        "rows? v do_ initial dht final dh0 o dv residual dresidual, pointers? chunk_states starts F, "
+        "pointers prepared, shape, integers P, reals scale, integers bytes"
     )
+    shared = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
+    DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "FORWARDS", "BACKWARDS")  # the possible `of`
     directions: ClassVar[int] = 2
+    of: str = DIRECTIONS[0]
 
     @staticmethod
     def padded_columns(V) -> int:
@@ -204,7 +235,8 @@ class DplrBackwardChunks(ChunkKernel):
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
-        "rows q a k b do_ du v u g, pointers chunk_states, rows dq dk da db dg, shape, reals scale, integers bytes"
+        "rows q a k b do_ du v u g, pointers chunk_states state_gradients, rows dq dk da db dg, shape, reals scale, "
+        "integers bytes"
     )
     shared = ("Shared<{dtype}, {gate}>",)
     constants: ClassVar[tuple] = (("TILE", "TILE"),)
@@ -228,7 +260,8 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
     file = "delta/kda_backward_chunks"
     arguments = members(
-        "rows q k do_ w e g beta, pointers chunk_states, pointers? parts, rows? dq dk, rows dg dbeta, shape, "
+        "rows q k do_ w e g beta, pointers chunk_states state_gradients, pointers? parts, rows? dq dk, "
+        "rows dg dbeta, shape, "
         "integers group, reals scale, integers normalized bytes"
     )
 
@@ -281,6 +314,27 @@ class DeltaRecurrentForward(DeltaKernel):
     @property
     def tiles(self):
         return {"BK": self.BK, "BV": self.BV}
+
+
+class DeltaSmallForward(DeltaKernel):
+    """o and final states, for heads of at most D channels and columns: a block has `heads` of them."""
+
+    file = "delta/small_forward"
+    arguments = COMMON_ARGUMENTS + members("rows o, rows? final")
+    shared = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
+    D: int
+
+    @property
+    def resident(self):
+        return 4 if self.D == SMALL_SIZES[0] else 3
+
+    @property
+    def heads(self):
+        return 64 // self.D * self.threads // 32
+
+    @property
+    def tiles(self):
+        return {"BK": self.D, "BV": self.D, "heads": self.heads}
 
 
 class DeltaRecurrentBackward(DeltaKernel):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .arithmetic import ceil_div
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -29,7 +30,7 @@ from .delta_kernels import (
     DeltaScan,
 )
 from .gated_kernels import TILES, channels
-from .plan import FLOAT32, ceil_div
+from .plan import FLOAT32
 
 
 def chunk_kernels(problem, device, gradient, segments=1):
@@ -97,6 +98,12 @@ class CutInChunks(SegmentCut):
         first_walk = walk_time((segments - 1) * tiles_of_V + (segments - 2) * tiles_of_F)
         joining = (segments - 2) * self.SEGMENT_TIME + self.LAUNCHES_TIME
         return walk_time(segments * tiles_of_V) + first_walk + joining
+
+    def walk_of(self, direction):
+        """The walk for gradients in one direction, of sequences that are not cut."""
+        N, H, K, V = self.problem.shape("N H K V")
+        rule = rule_of(self.problem.op)
+        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, N * H, self.device, of=direction)
 
     @property
     def pass_time(self) -> float:

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members, structs
+from .arithmetic import ceil_div
 from .kernel import Kernel
-from .plan import ceil_div
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

@@ -22,10 +22,11 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
+from .arithmetic import ceil_div
 from .elementwise_kernels import FeatureMap, sum_arrays
 from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
-from .plan import Draft, ceil_div
+from .plan import Draft
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

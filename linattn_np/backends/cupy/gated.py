@@ -7,9 +7,10 @@ The modes of a call: "recurrent" goes token by token, "chunk" in chunks, "staged
 from __future__ import annotations
 
 from . import float64, gated_backward, gated_forward, stages
+from .arithmetic import ceil_div
 from .gated_kernels import CHANNELS, Recurrent, channels, read_order
 from .kernel import CTYPES, DOUBLE, no_kernels
-from .plan import Draft, ceil_div, mode_of
+from .plan import Draft, mode_of
 
 
 def unsupported(problem) -> str | None:

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 
 from ...problem import Problem
 from . import aligned_copies, segments
+from .arithmetic import ceil_div
 from .backward_tiles import DraftOfTiles, StateTile, tiles_of
 from .elementwise_kernels import sum_arrays
 from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
-from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
+from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, common_bytes
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 from functools import cached_property
 
 from . import aligned_copies, segments
+from .arithmetic import ceil_div
 from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideOperands, ScanSegments, read_order
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes
+from .plan import FLOAT32, Draft, TensorMap, common_bytes
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE
 

@@ -19,8 +19,9 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import members
+from .arithmetic import ceil_div
 from .kernel import GatedKernel, Kernel, TiledKernel
-from .plan import FLOAT32, ceil_div
+from .plan import FLOAT32
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

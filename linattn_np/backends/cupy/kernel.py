@@ -11,7 +11,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import pack
-from .plan import ceil_div
+from .arithmetic import ceil_div
 from .source import root
 
 CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
@@ -32,11 +32,6 @@ def cpp_text(value) -> str:
 def no_kernels(dtype, dtypes) -> str | None:
     """What `explain` prints if the kernels, which exist for `dtypes`, cannot compute `dtype`; None if they can."""
     return None if dtype in dtypes else f"no {dtype} kernels; it has {', '.join(map(str, dtypes))}"
-
-
-def padded(size: int, to: int) -> int:
-    """`size` rounded up to a multiple of `to`."""
-    return ceil_div(size, to) * to
 
 
 RESERVED = 1024  # bytes of shared memory that the driver reserves for every block

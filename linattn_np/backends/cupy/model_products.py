@@ -21,8 +21,9 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members, structs
+from .arithmetic import ceil_div
 from .kernel import HALF, INT8, ModelKernel
-from .plan import Draft, TensorMap, ceil_div
+from .plan import Draft, TensorMap
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

@@ -19,13 +19,10 @@ from numpy.lib.stride_tricks import as_strided
 
 from ...contract import CHUNK
 from ...summary import Transition
+from .arithmetic import ceil_div
 
 FLOAT32 = np.dtype(np.float32)
 LARGE_BYTES = 1 << 20  # a copy of so many bytes takes much longer than the launch of a kernel
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from __future__ import annotations
 from math import prod
 
 from .arguments import members
+from .arithmetic import ceil_div
 from .kernel import Kernel
-from .plan import FLOAT32, Array, ceil_div
+from .plan import FLOAT32, Array
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

@@ -28,8 +28,9 @@ from ...array_kinds import BFLOAT16
 from ...problem import Problem
 from . import PLANNERS
 from .arguments import members
-from .kernel import HALF, INT8, ModelKernel, padded
-from .plan import FLOAT32, Array, Draft, ceil_div
+from .arithmetic import ceil_div, padded
+from .kernel import HALF, INT8, ModelKernel
+from .plan import FLOAT32, Array, Draft
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
@@ -386,8 +387,8 @@ class ShiftMix(ModelKernel):
 
 
 class Openings(ModelKernel):
-    """The MATRICES quantities of a token that products of low rank compute from its channels: w, the log of the decay;
-    and, for RWKV-7 alone, three `openings` in dtype Y: the learning rate, the gate, and the share of the first layer's
+    """The MATRICES quantities of a token that products of low rank compute from its channels, in dtype Y: w, the log of
+    the decay; and, for RWKV-7 alone, three `openings`: the learning rate, the gate, and the share of the first layer's
     value. Their ranks are W, A, G and Q; all matrices have R rows."""
 
     file = "rwkv6/openings"
@@ -412,7 +413,7 @@ class Openings(ModelKernel):
 
     @classmethod
     def of_prompt(cls, dtype, matrices):
-        return cls(dtype, dtype, 2, 2, matrices)
+        return cls(dtype, FLOAT32 if matrices == 1 else dtype, 2, 2, matrices)
 
     def blocks(self, tokens, D) -> int:
         return self.MATRICES * low_rank_blocks(self.TILES, tokens, D)

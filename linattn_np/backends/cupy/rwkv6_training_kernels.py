@@ -19,8 +19,8 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members, structs
+from .arithmetic import ceil_div
 from .kernel import Kernel
-from .plan import ceil_div
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
@@ -76,6 +76,10 @@ class TokenKernel(Kernel):
     def threads(self):
         return self.THREADS
 
+    @property
+    def resident(self):
+        return max(1, 1024 // self.THREADS)
+
 
 class Elementwise(Kernel):
     """The base of kernels whose threads compute eight elements of an array."""
@@ -85,27 +89,29 @@ class Elementwise(Kernel):
 
 
 class AddNorm(TokenKernel):
-    """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": it is the array `first`;
-    "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is none, y =
-    x."""
+    """y = x + dropout(change), xx = LayerNorm(y), and C plain mixes of xx. `change` is one of CHANGES: "Added": it is
+    the array `first`; "Gated": sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept":
+    there is none, y = x."""
 
     file = "training/add_norm"
     arguments = (
-        *members("pointers x first value table token_ids weight bias y moments xx, integers T_ D"),
+        *members("pointers x first value table token_ids weight bias y moments xx maa mixed, integers tokens T_ D"),
         *DROPOUT,
         *members("reals eps"),
     )
     shared = ("Shared<{THREADS} / 32>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
+    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
+    C: int
 
 
 class MixForward(Elementwise):
-    """The C mixes of all tokens."""
+    """The C mixes of all tokens, with weights that depend on the data."""
 
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, integers tokens T_ D")
-    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5, 6)  # the possible C
+    MIXES: ClassVar[tuple[int, ...]] = (5,)  # the possible C
     C: int
 
 
@@ -118,12 +124,12 @@ class MixBackward(TokenKernel):
 
 
 class NormBackward(TokenKernel):
-    """The gradients of `AddNorm` and of C mixes (`MixForward` without m) that follow it."""
+    """The gradients of `AddNorm`."""
 
     file = "training/norm_backward"
     arguments = (
         *members(
-            "pointers dxx dd dmixed maa xx x moments weight dy dx first value dfirst dvalue parts, "
+            "pointers dxx dd dmixed maa x moments weight bias dy dx first value dfirst dvalue parts, "
             "integers tokens T_ D tokens_per_block"
         ),
         *DROPOUT,
@@ -133,6 +139,10 @@ class NormBackward(TokenKernel):
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
     C: int
+
+    @property
+    def resident(self):
+        return 4 if self.THREADS <= 64 else max(1, (288 if self.C == 6 else 384) // self.THREADS)
 
 
 class GatedNormBackward(TokenKernel):
@@ -190,6 +200,10 @@ class KeysBackward(OfHeads):
     )
     PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`
 
+    @property
+    def resident(self):
+        return {1: 7, 2: 4, 4: 2}[self.PAIRS]
+
 
 class BonusNormBackward(OfHeads):
     """The gradients of `rwkv6_model_kernels.GatedNorm` with BONUS, but for those of r, key and v, which `KeysBackward`
@@ -200,6 +214,10 @@ class BonusNormBackward(OfHeads):
         "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, integers tokens H N tokens_per_block, "
         "reals eps"
     )
+
+    @property
+    def resident(self):
+        return 10 // self.PAIRS
 
 
 class LogDecayForward(Elementwise):

@@ -11,7 +11,8 @@ import numpy as np
 
 from . import rwkv6_model_kernels as rwkv6
 from .arguments import members
-from .kernel import INT8, ModelKernel, padded
+from .arithmetic import padded
+from .kernel import INT8, ModelKernel
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

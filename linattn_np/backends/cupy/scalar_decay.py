@@ -18,6 +18,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_backward, segments
+from .arithmetic import ceil_div
 from .backward_tiles import DraftOfTiles, tiles_of
 from .elementwise_kernels import (
     FEATURE_MAPS,
@@ -31,7 +32,7 @@ from .elementwise_kernels import (
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div
+from .plan import FLOAT32, Draft, TensorMap, aligned16
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
 

@@ -26,6 +26,7 @@ from math import inf
 from typing import Any
 
 from ...array_kinds import BFLOAT16
+from .arithmetic import ceil_div
 from .gated_kernels import (
     CLUSTER_SPLIT_K,
     CLUSTER_SPLIT_V,
@@ -55,17 +56,7 @@ from .gated_kernels import (
     GatedWideOperands,
     read_order,
 )
-from .plan import (
-    FLOAT32,
-    aligned16,
-    are_large,
-    ceil_div,
-    common_bytes,
-    has_rows,
-    mappable,
-    mappable_either_way,
-    token_arrays,
-)
+from .plan import FLOAT32, aligned16, are_large, common_bytes, has_rows, mappable, mappable_either_way, token_arrays
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 
 # -- constants ---------------------------------------------------------------------------------------------------------

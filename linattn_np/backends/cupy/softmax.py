@@ -19,9 +19,10 @@ import numpy as np
 from ... import varlen
 from . import softmax_tiles
 from .arguments import members
+from .arithmetic import ceil_div
 from .gated_kernels import SM90
 from .kernel import FLOATS, HALF, Kernel, no_kernels
-from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
+from .plan import Array, Draft, TensorMap, aligned16, mappable
 from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
 # How a class describes its kernel:
@@ -288,7 +289,7 @@ def plan_vjp(problem, device, do, dht, saved):
     return draft.plan((tuple(results), None), tiles=attention.tiles)
 
 
-def saved(problem) -> tuple[tuple, ...]:
+def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what `plan` saves."""
     return (problem.shape("B H T V"), problem.dtype), (problem.shape("B H T"), problem.compute_dtype)
 

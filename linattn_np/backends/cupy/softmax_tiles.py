@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .plan import ceil_div
+from .arithmetic import ceil_div
 
 WORK = (  # the members of the kernels' struct `Work`, int32, in its order
     "batch head start tokens other_start other_length diagonal first_tile tiles statistics_chunk output_batch ds_index"

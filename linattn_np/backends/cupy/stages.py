@@ -16,9 +16,10 @@ import numpy as np
 
 from ...contract import SUB_CHUNK
 from .arguments import members
+from .arithmetic import ceil_div
 from .gated_kernels import CHANNELS, channels
 from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
-from .plan import Array, Draft, ceil_div, common_bytes
+from .plan import Array, Draft, common_bytes
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

@@ -18,10 +18,11 @@ import numpy as np
 from ...declarations import DELTA_RULE_STEPS, MOST_PENDING
 from . import delta
 from .arguments import members
+from .arithmetic import ceil_div
 from .delta_kernels import DPLR, DeltaStep
 from .gated_kernels import channels, read_order
 from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
-from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
+from .plan import FLOAT32, Draft, aligned16, has_rows
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)

@@ -15,6 +15,7 @@ import numpy as np
 
 from . import float64, gated, gated_backward, segments
 from .arguments import members
+from .arithmetic import ceil_div
 from .gated_forward import PortableForward
 from .gated_kernels import (
     CHANNELS,
@@ -28,7 +29,7 @@ from .gated_kernels import (
     channels,
 )
 from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
-from .plan import FLOAT32, Draft, aligned16, ceil_div
+from .plan import FLOAT32, Draft, aligned16
 from .segments import PORTABLE
 
 # How a class describes its kernel:

@@ -17,7 +17,7 @@ from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
 from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, RWKV7, RWKV7_STEP, STAGES, STEPS
 from ..cupy import ordinal, peak_bandwidth
-from ..cupy.plan import ceil_div
+from ..cupy.arithmetic import ceil_div
 from . import kernels
 from .runtime import launch
 

@@ -28,10 +28,11 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...backends.cupy import model_products
 from ...backends.cupy import rwkv6_model_kernels as kernels
+from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.execute import CompiledPlan, describe_parts
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
-from ...backends.cupy.plan import Array, Draft, Plan, caller_array, ceil_div
+from ...backends.cupy.plan import Array, Draft, Plan, caller_array
 from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
 from . import names

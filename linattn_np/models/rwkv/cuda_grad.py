@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
-from ...backends.cupy.plan import FLOAT32, ceil_div
+from ...backends.cupy.arithmetic import ceil_div
+from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
 from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 
-# Threads per multiprocessor in kernels that sum over tokens. More blocks would hide latency better, but each block
-# writes a row of partial sums, which another kernel must add up.
-THREADS_PER_MULTIPROCESSOR = 1024
+# The most bytes of a product to which an activation is applied at once: half of an H200's L2, where the activation then
+# finds it. A product of larger slices comes back from memory, one of smaller slices leaves more multiprocessors idle.
+SLICE_BYTES = 24 << 20
 
 
 def loss(version, mix_classes, weights, tokens, products, dropout, recompute=False, cut=WHOLE):
@@ -44,16 +45,14 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
             if recompute and blocks:
                 blocks[-1].forget()
             blocks.append(block)
-    x, moments, xx = step.add_norm(x, change, weights.ln_out)
+    x, moments, (xx, _) = step.add_norm(x, change, weights.ln_out)
     logits = step.product(xx, weights.head)
     value = step.cross_entropy(logits)
 
     def pull(gradients, layer_done=lambda i: None):
         step.weight_gradient(xx, logits, gradients.head)  # `cross_entropy` wrote their gradient to `logits`
         head_gradients = InputGradients(dxx=step.product(logits, transposed(weights.head)))
-        dx, dchange = step.norm_backward(
-            x, moments, None, head_gradients, None, change, weights.ln_out, gradients.ln_out
-        )
+        dx, dchange = step.norm_backward(x, moments, head_gradients, None, change, weights.ln_out, gradients.ln_out)
         while blocks:  # a block's arrays are freed after its pullback; dchange: the gradients of its result
             block = blocks.pop()
             layer_gradients = gradients.layers[block.layer]
@@ -64,7 +63,6 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
             dx, dchange = step.norm_backward(
                 block.x,
                 block.moments,
-                block.xx,
                 pulled,
                 dx,
                 previous_change,
@@ -116,17 +114,21 @@ class InputGradients:
 class Mix:
     """The time mix or channel mix of a layer. `forward` stores the arrays that `pull`, called later, needs.
 
-    NORM : the name of the layer norm before the mix
+    NORM, MIX : the names of the layer norm before the mix, and of the weights of the plain mixes that follow it
+    TAKES_XX : whether `forward` needs the normed input itself, too
     layer : a layer of `Layout.tree`, a namespace of weights
     """
 
     NORM: str
+    MIX: str
+    TAKES_XX = False
 
     def __init__(self, step: TrainingStep, layer):
         self.step, self.layer = step, layer
 
-    def forward(self, xx, previous_xx, site) -> Change:
-        """The term of the residual, from the normed input `xx` and `TrainingStep.previous_rank_xx`."""
+    def forward(self, mixed, xx, previous_xx, site) -> Change:
+        """The term of the residual, from the plain mixes [n, tokens, D] (of one mix [tokens, D]), the normed input `xx`
+        if it takes that, and `TrainingStep.previous_rank_xx`."""
         raise NotImplementedError
 
     def pull(self, dchange, grads) -> InputGradients:
@@ -149,21 +151,25 @@ class Block:
 
     def forward(self, x, change):
         """(the residual x + `change`, the mix's `Change`, which the next norm adds)."""
-        self.x, self.moments, self.xx = self.step.add_norm(x, change, self.norm)
-        self.previous_xx = self.step.previous_rank_xx(self.xx)
-        self.change = self.mix.forward(self.xx, self.previous_xx, self.site)
+        step, maa = self.step, getattr(self.mix.layer, self.mix.MIX)
+        takes_xx = self.mix.TAKES_XX or step.cut is not WHOLE
+        self.x, self.moments, (xx, mixed) = step.add_norm(x, change, self.norm, maa, takes_xx)
+        if not hasattr(self, "previous_xx"):  # else what another rank has sent before
+            self.previous_xx = None if xx is None else step.previous_rank_xx(xx)
+        if self.previous_xx is not None:
+            step.mix_first_tokens(mixed, xx, self.previous_xx, maa)
+        self.change = self.mix.forward(mixed, xx, self.previous_xx, self.site)
         return self.x, self.change
 
     def forget(self):
-        """Drops the arrays that `forward_again` computes from the residual: xx, the change, and those in the mix."""
-        self.xx = self.change = None
+        """Drops the arrays that `forward_again` computes from the residual: the change, and those in the mix."""
+        self.change = None
         self.mix = type(self.mix)(self.step, self.mix.layer)
 
     def forward_again(self):
         """Computes again the arrays that `forget` has dropped."""
-        if self.xx is None:
-            _, self.moments, self.xx = self.step.add_norm(self.x, Change("Kept"), self.norm)
-            self.change = self.mix.forward(self.xx, self.previous_xx, self.site)
+        if self.change is None:
+            self.forward(self.x, Change("Kept"))
 
 
 def transposed(w):
@@ -191,9 +197,6 @@ class TrainingStep:
         self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
         self.first_v_gradient: Any = None  # the sum of those layers' gradients of it, in float32
         self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
-        most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
-        self.tokens_per_block = ceil_div(self.tokens, most_blocks)  # in kernels that sum over tokens
-        self.blocks = ceil_div(self.tokens, self.tokens_per_block)
 
     # -- products --
     def product(self, x, w, out=None, add=False):
@@ -205,14 +208,36 @@ class TrainingStep:
         """Writes x^T dy, the gradient of w in the product x w, to `out`."""
         self.products.matmul(transposed(x), dy, out)
 
+    def activated_product(self, kind, x, w):
+        """The activation `kind` of x w, in slices of tokens."""
+        y = self.empty(self.tokens, w.shape[-1])
+        for part in self.slices(y):
+            self.activated(kind, self.product(x[part], w, y[part]))
+        return y
+
+    def product_through_activation(self, kind, dy, w, y):
+        """The pullback of `activated` for dy w, in slices of tokens; y is the activation's result."""
+        dx = self.empty(*y.shape)
+        for part in self.slices(y):
+            self.activation_backward(kind, self.product(dy[part], w, dx[part]), y[part])
+        return dx
+
+    def slices(self, y):
+        """The slices of the tokens of y that have at most SLICE_BYTES, of whole tiles of a product."""
+        tile = 128
+        length = max(tile, SLICE_BYTES // y.strides[0] // tile * tile)
+        return [slice(first, first + length) for first in range(0, self.tokens, length)]
+
     # -- forwards --
-    def add_norm(self, x, change, norm):
-        """(y, moments, xx): the residual y = x + change, mean and 1 / deviation of its rows, its layer norm."""
+    def add_norm(self, x, change, norm, maa=None, wants_xx=True):
+        """(y, moments, (xx, mixed)): the residual y = x + change, mean and 1 / deviation of its rows, its layer norm or
+        None, and the mixes [n, tokens, D] of that by the weights maa [n, D], or None without these."""
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
-        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D)
-        embedded = change.kind == "Embedded"
+        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D) if wants_xx else None
+        mixed = None if maa is None else self.empty(*maa.shape[:-1], self.tokens, self.D)
+        embedded, mixes = change.kind == "Embedded", 0 if maa is None else maa.size // self.D
         self.run_kernel(
-            kernels.AddNorm(self.dtype, self.threads, change.kind),
+            kernels.AddNorm(self.dtype, self.threads, change.kind, mixes),
             self.tokens,
             x=x,
             first=None if embedded else change.first,
@@ -223,21 +248,27 @@ class TrainingStep:
             y=None if y is x else y,
             moments=moments,
             xx=xx,
+            maa=maa,
+            mixed=mixed,
             drop=self.dropout_argument(change),
             eps=LAYER_NORM_EPS,
         )
-        return y, moments, xx
+        return y, moments, (xx, mixed)
 
-    def mix(self, xx, previous_xx, maa, m=None):
-        """xx + d (maa + m) [n, tokens, D] for maa [n, D] and d = (previous token's xx) - xx; m is [n, tokens, D], or
-        None for 0. `previous_xx` is the result of `previous_rank_xx`."""
+    def mix(self, xx, previous_xx, maa, m):
+        """xx + d (maa + m) [n, tokens, D] for maa [n, D], m [n, tokens, D] and d = (previous token's xx) - xx.
+        `previous_xx` is the result of `previous_rank_xx`."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.dtype, maa.size // self.D)
         self.run_kernel(kernel, self.blocks_for(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
-        if previous_xx is not None:  # the kernel takes 0 before a sequence's first token
-            first_xx, weight = self.first_tokens(xx), maa[..., None, :] + (0 if m is None else self.first_tokens(m))
-            self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * weight
+        if previous_xx is not None:
+            self.mix_first_tokens(mixed, xx, previous_xx, maa, self.first_tokens(m))
         return mixed
+
+    def mix_first_tokens(self, mixed, xx, previous_xx, maa, m=0):
+        """Writes the mixes of sequences' first tokens again, for which the kernels take an xx of 0 before."""
+        first_xx = self.first_tokens(xx)
+        self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * (maa[..., None, :] + m)
 
     def activated(self, kind, x):
         """Applies the activation `kind` to `x`, in place."""
@@ -274,10 +305,10 @@ class TrainingStep:
         return losses.mean()
 
     # -- backwards --
-    def norm_backward(self, x, moments, xx, pulled, dy, change, norm, out):
+    def norm_backward(self, x, moments, pulled, dy, change, norm, out):
         """The pullback of `add_norm`: (the residual's gradient, those of the change's arrays).
 
-        x, moments, xx : the results of `add_norm`; xx is None if `pulled` has no mixes
+        x, moments : the results of `add_norm`
         pulled : the `InputGradients` of xx
         dy : the terms of the residual's gradient that do not pass through the norm, or None; it is overwritten with the
             residual's gradient
@@ -287,18 +318,18 @@ class TrainingStep:
         dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
         gated = change.kind == "Gated"
         dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
-        parts = self.partial_sums(2 + mixes)  # weight, bias, maa
+        kernel = kernels.NormBackward(self.dtype, self.threads, "Gated" if gated else "Added", mixes)
+        parts = self.partial_sums(kernel, 2 + mixes)  # weight, bias, maa
         self.run_kernel(
-            kernels.NormBackward(self.dtype, self.threads, "Gated" if gated else "Added", mixes),
-            self.blocks,
+            kernel,
+            len(parts),
             dxx=pulled.dxx,
             dd=pulled.dd,
             dmixed=pulled.dmixed,
             maa=pulled.maa,
-            xx=xx,
             x=x,
             moments=moments,
-            weight=norm[0],
+            **affine(norm),
             dy=dy,
             dx=dx,
             first=change.first if gated else None,
@@ -314,11 +345,12 @@ class TrainingStep:
         return dx, dchange
 
     def mix_backward(self, dmixed, m, maa, xx, previous_xx, maa_out):
-        """The pullback of `mix` with m: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
-        dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.partial_sums(5)
+        """The pullback of `mix`: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
+        dxx, dd, kernel = self.empty(*xx.shape), self.empty(*xx.shape), kernels.MixBackward(self.dtype, self.threads)
+        parts = self.partial_sums(kernel, 5)
         self.run_kernel(
-            kernels.MixBackward(self.dtype, self.threads),
-            self.blocks,
+            kernel,
+            len(parts),
             dmixed=dmixed,
             m=m,
             maa=maa,
@@ -341,18 +373,20 @@ class TrainingStep:
 
     def log_decay_backward(self, dw, w, out):
         """The pullback of `log_decay`: the gradient of `low`; that of `decay` goes to `out`."""
-        dlow, parts = self.empty(*w.shape), self.partial_sums(1)
         kernel = kernels.LogDecayBackward(self.dtype, self.threads)
-        self.run_kernel(kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts)
+        dlow, parts = self.empty(*w.shape), self.partial_sums(kernel, 1)
+        self.run_kernel(kernel, len(parts), dw=dw, w=w, dlow=dlow, parts=parts)
         self.sum(parts, out)
         return dlow
 
     def gated_norm_backward(self, dy, o, gate, norm, N, out):
         """The pullback of `gated_norm`: the gradients of o and gate; those of the norm's weights go to `out`."""
-        do, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.partial_sums(2)
+        do, dgate = self.empty(*o.shape), self.empty(*o.shape)
+        kernel = kernels.GatedNormBackward(self.dtype, self.threads)
+        parts = self.partial_sums(kernel, 2)
         self.run_kernel(
-            kernels.GatedNormBackward(self.dtype, self.threads),
-            self.blocks,
+            kernel,
+            len(parts),
             dy=dy,
             o=o,
             gate=gate,
@@ -402,9 +436,16 @@ class TrainingStep:
         return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
-    def partial_sums(self, n):
-        """Memory for partial sums: a row of n vectors of D numbers for each block of a kernel."""
-        return self.empty(self.blocks, n * self.D, dtype=FLOAT32)
+    def partial_sums(self, kernel, n, heads=1):
+        """Memory for partial sums: a row of n vectors of D numbers for each block of tokens of a kernel. There are as
+        many as run at the same time: more would be written and added up, fewer would leave multiprocessors idle."""
+        tokens_per_block = ceil_div(self.tokens, max(1, self.at_once(kernel, heads)))
+        return self.empty(ceil_div(self.tokens, tokens_per_block), n * self.D, dtype=FLOAT32)
+
+    def at_once(self, kernel, heads):
+        """The blocks of tokens that run at the same time: blocks of a kernel, or, for several `heads`, a warp each."""
+        blocks = self.device.multiprocessors * kernel.resident
+        return blocks if heads == 1 else blocks * kernel.threads // 32 // heads
 
     def sum(self, parts, first_out, rest_out=None):
         """Sums over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to `rest_out`."""
@@ -415,7 +456,7 @@ class TrainingStep:
             parts=parts,
             first=first_out,
             rest=rest_out,
-            P=self.blocks,
+            P=len(parts),
             columns=columns,
             split=first_out.size,
         )
@@ -436,6 +477,8 @@ class TrainingStep:
     def run_kernel(self, kernel, blocks, **args):
         """Launches a kernel; `args` are the members of its argument struct, except for the step's sizes."""
         # T_: tokens of a sequence; a kernel gets those of the sizes that it has as arguments
-        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "tokens_per_block": self.tokens_per_block}
+        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D}
+        if "tokens_per_block" in kernel.names:
+            sizes["tokens_per_block"] = ceil_div(self.tokens, len(args["parts"]))
         step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
         kernels.launch(self.device, kernel, blocks, **(step_sizes | args))

@@ -6,8 +6,9 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...backends.cupy import rwkv6_model_kernels as kernels
+from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Array, Draft, ceil_div
+from ...backends.cupy.plan import Array, Draft
 from ..matrices import quantised
 from ..quantised import Stored
 

@@ -29,16 +29,16 @@ class TimeMix(Mix):
     o, gate, y : the recurrence's result, the gate, and the gated group norm of o
     """
 
-    NORM = "ln1"
+    NORM, MIX, TAKES_XX = "ln1", "maa_x", True
 
     def __init__(self, step, layer):
         super().__init__(step, layer)
         if (N := layer.bonus.shape[1]) not in HEADS:
             VERSION.refuse(f"head size is {N}, expected one of {', '.join(map(str, HEADS))} for training on cuda")
 
-    def forward(self, xx, previous_xx, site):
+    def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
-        self.xx, self.previous_xx, self.mixed_x = xx, previous_xx, step.mix(xx, previous_xx, layer.maa_x)
+        self.xx, self.previous_xx, self.mixed_x = xx, previous_xx, mixed
         self.low = step.activated("Tanh", step.product(self.mixed_x, layer.maa_down))
         self.m = step.product(split_mixes(self.low), layer.maa_up)
         self.mixed = step.mix(xx, previous_xx, layer.maa, self.m)
@@ -86,13 +86,12 @@ class TimeMix(Mix):
 class ChannelMix(Mix):
     """`math.channel_mix` and its pullback; `hidden` is relu(k)^2, `mixed` the two mixes k r."""
 
-    NORM = "ln2"
+    NORM, MIX = "ln2", "ffn_maa"
 
-    def forward(self, xx, previous_xx, site):
+    def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
-        self.mixed = step.mix(xx, previous_xx, layer.ffn_maa)
-        self.previous_xx = previous_xx
-        self.hidden = step.activated("ReluSquared", step.product(self.mixed[0], layer.ffn_key))
+        self.previous_xx, self.mixed = previous_xx, mixed
+        self.hidden = step.activated_product("ReluSquared", self.mixed[0], layer.ffn_key)
         gate = step.product(self.mixed[1], layer.ffn_receptance)
         return Change("Gated", gate, step.product(self.hidden, layer.ffn_value), site)
 
@@ -100,8 +99,7 @@ class ChannelMix(Mix):
         step, layer = self.step, self.layer
         dgate, dvalue = dchange
         step.weight_gradient(self.hidden, dvalue, grads.ffn_value)
-        dhidden = step.product(dvalue, transposed(layer.ffn_value))
-        step.activation_backward("ReluSquared", dhidden, self.hidden)
+        dhidden = step.product_through_activation("ReluSquared", dvalue, transposed(layer.ffn_value), self.hidden)
         step.weight_gradient(self.mixed[0], dhidden, grads.ffn_key)
         step.weight_gradient(self.mixed[1], dgate, grads.ffn_receptance)
         dmixed = step.empty(2, step.tokens, step.D)

@@ -34,7 +34,7 @@ class MixOperations(cuda_prompts.MixOperations):
             "ffn_key": empty((1, T, F), X),
             "ffn_value": empty((1, T, D), FLOAT32),
         }
-        self.w, self.openings = empty((T, D), FLOAT32), empty((3, T, D), X)
+        self.w, self.openings = empty((T, D), X), empty((3, T, D), X)
 
     @staticmethod
     def carried(decoder, T):
