@@ -224,14 +224,11 @@ __device__ __forceinline__ void prepare_dplr_chunk(DplrChunk<T, G, BK>& s, const
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n)
     *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
-  // A warp makes L' (kind 0), the next N'. Every fourth warp of a multiprocessor has the same scheduler: so these are
-  // warps 0 and 1 of some of the blocks there, and warps 2 and 3 of others.
-  const int kind = int(threadIdx.x >> 5) - 2 * int((blockIdx.x >> 7 ^ blockIdx.x) & 1);
-  if (kind == 0 || kind == 1) {
-    const int lane = own_lane();  // a lane has a column
+  if (threadIdx.x < 64) {
+    const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
     float x[BT], largest = 0.f;
     if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
-    barrier_sync(1, 64);  // of these two warps: weights are in shared memory
+    barrier_sync(1, 64);  // warps 0 and 1: weights are in shared memory
     if (kind)
 #pragma unroll
       for (int i = 0; i < BT; ++i) x[i] = i == lane;
