@@ -216,11 +216,11 @@ class InChunks:
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut, initial = CutInChunks(problem, device), draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
-        most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        if OneLaunch.fits(problem, device, cut, most_bytes):
-            kernel = OneLaunch.add(draft, problem, device, cut, inputs, {"initial": initial, "final": final}, o)
+        if OneLaunch.fits(problem, device, cut):
+            kernel = OneLaunch.add(draft, problem, device, cut, inputs, shape, {"initial": initial, "final": final}, o)
             return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
         head_bytes = B * shape.NC * cut.walk.prepared_bytes
+        most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
         at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
         prepared = draft.empty((at_once * head_bytes,), BYTES)
         # w_scale: a factor of W, the prepared matrix of the outputs; here the walk itself multiplies them by the scale
@@ -261,22 +261,14 @@ class OneLaunch:
     """
 
     LEAST = 8  # chunks of a sequence: fewer are prepared at the same time anyway
-    # In microseconds, estimated for 64 channels on an H200: to prepare a chunk, on one multiprocessor; of a walk
-    PREPARE_TIME, CHUNK_TIME = 3.0, 0.6
 
     @staticmethod
-    def fits(problem, device, cut, most_bytes) -> bool:
-        """Whether this kernel serves a call in chunks, with at most so many bytes of prepared chunks, and is faster
-        than several launches, which may cut sequences."""
-        cls, (B, H) = OneLaunch, problem.shape("B H")
+    def fits(problem, device, cut) -> bool:
+        """Whether this kernel serves a call in chunks."""
         wanted = problem.dtype in HALF and problem.op is declarations.RWKV7 and cut.walk.BK == DeltaDplrForward.BK
-        if not wanted or cut.chunks < cls.LEAST or 2 * cls.walks(problem) > device.multiprocessors:
+        if not wanted or cut.segments > 1 or cut.chunks < OneLaunch.LEAST:
             return False
-        chunks = B * H * int(problem.spans.chunk_bounds(cut.walk.CHUNK)[-1])
-        preparing = chunks * cls.PREPARE_TIME / device.multiprocessors
-        walks_of_cut = cut.time(cut.segments) * cls.CHUNK_TIME / cut.CHUNK_TIME  # of 128 channels
-        faster = max(preparing, cut.chunks * cls.CHUNK_TIME) <= preparing + walks_of_cut
-        return faster and chunks * cut.walk.prepared_bytes <= most_bytes
+        return 2 * OneLaunch.walks(problem) <= device.multiprocessors
 
     @staticmethod
     def walks(problem) -> int:
@@ -285,10 +277,9 @@ class OneLaunch:
         return N * H * ceil_div(V, DeltaDplrForward.BK)
 
     @staticmethod
-    def add(draft, problem, device, cut, inputs, states, o):
+    def add(draft, problem, device, cut, inputs, shape, states, o):
         """Adds the launch to the draft; returns the kernel."""
-        kernel, shape = DeltaDplrForward(*inputs.instance[1:]), draft.shape(problem, chunk=cut.walk.CHUNK)
-        chunks, walks = shape.all_chunks, OneLaunch.walks(problem)
+        kernel, chunks, walks = DeltaDplrForward(*inputs.instance[1:]), shape.all_chunks, OneLaunch.walks(problem)
         args = inputs.arrays | states | {"o": o, "shape": shape, "P": 1, "bytes": inputs.common_bytes(o)}
         args |= {"prepared": draft.empty((chunks * cut.walk.prepared_bytes,), BYTES), "scale": problem.scale}
         args |= {"ready": draft.zeros((chunks,), UINT32), "w_scale": 1.0}
