@@ -160,7 +160,6 @@ def delta_rules():
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
         if K in gated.TILES or prepare is delta.DeltaPrepare and T != SINGLE:
             yield prepare(T, G, K, gradient)
-    yield from (delta.DeltaDplrForward(T, G) for T, G in GATES if T in HALF)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
         if K > gated.TILES[-1] and (two_writes or T == SINGLE):

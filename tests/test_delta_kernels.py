@@ -182,35 +182,6 @@ def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
     assert all(same_bits(x, y) for x, y in zip(gradients(0), gradients(np.inf), strict=True))
 
 
-@pytest.mark.parametrize("lengths", [None, [0, 1, 60, 33, 106]], ids=["whole", "packed"])
-@pytest.mark.parametrize("dtype, gate", [(BFLOAT16, SINGLE), (BFLOAT16, BFLOAT16), (HALF, SINGLE)], ids=str)
-def test_chunks_are_walked_while_others_are_prepared(backend, dtype, gate, lengths, rng, monkeypatch):
-    """The same bits as by two launches."""
-    if backend.device is None:
-        pytest.skip("NumPy has no launches")
-    options = {"cu_seqlens": np.cumsum([0, *lengths])} if lengths else {}
-    case = Case(RWKV7, B=1 if lengths else 2, T=200, K=60, V=70, dtype=dtype, gate_dtype=gate, options=options)
-    arrays, start, *_ = case.drawn(rng)
-    wanted = exact_vjp(
-        case.function, arrays, np.zeros((case.B, case.H, case.T, case.V)), initial_state=start, **options
-    )
-
-    def results(least):
-        monkeypatch.setattr(delta.OneLaunch, "LEAST", least)
-        options = case.options | {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
-        return [backend.tohost(x) for x in backend.run(case.function, *map(backend.asarray, arrays), **options)]
-
-    found = results(1)
-    for what, x, y in zip(("o", "state"), found, wanted):
-        assert_close(what, x, y, dtype)
-    assert all(same_bits(x, y) for x, y in zip(found, results(1000), strict=True))
-    names = planned.names(planned.plan_of(case.op.bind(arrays, **options), planned.Noting()))
-    assert names == ["delta_dplr_prepare", "delta_scan"]
-    monkeypatch.setattr(delta.OneLaunch, "LEAST", 1)
-    names = planned.names(planned.plan_of(case.op.bind(arrays, **options), planned.Noting()))
-    assert names == ["delta_dplr_forward"] * 2  # blocks of the emulator run in turn
-
-
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
 def test_strided_arrays(backend, mode, rng):
     """Heads, tokens and rows that lie apart, and rows that do not start on 16 bytes."""

@@ -16,7 +16,7 @@
 //           block of 4 tokens (BlockTask). Of 8 x 8 numbers of a product a lane has row lane / 4, columns 2 (lane % 4)
 //           and the next
 // grid      a block for every (batch, head, chunk), chunks fastest
-// smem      DplrChunk: a chunk's inputs, its matrices. In the code q and a are "rows", k and b "columns", after their
+// smem      Shared: a chunk's inputs, its matrices. In the code q and a are "rows", k and b "columns", after their
 //           place in Axy
 // barriers  eight of the block: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) |
 //           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
@@ -26,13 +26,29 @@
 //           two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
-#include "delta/dplr_chunk.cuh"
+#include "cards.cuh"
+#include "delta/growing_chunk.cuh"
 
 // From the includes:
-//   Rows x: a strided array
-//   DplrChunk: the block's shared memory; prepare_dplr_chunk: stores what a chunk does to a state. ChunkOfBlock: the
-//     block's chunk
-//   blocks_with_room: at most so many blocks a multiprocessor, fewer if shared memory has room for fewer
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3 kinds of borders between blocks
+//   unpack_four, put_four: four neighbours as floats; times, add_product: of four
+//   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
+//   copy_pieces, copy_numbers: copy a chunk's rows to a tile
+//   store_channels: the warp's 16 channels of a tile to global memory; store_pieces: a whole array; clear_padding:
+//     zeros between a matrix's rows there
+//   decays_at: exp of four log gates
+//   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
+//     is token 16 m + 8 down + g, column 8 across + 2t + p
+//   each_pair: calls f for a lane's pairs of channels in them
+//   UPPER, LOWER: the half of a matrix that is not 0
+//   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
+//     blocks; score_borders: scores across borders; solve_column: forward substitution; put_column: stores a lane's
+//     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
+//   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
+//     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
+//   barrier_sync(1, 64): joins two warps; max_of_lanes: the largest number of a warp; unpack_pair, put_pair: load and
+//     store two neighbours as floats
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b;
@@ -43,11 +59,288 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows start on multiples of it, and are multiples long
 };
 
+// Rows of scores (q, a) and columns (k, b): an index of lengths. In loops `kind` is 0 for k and 1 for b.
+enum Kind { OF_Q, OF_A, WITH_K, WITH_B };
+
+template <typename T, typename G, int BK> struct alignas(16) Shared {
+  // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
+  // 16 bits the sum of two numbers. In a union a member overwrites the one above, which has been read by then unless
+  // the union says more.
+  union {
+    T q[BT * BK];
+    T E[BT * BK];
+  };
+  union {
+    T columns[2][BT * BK];  // k and b
+    Operand<T, f16> to_end[2][BT * BK];
+    T Z[2][BT * BK];  // Zk and Zb; then [0] is W
+  };
+  union {
+    struct {
+      T a[BT * BK];
+      G g[BT * BK];
+    };
+    struct {
+      Matrix<Operand<T, f16>> QB;  // Aqb'
+      float QK[BT][LD];            // Aqk'
+    };
+  };
+  union {
+    struct {
+      // By level, as store_level has them: decayed q and a; decayed k, later b.
+      Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
+    };
+    struct {
+      float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
+      Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L', divided by their matrix_powers
+    };
+  };
+  union {
+    // AK is written while block_decays is still read: AB, which takes no less memory, keeps the two apart.
+    float block_decays[BLOCKS][BK];
+    struct {
+      float AB[BT][LD], AK[BT][LD];  // Aab' and Aak'
+    };
+    struct {
+      Matrix<T> B, H;
+    };
+  };
+  Lengths lengths[4];      // of q, a, k, b (Kind): p_x is `power`, and x' = factor x
+  float weight[BT];        // p_a p_b
+  float matrix_powers[2];  // of L' and of N': the largest power of 4 that the matrix's largest number is not below
+};
+
+// The sums over channels of a block of 4 tokens: scores within the block with k, then with b, numbered by PairOfBlock
+// (j <= i: of q, strict: of a); then the squared lengths of its q, a, k and b. sum_block returns them, each in one of
+// the block's lanes (SumsOfLanes), of tokens that are not divided by powers of 2 yet. It sets `decays` to the thread's
+// 4 tokens and 4 channels.
+constexpr int SQUARES = 2 * PAIRS_OF_BOTH, SUMS = SQUARES + 4 * BLOCK;
+
+template <typename T, typename G, int BK>
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s, float4 (&decays)[BLOCK]) {
+  const BlockTask<BK> task;
+  float sums[SumsOfLanes<BK, SUMS>::LANE_SUMS * task.LANES] = {};
+  float4 columns[2][BLOCK];  // k and b of the block, decayed to token i
+#pragma unroll
+  for (int i = 0; i < BLOCK; ++i) {
+    const float4 q = unpack_four(task.at(s.q, i)), a = unpack_four(task.at(s.a, i));
+    decays[i] = decays_at(task.at(s.g, i));
+    add_product(sums[SQUARES + BLOCK * OF_Q + i], q, q), add_product(sums[SQUARES + BLOCK * OF_A + i], a, a);
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+      float* const scores = sums + PAIRS_OF_BOTH * kind;
+      const float4 own = columns[kind][i] = unpack_four(task.at(s.columns[kind], i));
+      add_product(sums[SQUARES + BLOCK * (WITH_K + kind) + i], own, own);
+#pragma unroll
+      for (int j = 0; j <= i; ++j) {
+        float4& x = columns[kind][j];
+        if (j < i) add_product(scores[PairOfBlock::before(i, j)], a, x), x = times(x, decays[i]);
+        add_product(scores[PairOfBlock::with_self(i, j)], q, x);
+      }
+    }
+  }
+  return sums;
+}
+
 // Launch bounds: blocks have 2 BK threads, so that registers are for 512 threads of a multiprocessor (128 a thread),
 // and for fewer blocks if shared memory has room for fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK, blocks_with_room<DplrChunk<T, G, BK>>(256 / BK))
+__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256 / BK))
     delta_dplr_prepare(const Args<T, G> args) {
-  auto& s = *reinterpret_cast<DplrChunk<T, G, BK>*>(dynamic_smem());
-  prepare_dplr_chunk<GRADIENT, BK>(s, args, ChunkOfBlock(args.shape));
+  constexpr int THREADS = 2 * BK;
+  auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
+  const ChunkOfBlock chunk(args.shape);
+  const int channels = int(args.shape.K), bytes = int(args.bytes);
+  using PreparedChunk = typename PreparedFor<T, BK, true, GRADIENT>::Type;
+  PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
+  const Lengths &q_lengths = s.lengths[OF_Q], &a_lengths = s.lengths[OF_A], *column_lengths = s.lengths + WITH_K;
+
+  // Both copies store zeros from token `rows` and channel K on.
+  const auto inputs = [&](auto copy) {
+    copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
+  };
+  if (bytes == 16)
+    inputs([&](auto* tile, const auto& from) {
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, chunk.h), from.t, chunk.rows, channels);
+    });
+  else
+    inputs([&](auto* tile, const auto& from) {
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, chunk.h), from.t, chunk.rows, channels);
+    });
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();  // inputs have arrived
+
+  const BlockTask<BK> task;
+  float4 decays[BLOCK];
+  const auto sums = sum_block(s, decays);
+  sums.each([&](int n, float sum) {
+    n -= SQUARES;
+    if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, false);
+  });
+  __syncwarp();                                        // lengths of the block's tokens are in shared memory
+  float4 rows_from_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
+  {
+    const float4 one = {1.f, 1.f, 1.f, 1.f};
+    float4 since = one;
+#pragma unroll
+    for (int n = BLOCK - 1; n >= 0; --n) {
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+        const float4 x = unpack_four(task.at(s.columns[kind], n));
+        to_end[kind][n] = times(since, times(column_lengths[kind].factor[task.first + n], x));
+      }
+      since = times(since, decays[n]);
+    }
+    since = one;
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n) {
+      const float4 a = unpack_four(task.at(s.a, n)), q = unpack_four(task.at(s.q, n));
+      rows_from_start[OF_A][n] = times(since, times(a_lengths.factor[task.first + n], a));
+      since = times(since, decays[n]);
+      rows_from_start[OF_Q][n] = times(since, times(q_lengths.factor[task.first + n], q));
+    }
+    *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
+  }
+  if constexpr (GRADIENT)
+    if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
+  if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+    // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
+    prepare_by_tokens<true, GRADIENT, BK>(to, s.q, s.columns[0], s.a, s.columns[1], s.g, s.lengths, nullptr, s.AK,
+                                          float(args.w_scale));
+    return;
+  }
+  clear_rows(s.QB, task), clear_rows(s.AK, task);  // zeros above the diagonals; those of QK and AB are not read
+  // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
+  float4 before, after;
+  each_border<BK>(
+      s.block_decays, task, before, after,
+      [&](int level, float4 decay) {
+        store_level<2>(s.rows[level], level, OF_Q, task, rows_from_start[OF_Q], decay);
+        store_level<2>(s.rows[level], level, OF_A, task, rows_from_start[OF_A], decay);
+      },
+      [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[0], decay); });
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    const float4 a = times(a_lengths.power[task.first + n], times(before, rows_from_start[OF_A][n]));
+    put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
+    rows_from_start[OF_Q][n] = times(before, rows_from_start[OF_Q][n]);
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, to_end[kind][n]));
+  }
+  if (task.block == BLOCKS - 1)
+    *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
+  __syncthreads();  // decayed rows and k are in shared memory
+  const auto score = [&](auto f) {
+#pragma unroll 1
+    for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32) score_borders<BK>(s.rows, s.decayed_columns, n, f);
+  };
+  score([&](int i, int j, float2 q_scores, float2 a_scores) {
+    *reinterpret_cast<float2*>(&s.QK[i][j]) = q_scores, *reinterpret_cast<float2*>(&s.AK[i][j]) = a_scores;
+  });
+  __syncthreads();  // scores with k are in shared memory; decayed b may overwrite decayed k
+  each_border<BK>(
+      s.block_decays, task, before, after, [](int, float4) {},
+      [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[1], decay); });
+  __syncthreads();  // decayed b is in shared memory; decays of blocks have been read
+  sums.each([&](int n, float sum) {
+    if (n >= SQUARES) return;
+    const int kind = n / PAIRS_OF_BOTH;
+    const PairOfBlock pair(n % PAIRS_OF_BOTH);
+    const int i = task.first + pair.i, j = task.first + pair.j;
+    sum *= s.lengths[pair.strict ? OF_A : OF_Q].factor[i] * column_lengths[kind].factor[j];
+    if (kind && !pair.strict) put_split(s.QB.at(i, j), sum);
+    else (kind ? s.AB : pair.strict ? s.AK : s.QK)[i][j] = sum;
+  });
+  score([&](int i, int j, float2 q_scores, float2 a_scores) {
+    put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
+    *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;
+  });
+  __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
+
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n)
+    *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
+  if (threadIdx.x < 64) {
+    const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
+    float x[BT], largest = 0.f;
+    if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
+    barrier_sync(1, 64);  // warps 0 and 1: weights are in shared memory
+    if (kind)
+#pragma unroll
+      for (int i = 0; i < BT; ++i) x[i] = i == lane;
+    else
+#pragma unroll
+      for (int i = 0; i < BT; ++i) x[i] = s.weight[i] * s.AK[i][lane];
+    solve_column(x, s.AB, s.weight);
+#pragma unroll
+    for (int i = 0; i < BT; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    // power_below takes a square: root is the largest power of 2 not above the root of the largest number. Divided by
+    // its square, a matrix has a largest number in [1, 4), so that float16 holds it.
+    const float root = power_below(max_of_lanes(largest)), power = root * root;
+    if (lane == 0) s.matrix_powers[kind] = power;
+    put_column(kind ? s.N_transposed : s.L_transposed, x, 1.f / power);
+  }
+  __syncthreads();  // N', L' and qd are in shared memory
+
+  const float L_power = s.matrix_powers[0], N_power = s.matrix_powers[1];
+  // sums: (Aqb' L')_ij and (Aqb' N')_ij, divided by L_power and N_power, and those of j + 1.
+  multiply_triangles<THREADS, Operand<T, f16>>(
+      s.QB,
+      [&](int i, int j, const float2(&sums)[2]) {
+        const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {
+          put_split_pair(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
+        };
+        const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
+        put(s.B, q_lengths.power[i], column_lengths[0], fmaf(L_power, sums[0].x, one), fmaf(L_power, sums[0].y, next));
+        put(s.H, N_power * q_lengths.power[i], column_lengths[1], sums[1].x, sums[1].y);
+      },
+      s.L_transposed, s.N_transposed);
+  // The warp's 16 channels of Zk and Zb, then of W. multiply_tokens: z[n][m] += 16 rows of the matrix, from 16 m on,
+  // times the tile.
+  const int channel = int(threadIdx.x) / 32 * 16;
+  Accumulators z[2] = {};
+#pragma unroll
+  for (int m = 0; m < BT / 16; ++m) {
+    multiply_tokens<UPPER, BK>(z[0][m], s.L_transposed, s.to_end[1], 16 * m, channel);
+    multiply_tokens<UPPER, BK>(z[1][m], s.N_transposed, s.to_end[1], 16 * m, channel);
+  }
+  __syncwarp();  // all lanes have read these channels of be
+  each_pair([&](int i, int c, int m, int across, int down) {
+    const float *zk = z[0][m][across] + 2 * down, *zb = z[1][m][across] + 2 * down;
+    const float2 key = unpack_pair(place<BK>(s.to_end[0], i, c));
+    const float k_factor = column_lengths[0].power[i], b_factor = N_power * column_lengths[1].power[i];
+    put_pair(place<BK>(s.Z[0], i, c), {k_factor * fmaf(L_power, zk[0], key.x), k_factor * fmaf(L_power, zk[1], key.y)});
+    put_pair(place<BK>(s.Z[1], i, c), {b_factor * zb[0], b_factor * zb[1]});
+  });
+  store_channels<BK>(to.Z[0], s.Z[0]);
+  store_channels<BK>(to.Z[1], s.Z[1]);
+  __syncthreads();  // H and B are in shared memory
+  Accumulators w = {};
+#pragma unroll
+  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
+  const float scale = float(args.w_scale);
+  each_pair([&](int i, int c, int m, int across, int down) {
+    const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+    const float factor = scale * q_lengths.power[i], *two = w[m][across] + 2 * down;
+    put_pair(place<BK>(s.Z[0], i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
+  });
+  store_channels<BK>(to.W, s.Z[0]);
+  if constexpr (GRADIENT) {
+    store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
+    // R = N, in the notation of this file, and L: number (i, j) is number (j, i) of the transposed matrices.
+    for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
+      const int i = x / BT, j = x % BT;
+      const float factor = 1.f / column_lengths[1].power[i];
+      const auto put = [&](Matrix<T>& M, const auto& transposed, float power, const Lengths& lengths) {
+        const auto at = [&](int j) { return factor * power * lengths.power[j] * transposed.number(j, i); };
+        put_split_pair(M.at(i, j), at(j), at(j + 1));
+      };
+      put(to.residual_matrix[0], s.N_transposed, N_power, column_lengths[1]),
+          put(to.residual_matrix[1], s.L_transposed, L_power, column_lengths[0]);
+    }
+    clear_padding<THREADS>(to.residual_matrix[0]), clear_padding<THREADS>(to.residual_matrix[1]);
+  } else {
+    store_pieces<THREADS>(to.B.x, s.B.x);
+  }
 }

@@ -48,18 +48,18 @@ template <typename T, int BK, bool TWO_WRITES> struct PreparedFor<T, BK, TWO_WRI
   using Type = PreparedForGradients<T, BK, TWO_WRITES>;
 };
 
-// The chunk with a number in [B, H, NC], by default that of the block, blockIdx.x: of batch row b and head of values h.
-// NC: chunks of a batch row.
+// The chunk that block blockIdx.x of a grid [B, H, NC] prepares: of batch row b and head of values h. NC: chunks of a
+// batch row.
 struct ChunkOfBlock {
   u32 b, h;
-  i64 index;  // the chunk's number among the chunks of all heads
+  i64 index;  // the block's number: the chunk's among the chunks of all heads
   Span span;  // the chunk's tokens, in batch row b
   int rows;   // how many tokens: at most 32
 
-  __device__ __forceinline__ ChunkOfBlock(const Shape& shape, u32 number = blockIdx.x) {
-    const u32 chunks = u32(shape.NC), heads = u32(shape.H), pair = number / chunks;
-    b = pair / heads, h = pair % heads, index = number;
-    span = chunk_tokens(shape, number % chunks), rows = int(span.stop - span.start);
+  __device__ __forceinline__ ChunkOfBlock(const Shape& shape) {
+    const u32 chunks = u32(shape.NC), heads = u32(shape.H), pair = blockIdx.x / chunks;
+    b = pair / heads, h = pair % heads, index = blockIdx.x;
+    span = chunk_tokens(shape, blockIdx.x % chunks), rows = int(span.stop - span.start);
   }
   // The row of the chunk's first token in x.
   template <typename T> __device__ __forceinline__ T* row(const Rows<T>& x, u32 head) const {

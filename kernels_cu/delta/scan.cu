@@ -16,12 +16,27 @@
 // numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
-#include "delta/forward_walk.cuh"
+#include "delta/chunk.cuh"
+#include "delta/prepared.cuh"
+#include "delta/walk.cuh"
 
 // From the includes:
-//   Rows x: a strided array
-//   Stage: a prepared chunk, and its v; walk_forwards: walks over the chunks of a block's segment, for which it waits
-//     by the function that it gets
+//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
+//   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
+//   Span: tokens (or chunks) start ... stop - 1 of a batch row
+//   BT = 32 tokens
+//   State<BK>: a warp's 16 columns of a state
+//   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
+//     sums y; add_packed: y += x; multiply_packed: sums += M x
+//   store_tokens: the warp's columns of the tokens to memory
+//   each_number: calls f for the lane's numbers of S. copy_prepared, copy_chunk: start copies
+//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
+//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
+//     the other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
+//     is token 16 m + 8 down + g, column 8 across + 2t + p
+//   decay_state: S <- diag(decay) S; word_of: two numbers as a Word
 
 template <typename T> struct Args {
   Rows<const T> v;
@@ -36,12 +51,95 @@ template <typename T> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
 };
 
+template <typename T, int BK, int BV, bool TWO_WRITES> struct alignas(16) Stage {
+  Prepared<T, BK, TWO_WRITES> chunk;
+  T v[BT * BV];
+};
+
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared {
   Stage<T, BK, BV, TWO_WRITES> stages[STAGES];
 };
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Args<T> args) {
+  static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
+  constexpr int THREADS = 2 * BV;
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES>*>(dynamic_smem())->stages;
-  walk_forwards<OUTPUTS>(stages, args, blockIdx.x, [](u32, int) {});
+  const Shape& shape = args.shape;
+  const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
+  const u32 head = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = head / H, h = head % H, b = n / count;
+  const bool computes_F = !OUTPUTS && tile >= value_tiles;
+  const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
+  // Whether the sequence is computed as one segment, since joining segments has left float32's range (segments.cuh).
+  const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, first_column, BV);
+  const auto segment =
+      segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
+  if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
+  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
+  const Span span = segment.tokens;
+  const int tokens = int(span.stop - span.start);
+  const int bytes = int(args.bytes);
+  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))), column = threadIdx.x / 32 * 16;
+  const auto* prepared_chunks = static_cast<const Prepared<T, BK, TWO_WRITES>*>(args.prepared) +
+                                (i64(b) * H + h) * shape.NC + segment.chunks.start;
+
+  State<BK> S;
+  const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
+  each([&](float& x, i64 index, bool inside) {
+    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
+    x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
+  });
+
+  const auto fetch = [&](int chunk, int stage) {
+    if (chunk * BT < tokens) {
+      auto& to = stages[stage];
+      using PreparedChunk = Prepared<T, BK, TWO_WRITES>;
+      constexpr int SIZE = OUTPUTS ? sizeof(PreparedChunk) : PreparedChunk::BYTES_FOR_STATES;
+      copy_prepared<0, SIZE, THREADS>(&to.chunk, prepared_chunks + chunk);
+      if (!computes_F)
+        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * BT) + first_column, args.v.t,
+                                tokens - chunk * BT, columns, bytes);
+    }
+    cp_async_commit();
+  };
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
+  for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
+#pragma unroll 1
+  for (int token = 0, chunk = 0, stage = 0; token < tokens; token += BT, ++chunk) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
+    fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
+    const auto& prepared = stages[stage].chunk;
+    const T* v_tile = stages[stage].v;
+    if (++stage == STAGES) stage = 0;
+
+    Word<T> v[BT / 16][4] = {}, written[BT / 16][4];  // written: v + Y (TWO_WRITES: Y); F has values of zeros
+    if (!computes_F) load_packed<BV>(v, v_tile, column);
+    // A warp's 16 columns: Y, v and `written` transposed, o [tokens, columns]. Layouts: walk.cuh.
+    float Y[BT / 8][4] = {};
+    Accumulators o = {};
+    read_transposed<BK, OUTPUTS>(Y, S, prepared.E, &o, prepared.W);  // Y = E S; o = W S
+    decay_state<BK>(S, prepared.decay);
+    if constexpr (TWO_WRITES) write_rows<BK>(S, prepared.Z[0], v);
+    else add_packed<T>(Y, v);
+    pack_tokens<T>(written, Y);
+    write_rows<BK>(S, prepared.Z[TWO_WRITES], written);
+    if constexpr (OUTPUTS) {
+      multiply_packed(o, prepared.B, v);
+      store_tokens<T>(
+          args.o.row(b, h, span.start + token) + first_column, args.o.t,
+          [&](int i, int across) {
+            const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
+            return word_of<T>(scale * pair[0], scale * pair[1]);
+          },
+          tokens - token, column, columns, bytes);
+    }
+  }
+  float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
+  if (to) {
+    each([&](float& x, i64 index, bool inside) {
+      if (inside) to[index] = x;
+    });
+  }
 }

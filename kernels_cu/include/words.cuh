@@ -69,22 +69,6 @@ __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const 
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
 
-// A flag in memory, 0 at first, by which a thread says that what its block has written, before a barrier of the block,
-// can be read by whoever sees the flag raised.
-__device__ __forceinline__ void raise_flag(u32* flag) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
-}
-// How many of the first `count` flags, but at most 32, are raised before the first that is not. All lanes of a warp
-// call this, and can then read what these flags say is written.
-__device__ __forceinline__ int raised_flags(const u32* flags, int count) {
-  const int own = threadIdx.x & 31;
-  u32 raised = 0;
-  if (own < count) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flags + own) : "memory");
-  const u32 others = __ballot_sync(0xffffffffu, !raised);
-  __syncwarp();
-  return others ? __ffs(int(others)) - 1 : 32;
-}
-
 // The largest of the keys of a grid's blocks; one thread of each block calls this, with a key above 0. The last block
 // to call gets the largest key, all others get 0. most, in memory: the largest key so far; brought: the number of calls
 // so far. Both must be 0 before, and are 0 afterwards.

@@ -121,7 +121,7 @@ class EmulatedDevice:
 
     multiprocessors, memory = 132, 140 << 30
     shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
-    queue, capturing, cooperative, runs_at_once = 0, False, False, False
+    queue, capturing, cooperative = 0, False, False
 
     def __init__(self, capability=80):
         self.capability = capability
@@ -156,8 +156,8 @@ class EmulatedDevice:
         assert source.flags.c_contiguous and target.flags.c_contiguous and source.dtype == target.dtype
         target[...] = source
 
-    def fill(self, address, nbytes):
-        ctypes.memset(address, 0, nbytes)
+    def fill(self, x):
+        x[...] = 0
 
     def pointer(self, x) -> int:
         return x.__array_interface__["data"][0]

@@ -43,13 +43,6 @@ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch, emul
   settle_words(words, from, epoch, where);
 }
 
-inline void raise_flag(u32* flag) { *flag = 1; }
-inline int raised_flags(const u32* flags, int count, emulator::Where where = emulator::here()) {
-  for (int n = 0; n < std::min(count, 32); ++n)
-    EMULATOR_CHECK(flags[n] == 1, "a flag that is not raised (%s:%d)", where.file, where.line);
-  return std::min(count, 32);
-}
-
 inline u64 most_of_grid(u64* most, u32* brought, u64 key) {
   *most = std::max(*most, key);
   if (++*brought < gridDim.x) return 0;

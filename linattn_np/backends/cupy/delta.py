@@ -22,7 +22,6 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     DeltaBackwardChunks,
-    DeltaDplrForward,
     DeltaRecurrentBackward,
     DeltaSmallForward,
     DplrBackwardChunks,
@@ -33,12 +32,12 @@ from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, 
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
-from .kernel import FLOATS, HALF, Kernel, no_kernels
+from .kernel import FLOATS, Kernel, no_kernels
 from .plan import FLOAT32, Draft, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
-BYTES, UINT32 = np.dtype(np.uint8), np.dtype(np.uint32)
+BYTES = np.dtype(np.uint8)
 IN_CHUNKS = "in chunks"  # the name of this way in explanations
 
 
@@ -216,9 +215,6 @@ class InChunks:
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut, initial = CutInChunks(problem, device), draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
-        if OneLaunch.fits(problem, device, cut):
-            kernel = OneLaunch.add(draft, problem, device, cut, inputs, shape, {"initial": initial, "final": final}, o)
-            return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
         head_bytes = B * shape.NC * cut.walk.prepared_bytes
         most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
         at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
@@ -252,40 +248,6 @@ class InChunks:
         draft.launch(walk, N * H * walk.grid(problem.sizes["V"]), v=arrays["v"], o=o, **kept, **states, **how)
         results = draft.results(problem, o, final)
         return draft.plan(results, mode="chunk", tiles=walk.tiles, saved=tuple(kept.values()))
-
-
-class OneLaunch:
-    """RWKV-7's forward pass by a kernel whose blocks prepare chunks while others walk over them.
-
-    The walks are so few that they leave most multiprocessors to the blocks for which they wait.
-    """
-
-    LEAST = 8  # chunks of a sequence: fewer are prepared at the same time anyway
-
-    @staticmethod
-    def fits(problem, device, cut) -> bool:
-        """Whether this kernel serves a call in chunks."""
-        wanted = problem.dtype in HALF and problem.op is declarations.RWKV7 and cut.walk.BK == DeltaDplrForward.BK
-        if not wanted or cut.segments > 1 or cut.chunks < OneLaunch.LEAST:
-            return False
-        return 2 * OneLaunch.walks(problem) <= device.multiprocessors
-
-    @staticmethod
-    def walks(problem) -> int:
-        """Blocks that walk."""
-        N, H, V = problem.shape("N H V")
-        return N * H * ceil_div(V, DeltaDplrForward.BK)
-
-    @staticmethod
-    def add(draft, problem, device, cut, inputs, shape, states, o):
-        """Adds the launch to the draft; returns the kernel."""
-        kernel, chunks, walks = DeltaDplrForward(*inputs.instance[1:]), shape.all_chunks, OneLaunch.walks(problem)
-        args = inputs.arrays | states | {"o": o, "shape": shape, "P": 1, "bytes": inputs.common_bytes(o)}
-        args |= {"prepared": draft.empty((chunks * cut.walk.prepared_bytes,), BYTES), "scale": problem.scale}
-        args |= {"ready": draft.zeros((chunks,), UINT32), "w_scale": 1.0}
-        for blocks, walking in [(walks + chunks, walks)] if device.runs_at_once else [(chunks, 0), (walks, walks)]:
-            draft.launch(kernel, blocks, **args, walks=walking)
-        return kernel
 
 
 def launch_prepare(draft, cut, shape, inputs, arrays, prepared):

@@ -89,7 +89,7 @@ class DeltaDplrPrepare(DeltaPrepare):
 
     file = "delta/dplr_prepare"
     arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
-    shared = ("DplrChunk<{dtype}, {gate}, {BK}>",)
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
 
 
 class Walk(ChunkKernel, TiledKernel):
@@ -139,30 +139,6 @@ class DeltaScan(Walk):
         "integers bytes"
     )
     directions: ClassVar[int] = 1
-
-
-class DeltaDplrForward(ChunkKernel):
-    """`DeltaDplrPrepare` and `DeltaScan` in one launch, for half-precision data of few heads of at most BK channels:
-    the first `walks` blocks go over chunks while the others prepare them. ready: zeros, a number for each chunk."""
-
-    file = "delta/dplr_forward"
-    arguments = members(
-        "rows q k a b v g o, rows? initial final, pointers? starts F, pointers prepared ready, shape, integers P, "
-        "reals scale w_scale, integers walks bytes"
-    )
-    shared = ("Shared<{dtype}, {gate}, {BK}, {STAGES}>",)
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int = 64
-    STAGES: int = 2
-
-    @property
-    def threads(self):
-        return 2 * self.BK
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BK, "chunk": Walk.CHUNK}
 
 
 class DeltaBackwardStates(Walk):

@@ -115,9 +115,9 @@ class CupyDevice:
         """Copies the bytes of a contiguous array to another one."""
         target.data.copy_from_device_async(source.data, source.nbytes)
 
-    def fill(self, address: int, nbytes: int):
-        """Writes zeros to memory."""
-        cupy().cuda.runtime.memsetAsync(address, 0, nbytes, cupy().cuda.get_current_stream().ptr)
+    def fill(self, x):
+        """Writes zeros to a contiguous array."""
+        x.data.memset_async(0, x.nbytes)
 
     def pointer(self, x) -> int:
         """The address of an array's first number."""
@@ -141,7 +141,6 @@ class CupyDevice:
             load(kernel, current())
 
     cooperative = False  # whether this device can make all blocks of a launch run at the same time
-    runs_at_once = True  # whether blocks of a launch run at the same time, so that a few may wait for others
 
     def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
         """A function that enqueues a launch: `blocks` blocks with the argument struct `args` and `smem` bytes of shared

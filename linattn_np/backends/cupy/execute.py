@@ -134,9 +134,9 @@ class CompiledPlan:
     def commands(self, arrays) -> list:
         """The commands on `arrays` (those of `plan.given` and `plan.buffers`), for a caller who runs them many times.
 
-        Each may be called with None in place of the arrays: only copies read them, and there are none.
+        Each may be called with None in place of the arrays: only copies and fills read them, and there are none.
         """
-        assert not any(isinstance(step, Copy) for step in self.plan.steps)
+        assert all(isinstance(step, (Launch, Product, Upload)) for step in self.plan.steps)
         return self.commands_at([*arrays, *self.tables])
 
     def commands_at(self, arrays) -> list:
@@ -162,9 +162,8 @@ class CompiledPlan:
                 return lambda arrays: self.device.copy(source(arrays), target(arrays))
             return lambda arrays: target(arrays).__setitem__(..., source(arrays))
         if isinstance(step, Fill):
-            target = step.target
-            address = int(addresses[self.index_of[target.memory]]) + target.offset
-            return lambda arrays: self.device.fill(address, target.nbytes)
+            target = self.reader(step.target)
+            return lambda arrays: self.device.fill(target(arrays))
         return None  # tables were uploaded when the plan was compiled
 
     def encoded(self, tensor_map, arrays) -> bytes:
