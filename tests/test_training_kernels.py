@@ -163,16 +163,6 @@ def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):
     close(on_device(device, DTYPES[0], layout, vector, tokens), found, 1e-5, layout)
 
 
-@versions
-def test_slices_of_hidden_layers(device, kind, rng, monkeypatch):
-    """An activation is applied to a product in slices of 128 tokens, or of all."""
-    layout, vector, tokens = model(rng, (3, 101), kind, layers=1, width=32, head_size=16)
-    whole = on_device(device, DTYPES[0], layout, vector, tokens)
-    monkeypatch.setattr(cuda_grad, "SLICE_BYTES", 1)
-    close(on_device(device, DTYPES[0], layout, vector, tokens), whole, 1e-6, layout)
-    close(whole, on_host(layout, vector, tokens), 2e-5, layout)
-
-
 @pytest.mark.pairwise
 @versions
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)

@@ -21,10 +21,6 @@ from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 
-# The most bytes of a product to which an activation is applied at once: half of an H200's L2, where the activation then
-# finds it. A product of larger slices comes back from memory, one of smaller slices leaves more multiprocessors idle.
-SLICE_BYTES = 24 << 20
-
 
 def loss(version, mix_classes, weights, tokens, products, dropout, recompute=False, cut=WHOLE):
     """``(value, pull)`` as `grad.loss` describes them and its other arguments, for arrays on a device.
@@ -207,26 +203,6 @@ class TrainingStep:
     def weight_gradient(self, x, dy, out):
         """Writes x^T dy, the gradient of w in the product x w, to `out`."""
         self.products.matmul(transposed(x), dy, out)
-
-    def activated_product(self, kind, x, w):
-        """The activation `kind` of x w, in slices of tokens."""
-        y = self.empty(self.tokens, w.shape[-1])
-        for part in self.slices(y):
-            self.activated(kind, self.product(x[part], w, y[part]))
-        return y
-
-    def product_through_activation(self, kind, dy, w, y):
-        """The pullback of `activated` for dy w, in slices of tokens; y is the activation's result."""
-        dx = self.empty(*y.shape)
-        for part in self.slices(y):
-            self.activation_backward(kind, self.product(dy[part], w, dx[part]), y[part])
-        return dx
-
-    def slices(self, y):
-        """The slices of the tokens of y that have at most SLICE_BYTES, of whole tiles of a product."""
-        tile = 128
-        length = max(tile, SLICE_BYTES // y.strides[0] // tile * tile)
-        return [slice(first, first + length) for first in range(0, self.tokens, length)]
 
     # -- forwards --
     def add_norm(self, x, change, norm, maa=None, wants_xx=True):

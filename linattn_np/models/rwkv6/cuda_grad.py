@@ -91,7 +91,7 @@ class ChannelMix(Mix):
     def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
-        self.hidden = step.activated_product("ReluSquared", self.mixed[0], layer.ffn_key)
+        self.hidden = step.activated("ReluSquared", step.product(self.mixed[0], layer.ffn_key))
         gate = step.product(self.mixed[1], layer.ffn_receptance)
         return Change("Gated", gate, step.product(self.hidden, layer.ffn_value), site)
 
@@ -99,7 +99,8 @@ class ChannelMix(Mix):
         step, layer = self.step, self.layer
         dgate, dvalue = dchange
         step.weight_gradient(self.hidden, dvalue, grads.ffn_value)
-        dhidden = step.product_through_activation("ReluSquared", dvalue, transposed(layer.ffn_value), self.hidden)
+        dhidden = step.product(dvalue, transposed(layer.ffn_value))
+        step.activation_backward("ReluSquared", dhidden, self.hidden)
         step.weight_gradient(self.mixed[0], dhidden, grads.ffn_key)
         step.weight_gradient(self.mixed[1], dgate, grads.ffn_receptance)
         dmixed = step.empty(2, step.tokens, step.D)

@@ -218,13 +218,14 @@ class ChannelMix(Mix):
     def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
-        self.hidden = step.activated_product("ReluSquared", self.mixed, layer.ffn_key)
+        self.hidden = step.activated("ReluSquared", step.product(self.mixed, layer.ffn_key))
         return Change("Added", self.times_unit(step.product(self.hidden, layer.ffn_value)), site=site)
 
     def pull(self, dchange, grads):
         step, layer, dvalue = self.step, self.layer, self.times_unit(dchange[0])
         step.weight_gradient(self.hidden, dvalue, grads.ffn_value)
-        dhidden = step.product_through_activation("ReluSquared", dvalue, transposed(layer.ffn_value), self.hidden)
+        dhidden = step.product(dvalue, transposed(layer.ffn_value))
+        step.activation_backward("ReluSquared", dhidden, self.hidden)
         step.weight_gradient(self.mixed, dhidden, grads.ffn_key)
         dmixed = step.product(dhidden, transposed(layer.ffn_key))
         return InputGradients(dmixed=dmixed, maa=layer.ffn_mix, maa_out=grads.ffn_mix, previous_xx=self.previous_xx)
