@@ -248,6 +248,15 @@ def test_products_with_many_vectors(hopper, rng, dtype, tile, first, K):
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
 
 
+@pytest.mark.parametrize("blocks, threads", [(1, (512, 1024)), (200, (512, 512)), (1000, (256, 256))])
+def test_a_block_of_matvec_fits_in_shared_memory(blocks, threads):
+    """Threads on a card with 99 KB a block, and on one with 227 KB."""
+    for kib, wanted in zip((99, 227), threads, strict=True):
+        card = SimpleNamespace(multiprocessors=132, shared_per_block=kib * 1024)
+        kernel = products.Matvec.fitting(np.dtype(np.float32), blocks, card)
+        assert kernel.threads == wanted and kernel.shared_bytes <= card.shared_per_block
+
+
 def test_some_model_asks_for_each_product():
     """Of those that are compiled; the early one has keys, values, receptance and gates, and the decay's low rank."""
     card, cls, asked = SimpleNamespace(capability=90, multiprocessors=132), products.BatchProduct, set()

@@ -57,9 +57,12 @@ class Matvec(ModelKernel):
     def fitting(cls, dtype, blocks, device):
         """The instance with the most threads per block with which a multiprocessor gets at most about 1,024 of them;
         or with the fewest if there are many blocks: then blocks end at different times, and others take their places.
+        A block of 1,024 threads takes 144 KB of shared memory, which some cards do not have.
         """
+        kernels = [cls(dtype, size) for size in cls.THREADS]
+        kernels = [kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block]
         most = device.multiprocessors * 1024
-        return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
+        return next((kernel for kernel in reversed(kernels) if kernel.threads * blocks <= most), kernels[0])
 
     @property
     def threads(self):

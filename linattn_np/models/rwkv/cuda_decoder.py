@@ -18,7 +18,6 @@ Sizes: L layers, D channels, F channels of the channel mix, H heads of N channel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -491,7 +490,7 @@ class DecodingStep:
         no_entry = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}  # the kernel takes PRODUCTS entries
         blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
         self.draft.launch(
-            matvec_kernel(self.decoder.dtype, blocks, self.decoder.device),
+            model_products.Matvec.fitting(self.decoder.dtype, blocks, self.decoder.device),
             blocks,
             products=entries + [no_entry] * (model_products.PRODUCTS - len(entries)),
             K=K,
@@ -506,14 +505,6 @@ class DecodingStep:
         if finish == RELU_SQUARED:
             kernel = kernels.Activation("ReluSquared", product.dtype, y.dtype)
             self.draft.launch(kernel, kernel.blocks(y.size), x=product, y=y, count=y.size)
-
-
-def matvec_kernel(dtype, blocks, device) -> model_products.Matvec:
-    """The fitting `Matvec`, but with no more threads per block than the shared memory of a block on this card allows:
-    1,024 take 144 KB."""
-    kernel = model_products.Matvec.fitting(dtype, blocks, device)
-    smaller = [replace(kernel, THREADS_A_BLOCK=size) for size in kernel.THREADS if size <= kernel.threads]
-    return next(choice for choice in reversed(smaller) if choice.shared_bytes <= device.shared_per_block)
 
 
 def matrix_of(weights, name) -> tuple:
