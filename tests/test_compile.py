@@ -215,7 +215,7 @@ def test_an_operand_overwritten_while_it_is_read_is_found():
     """It was, until products had ended before the next operands came."""
     kernel = KERNELS["scalar_decay/sm90/backward_segments"][0]
     text = source.program([kernel])
-    released = text.replace("wgmma_keep(x), wgmma_keep(remainder);", "")
+    released = text.replace("wgmma_fence_operand(x), wgmma_fence_operand(remainder);", "")
     assert released != text
     with pytest.raises(RuntimeError, match="writes to what wgmma.mma_async.* may still read"):
         nvrtc.measured(lambda _: released, targets({kernel.arch: [kernel]}))

@@ -3,7 +3,7 @@
 A product (wgmma.mma_async) whose first operand is in registers reads them until a wgmma.wait_group ends its group, and
 nothing may write to them before (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"). In C++ the operand is
 dead behind the product, so the compiler may give its registers to the next operand. Neither an emulator nor a race
-check sees that; `wgmma_keep` behind the wait mends it.
+check sees that; `wgmma_fence_operand` behind the wait mends it.
 """
 
 import re

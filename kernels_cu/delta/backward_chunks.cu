@@ -34,34 +34,29 @@
 #include "delta/chunk.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
 //   BT = 32 tokens, TILE = 64
 //   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
 //     operands of tensor cores
 //   Word<T>: two neighbouring numbers, which unpack_pair and put_pair load and store as floats
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
-//   own_lane(): this thread's lane
 //   padded(V): V rounded up to 64
 //   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: adds the product of a Matrix with a tile.
 //     TokenFactors: decays, betas, inverse lengths of the chunk's tokens
-//   sum_over_lanes<4>: over the lanes of a row; sum_of_lower_lanes, sum_of_this_and_higher_lanes: over such lanes of
-//     the warp
 //   state_index: where chunk_states has a chunk's state; prefetch_line: starts loading 128 bytes to L2
 //   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
 //     shared memory holds
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, e, w;  // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
-  Rows<const G> g, beta;          // of each token a row of one number
-  const T* chunk_states;          // S and dS: backward_storage.cuh
-  Rows<T> dq, dk;
-  float* parts;           // null if a head of queries has one head of values
-  Rows<float> dbeta, dg;  // of each token a row of one number; dg null without gates
-  Shape shape;            // H: heads of values
-  i64 group;              // heads of values that share a head of queries and keys
+  StridedRows<const T> q, k, do_, e, w;  // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
+  StridedRows<const G> g, beta;          // of each token a row of one number
+  const T* chunk_states;                 // S and dS: backward_storage.cuh
+  StridedRows<T> dq, dk;
+  float* parts;                  // null if a head of queries has one head of values
+  StridedRows<float> dbeta, dg;  // of each token a row of one number; dg null without gates
+  Shape shape;                   // H: heads of values
+  i64 group;                     // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, do, dq and dk start on multiples of it, and are multiples long
@@ -114,7 +109,7 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
   };
   prefetch(args.chunk_states + state + i64(column + threadIdx.x % TILE) * TILE);
   if (kind < 4 && (sizeof(T) == 2 || kind != 2) && token < span.stop) {
-    const Rows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
+    const StridedRows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
     prefetch(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
   }
 }
@@ -134,20 +129,22 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
       for (int i = threadIdx.x * PIECE; i < COLUMNS * TILE; i += THREADS * PIECE)
         cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i, true);
     }
-  copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.t, rows,
+  copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.token_stride, rows,
                                int(args.shape.V) - column, int(args.bytes));
-  copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.t, rows, padded_columns, 16);
+  copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.token_stride, rows, padded_columns,
+                               16);
   if constexpr (sizeof(T) == 2)
-    copy_chunk<COLUMNS, THREADS>(s.e_error, args.e.row(b, h, span.start) + padded(args.shape.V) + column, args.e.t,
-                                 rows, padded_columns, 16);
-  copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.t, rows, padded_columns, 16);
+    copy_chunk<COLUMNS, THREADS>(s.e_error, args.e.row(b, h, span.start) + padded(args.shape.V) + column,
+                                 args.e.token_stride, rows, padded_columns, 16);
+  copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.token_stride, rows, padded_columns,
+                               16);
   cp_async_commit();
 }
 
 // Adds the products of 64 columns [32 tokens, 16 channels of the warp]: do S^T, w S^T and e dS^T. A tile of a state is
 // [COLUMNS / 8][8] matrices of 8 columns by 8 channels: matrix 8 (column / 8) + channel / 8, 64 numbers each. One load
 // gives 16 columns by 16 channels, four matrices. States::first(m): the offset in the tile at which this lane loads, if
-// the upper left one of the four is matrix m. So `2 * c * TILE * 8` is 16 columns further. multiply_halves: d[16, 8] +=
+// the upper left one of the four is matrix m. So `2 * c * TILE * 8` is 16 columns further. mma_m16n8k16: d[16, 8] +=
 // a[16, 16] b[16, 8].
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
@@ -164,8 +161,8 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
       for (int m = 0; m < BT / 16; ++m) {
         Word<T> a[4];
         reader.load(a, rows, 16 * m, 16 * c);
-        multiply_halves(sums[m][0], a, {state[0], state[1]}, T{});
-        multiply_halves(sums[m][1], a, {state[2], state[3]}, T{});
+        mma_m16n8k16(sums[m][0], a, {state[0], state[1]}, T{});
+        mma_m16n8k16(sums[m][1], a, {state[2], state[3]}, T{});
       }
     };
     States::load(state, s.states[0] + first + 2 * c * TILE * 8);
@@ -193,8 +190,8 @@ __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, cons
     Word<T> a[4], b[4];
     States::load(a, S + offset);
     States::load(b, dS + offset);
-    multiply_halves(dot, {a[0], Word<T>{}, a[2], Word<T>{}}, {b[0], b[2]}, T{});
-    multiply_halves(dot, {Word<T>{}, a[1], Word<T>{}, a[3]}, {b[1], b[3]}, T{});
+    mma_m16n8k16(dot, {a[0], Word<T>{}, a[2], Word<T>{}}, {b[0], b[2]}, T{});
+    mma_m16n8k16(dot, {Word<T>{}, a[1], Word<T>{}, a[3]}, {b[1], b[3]}, T{});
   }
 }
 
@@ -233,8 +230,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   const float scale = float(args.scale);
 
   // copy_chunk starts to copy a tile; rows and channels past the end become 0.
-  copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
-  copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
+  copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.token_stride, rows, channels, bytes);
+  copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.token_stride, rows, channels, bytes);
   cp_async_commit();
   // `opaque` hides where b and h come from: the compiler then computes addresses anew in the loop below, instead of
   // keeping them in registers.
@@ -411,7 +408,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   // overwrites. If `divided`, removes the part of dx along x and divides the rest by the length of x. each_pair calls
   // its function for a lane's pairs of channels c, c + 1 (of the block) of token i.
   enum Kind { OF_Q, OF_K };
-  const auto store = [&](const Accumulators& dx, T* x, const Rows<T>& to, Kind kind) {
+  const auto store = [&](const Accumulators& dx, T* x, const StridedRows<T>& to, Kind kind) {
     if (args.parts) {
       each_pair([&](int i, int c, int m, int across, int down) {
         if (i >= rows) return;
@@ -440,13 +437,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       for (int n = 0; n < BT; n += 32 / ACROSS) {
         const int i = n + lane / ACROSS, c = channel + lane % ACROSS * PIECE;
         if (i < rows && c < channels)
-          *reinterpret_cast<uint4*>(first + i * to.t + c) = *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
+          *reinterpret_cast<uint4*>(first + i * to.token_stride + c) =
+              *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
       }
     } else {
 #pragma unroll 1
       for (int n = lane; n < BT * 16; n += 32) {
         const int i = n / 16, c = channel + n % 16;
-        if (i < rows && c < channels) first[i * to.t + c] = *place<BK>(x, i, c);
+        if (i < rows && c < channels) first[i * to.token_stride + c] = *place<BK>(x, i, c);
       }
     }
   };

@@ -32,9 +32,7 @@
 #include "delta/walk.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row
 //   BT = 32 tokens, TILE = 64
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
@@ -52,15 +50,15 @@
 //     state
 
 template <typename T> struct Args {
-  Rows<const T> v, do_;                // those of another direction are null, here and below
-  Rows<const float> initial, dht;      // null: zeros
-  Rows<float> final, dh0;              // null: not wanted
-  Rows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of FORWARDS alone
-  T* chunk_states;                     // null without OUTPUTS
-  float *starts, *F;                   // null if no sequence is cut into segments; F: also with OUTPUTS
-  const void* prepared;                // PreparedForGradients of each chunk
-  Shape shape;                         // H: heads of values; segments are sequences here
-  i64 P;                               // segments of a sequence
+  StridedRows<const T> v, do_;                // those of another direction are null, here and below
+  StridedRows<const float> initial, dht;      // null: zeros
+  StridedRows<float> final, dh0;              // null: not wanted
+  StridedRows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of FORWARDS alone
+  T* chunk_states;                            // null without OUTPUTS
+  float *starts, *F;                          // null if no sequence is cut into segments; F: also with OUTPUTS
+  const void* prepared;                       // PreparedForGradients of each chunk
+  Shape shape;                                // H: heads of values; segments are sequences here
+  i64 P;                                      // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v, do and dv start on multiples of it, and are multiples long
 };
@@ -129,8 +127,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
   const i64 first_chunk = segment.chunks.start;
   const auto* prepared_chunks =
       static_cast<const PreparedChunk*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
-  const Rows<const T>& values = BACK ? args.do_ : args.v;
-  const Rows<T>& residuals = BACK ? args.dresidual : args.residual;
+  const StridedRows<const T>& values = BACK ? args.do_ : args.v;
+  const StridedRows<T>& residuals = BACK ? args.dresidual : args.residual;
   // `opaque` hides where the number comes from: else the compiler converts it again for every chunk.
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
 
@@ -148,7 +146,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
       const int token = chunk_of(step) * BT;
       copy_prepared<FROM, STOP, THREADS>(&to.prepared(), prepared_chunks + chunk_of(step));
       if (!computes_F)
-        copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + first_column, values.t,
+        copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + first_column, values.token_stride,
                                 tokens - token, columns, bytes);
     }
     cp_async_commit();
@@ -164,9 +162,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
     if (++stage == STAGES) stage = 0;
     const int chunk = chunk_of(step), token = BT * chunk;
     // Stores the warp's 16 columns of the chunk's tokens (store_tokens, walk.cuh).
-    const auto store = [&](const Rows<T>& to, const auto& pair_at, int width, int bytes) {
-      store_tokens<T>(to.row(b, h, span.start + token) + first_column, to.t, pair_at, tokens - token, column, width,
-                      bytes);
+    const auto store = [&](const StridedRows<T>& to, const auto& pair_at, int width, int bytes) {
+      store_tokens<T>(to.row(b, h, span.start + token) + first_column, to.token_stride, pair_at, tokens - token, column,
+                      width, bytes);
     };
 
     if (OUTPUTS && column < padded_columns) {  // stores S, rounded: matrices of 8 columns by 8 channels
@@ -251,7 +249,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
             },
             padded_columns, 16);
         if constexpr (!TWO_WRITES && sizeof(T) == 2) {
-          Rows<T> errors = residuals;
+          StridedRows<T> errors = residuals;
           errors.p += padded(shape.V);
           store(
               errors,

@@ -10,8 +10,7 @@
 
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   Word<T>: two neighbouring numbers; unpack_pair: as floats. ldmatrix_x4: loads four matrices of 8 x 8, `_trans`
-//     transposed
+//   Word<T>: two neighbouring numbers; unpack_pair: as floats
 
 constexpr int TILE = 64;  // channels, or columns, that kernels read together
 

@@ -37,10 +37,8 @@
 //   BT = 32 tokens, TILE = 64
 //   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair: two numbers, each as the sum
 //     of two
-//   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
 //   LeftReader: left operands from a tile; StateReader: operands from matrices of a state
 //   Accumulators: a warp's sums [32 tokens, 16 columns] (chunk.cuh)
-//   own_lane(): this thread's lane
 
 // TILE: 64 channels. BT: 32 tokens.
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
@@ -132,7 +130,7 @@ __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const Word<T> 
   const Word<T> left[4] = {state[0], state[2], state[1], state[3]};
   float product[2][4] = {{d[0], d[1]}, {0.f, 0.f, d[2], d[3]}};
 #pragma unroll
-  for (int n = 0; n < 2; ++n) multiply_halves(product[n], left, {gradient[2 * n], gradient[2 * n + 1]}, T{});
+  for (int n = 0; n < 2; ++n) mma_m16n8k16(product[n], left, {gradient[2 * n], gradient[2 * n + 1]}, T{});
   d[0] = product[0][0], d[1] = product[0][1], d[2] = product[1][2], d[3] = product[1][3];
 }
 
@@ -164,8 +162,8 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
         const Word<T>(&state)[4] = states[kind / S::ROWS];
         Word<T> values[4];
         reader.load(values, s.values[kind], 16 * m, 16 * c);
-        multiply_halves(terms[kind][m][0], values, {state[0], state[1]}, T{});
-        multiply_halves(terms[kind][m][1], values, {state[2], state[3]}, T{});
+        mma_m16n8k16(terms[kind][m][0], values, {state[0], state[1]}, T{});
+        mma_m16n8k16(terms[kind][m][1], values, {state[2], state[3]}, T{});
       }
     multiply_diagonals<T>(diagonals, states[0], states[1]);
   }
@@ -268,9 +266,9 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
         }
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
-          multiply_halves(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]}, Number{});
+          mma_m16n8k16(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]}, Number{});
           if constexpr (sizeof(Number) == 2)
-            if (summand == 0) multiply_halves(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]}, Number{});
+            if (summand == 0) mma_m16n8k16(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]}, Number{});
         }
       }
   }

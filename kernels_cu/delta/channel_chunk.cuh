@@ -18,8 +18,6 @@
 // From chunk.cuh:
 //   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
 //   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; Word: two neighbouring numbers
-//   own_lane(): this thread's lane, computed again at each call, where a value of threadIdx.x & 31 would be held in a
-//     register
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int BLOCK = 4;  // tokens of a block
@@ -323,13 +321,13 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
       const auto multiply = [&](const Matrix<T>& y) {
         if constexpr (sizeof(T) == 4) {
           const T* pair = y.x + (column + g) * y.LDA + token + 2 * t;
-          multiply_halves(d[n], a[0], {unpack_pair(pair), unpack_pair(pair + 8)}, T{});
+          mma_m16n8k16(d[n], a[0], {unpack_pair(pair), unpack_pair(pair + 8)}, T{});
         } else {
           u32 b[4];
           ldmatrix_x4(b, y.x + from + token);
-          multiply_halves(d[n], a[1], {b[0], b[1]}, T{});
-          multiply_halves(d[n], a[0], {b[2], b[3]}, T{});
-          multiply_halves(d[n], a[0], {b[0], b[1]}, T{});
+          mma_m16n8k16(d[n], a[1], {b[0], b[1]}, T{});
+          mma_m16n8k16(d[n], a[0], {b[2], b[3]}, T{});
+          mma_m16n8k16(d[n], a[0], {b[0], b[1]}, T{});
         }
         ++n;
       };

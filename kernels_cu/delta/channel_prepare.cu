@@ -27,7 +27,6 @@
 #include "delta/growing_chunk.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3 kinds of borders between blocks
 //   unpack_four, put_four: four neighbours as floats; times, add_product: of four
 //   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
@@ -47,11 +46,11 @@
 //   put_pair: stores two neighbours; LANES: threads of a block of tokens
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k;
-  Rows<const G> g, beta;  // a token's beta is a row of one number
-  void* prepared;         // Prepared, or PreparedForGradients, of each chunk
-  Shape shape;            // H: heads of values
-  i64 group;              // heads of values that share a head of queries and keys
+  StridedRows<const T> q, k;
+  StridedRows<const G> g, beta;  // a token's beta is a row of one number
+  void* prepared;                // Prepared, or PreparedForGradients, of each chunk
+  Shape shape;                   // H: heads of values
+  i64 group;                     // heads of values that share a head of queries and keys
   double w_scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
@@ -141,16 +140,16 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, chunk.h); };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from, u32 of_head) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, of_head), from.t, chunk.rows, channels);
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, of_head), from.token_stride, chunk.rows, channels);
     });
   else
     inputs([&](auto* tile, const auto& from, u32 of_head) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, of_head), from.t, chunk.rows, channels);
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, of_head), from.token_stride, chunk.rows, channels);
     });
   cp_async_commit();
   if (threadIdx.x < BT) {
     const int i = threadIdx.x;
-    s.beta[i] = i < chunk.rows ? to_float(chunk.row(args.beta, chunk.h)[i * args.beta.t]) : 0.f;
+    s.beta[i] = i < chunk.rows ? to_float(chunk.row(args.beta, chunk.h)[i * args.beta.token_stride]) : 0.f;
     if constexpr (GRADIENT) to.beta[i] = s.beta[i];
   }
   cp_async_wait<0>();

@@ -17,10 +17,9 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Word<T>: two neighbouring numbers; unpack_pair: as floats; word_of: from floats
-//   LeftReader, RowsReader, RightReader: operands from a tile; multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
-//   copy_rows: starts copies of a tile's rows; own_lane(): this thread's lane
+//   LeftReader, RowsReader, RightReader: operands from a tile
+//   copy_rows: starts copies of a tile's rows
 //   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; TokenFactors: decays, betas and inverse lengths;
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
@@ -56,8 +55,8 @@ struct TokenNumbers {
   float decay = 1.f, beta = 0.f;
 
   template <typename G>
-  __device__ __forceinline__ TokenNumbers(const Rows<const G>& gates, const Rows<const G>& betas, i64 batch, i64 head,
-                                          i64 first, int rows) {
+  __device__ __forceinline__ TokenNumbers(const StridedRows<const G>& gates, const StridedRows<const G>& betas,
+                                          i64 batch, i64 head, i64 first, int rows) {
     const int lane = threadIdx.x & 31;
     if (lane < rows) {
       decay = decay_of(to_float(*gates.row(batch, head, first + lane)));
@@ -101,7 +100,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
     for (int n = 0; n < 2; ++n) {
       Word<T> a[4];
       left.load(a, x, row, c + 16 * n);
-      multiply_halves(d[n], a, {r[2 * n], r[2 * n + 1]}, T{});
+      mma_m16n8k16(d[n], a, {r[2 * n], r[2 * n + 1]}, T{});
     }
   }
 }
@@ -116,8 +115,8 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
     Word<T> a[4], b[4];
     reader.load(a, x, row, c);
     reader.load(b, y, column, c);
-    multiply_halves(d[0], a, {b[0], b[2]}, T{});
-    multiply_halves(d[1], a, {b[1], b[3]}, T{});
+    mma_m16n8k16(d[0], a, {b[0], b[2]}, T{});
+    mma_m16n8k16(d[1], a, {b[1], b[3]}, T{});
   }
 }
 
@@ -189,8 +188,8 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
     for (int number = 0; number < M.NUMBERS; ++number) {
       Word<T> a[4];
       M.load(a, number, row, token, lane);
-      multiply_halves(d[0], a, {b[0], b[1]}, T{});
-      multiply_halves(d[1], a, {b[2], b[3]}, T{});
+      mma_m16n8k16(d[0], a, {b[0], b[1]}, T{});
+      mma_m16n8k16(d[1], a, {b[2], b[3]}, T{});
     }
   }
 }

@@ -28,9 +28,7 @@
 #include "delta/channel_backward.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
 //   BT = 32 tokens in BLOCKS = 4 blocks of BLOCK = 8; TILE = 64 channels or columns; THREADS = 128
 //   times, plus, plus_times: of two channels at a time; put_pair: stores them
 //   fetch_rows: one warp copies the chunk's rows to a tile; copy_chunk: all threads do
@@ -45,11 +43,11 @@
 //     shared memory holds
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four
-  Rows<const G> g;
+  StridedRows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four
+  StridedRows<const G> g;
   const T *chunk_states, *state_gradients;  // S and dS: each a direction of backward_storage.cuh
-  Rows<T> dq, dk, da, db;
-  Rows<G> dg;
+  StridedRows<T> dq, dk, da, db;
+  StridedRows<G> dg;
   Shape shape;
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of inputs and do start on multiples of it, and are multiples long
@@ -90,9 +88,9 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
   fetch_states(s, args.chunk_states, args.state_gradients, args.shape, b, h, chunk, channel, column);
-  const Rows<const T>& rows = (&args.do_)[warp];
+  const StridedRows<const T>& rows = (&args.do_)[warp];
   const bool is_padded = warp % 2;  // rows of du and u have V columns padded with zeros to a multiple of 64
-  fetch_rows(s.values[warp], rows.row(b, h, span.start) + column, rows.t, int(span.stop - span.start),
+  fetch_rows(s.values[warp], rows.row(b, h, span.start) + column, rows.token_stride, int(span.stop - span.start),
              (is_padded ? padded(V) : V) - column, is_padded ? 16 : int(args.bytes));
   cp_async_commit();
 }
@@ -117,7 +115,7 @@ template <typename T> __device__ __forceinline__ void multiply_values(float (&d)
 #pragma unroll
       for (int m = j / 2; m < 2; ++m)
 #pragma unroll
-        for (int n = 0; n < 2; ++n) multiply_halves(d[2 * m + j], a[m][n], {b[2 * n], b[2 * n + 1]}, T{});
+        for (int n = 0; n < 2; ++n) mma_m16n8k16(d[2 * m + j], a[m][n], {b[2 * n], b[2 * n + 1]}, T{});
     }
   }
 }
@@ -185,8 +183,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   const int warp = threadIdx.x >> 5;
   fetch_columns(s, args, b, h, span, chunk, first, 0);
   const auto& x = (&args.q)[warp];
-  fetch_rows(s.tokens[warp], x.row(b, h, span.start) + first, x.t, rows, channels, bytes);
-  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
+  fetch_rows(s.tokens[warp], x.row(b, h, span.start) + first, x.token_stride, rows, channels, bytes);
+  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.token_stride, rows, channels, bytes);
   cp_async_commit();
 
   Accumulators terms[4] = {};  // by Token: S do, S du, dS v, dS u, in the warp's 16 channels
@@ -286,7 +284,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   // Adds to dg what other blocks, the block's own columns and S dS give; dg is complete then.
   add_terms_of_blocks(dg, column_terms, s, block, c);
   const auto store = [&](const auto& to, auto value) {
-    store_block(to.row(b, h, span.start + start) + first + c, to.t, rows - start, channels - c, bytes, value);
+    store_block(to.row(b, h, span.start + start) + first + c, to.token_stride, rows - start, channels - c, bytes,
+                value);
   };
   store(args.dg, [&](int n) { return dg[n]; });
   store(args.dq, [&](int n) { return term(Q_ROW, n); });

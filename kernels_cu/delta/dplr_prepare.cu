@@ -30,7 +30,6 @@
 #include "delta/growing_chunk.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3 kinds of borders between blocks
 //   unpack_four, put_four: four neighbours as floats; times, add_product: of four
 //   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
@@ -47,12 +46,12 @@
 //     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
 //   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
 //     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
-//   barrier_sync(1, 64): joins two warps; max_of_lanes: the largest number of a warp; unpack_pair, put_pair: load and
-//     store two neighbours as floats
+//   named_barrier_sync(1, 64): joins two warps; max_of_lanes: the largest number of a warp; unpack_pair, put_pair: load
+//     and store two neighbours as floats
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, a, b;
-  Rows<const G> g;
+  StridedRows<const T> q, k, a, b;
+  StridedRows<const G> g;
   void* prepared;  // Prepared, or PreparedForGradients, of each chunk
   Shape shape;
   double w_scale;
@@ -161,11 +160,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, chunk.h), from.t, chunk.rows, channels);
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, chunk.h), from.token_stride, chunk.rows, channels);
     });
   else
     inputs([&](auto* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, chunk.h), from.t, chunk.rows, channels);
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, chunk.h), from.token_stride, chunk.rows, channels);
     });
   cp_async_commit();
   cp_async_wait<0>();
@@ -265,7 +264,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
     float x[BT], largest = 0.f;
     if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
-    barrier_sync(1, 64);  // warps 0 and 1: weights are in shared memory
+    named_barrier_sync(1, 64);  // warps 0 and 1: weights are in shared memory
     if (kind)
 #pragma unroll
       for (int i = 0; i < BT; ++i) x[i] = i == lane;

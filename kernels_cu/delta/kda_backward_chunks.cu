@@ -31,9 +31,7 @@
 #include "delta/channel_backward.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
 //   BT = 32 tokens in BLOCKS = 4 blocks of BLOCK = 8; TILE = 64 channels or columns; THREADS = 128
 //   times, plus, plus_times: of two channels at a time; pair_at, put_pair: load and store them
 //   fetch_rows: one warp copies the chunk's rows to a tile; copy_chunk: all threads do
@@ -49,13 +47,13 @@
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, w, e;            // a row of e: numbers, then rounding errors of 16-bit ones
-  Rows<const G> g, beta;                    // a token's beta is a row of one number
+  StridedRows<const T> q, k, do_, w, e;     // a row of e: numbers, then rounding errors of 16-bit ones
+  StridedRows<const G> g, beta;             // a token's beta is a row of one number
   const T *chunk_states, *state_gradients;  // S and dS: each a direction of backward_storage.cuh
   float* parts;                             // null if dq and dk are stored
-  Rows<T> dq, dk;                           // null if parts are stored
-  Rows<G> dg;
-  Rows<float> dbeta;
+  StridedRows<T> dq, dk;                    // null if parts are stored
+  StridedRows<G> dg;
+  StridedRows<float> dbeta;
   Shape shape;  // H: heads of values
   i64 group;    // heads of values that share a head of queries and keys
   double scale;
@@ -104,10 +102,11 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
                                               i64 chunk, int channel, int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
   fetch_states(s, args.chunk_states, args.state_gradients, args.shape, b, h, chunk, channel, column);
-  const Rows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
+  const StridedRows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
   if (warp < E + Matrix<T>::NUMBERS)
-    fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column, rows.t,
-               int(span.stop - span.start), (warp == DO ? V : padded(V)) - column, warp == DO ? int(args.bytes) : 16);
+    fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column,
+               rows.token_stride, int(span.stop - span.start), (warp == DO ? V : padded(V)) - column,
+               warp == DO ? int(args.bytes) : 16);
   cp_async_commit();
 }
 
@@ -131,7 +130,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Sha
         Word<T> b[4];
         right.load(b, s.values[E + number], 8 * j, c);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) multiply_halves(d[j], a[n], {b[2 * n], b[2 * n + 1]}, T{});
+        for (int n = 0; n < 2; ++n) mma_m16n8k16(d[j], a[n], {b[2 * n], b[2 * n + 1]}, T{});
       }
   }
 }
@@ -140,8 +139,8 @@ __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Sha
 // global memory, since the block's tile has 64 of them. Tokens past the end count as zeros. A warp has one token at a
 // time.
 template <typename T>
-__device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, const Rows<const T>& x, i64 b, i64 head,
-                                                        i64 first, int rows, int channels, bool normalized) {
+__device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, const StridedRows<const T>& x, i64 b,
+                                                        i64 head, i64 first, int rows, int channels, bool normalized) {
   const int lane = own_lane();
 #pragma unroll 4
   for (int i = threadIdx.x >> 5; i < BT; i += THREADS / 32) {
@@ -206,9 +205,9 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   fetch_columns(s, args, b, h, span, chunk, first, 0);
   if (warp < 2) {
     const auto& x = warp ? args.k : args.q;
-    fetch_rows(s.tokens[warp], x.row(b, head, span.start) + first, x.t, rows, channels, bytes);
+    fetch_rows(s.tokens[warp], x.row(b, head, span.start) + first, x.token_stride, rows, channels, bytes);
   }
-  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
+  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.token_stride, rows, channels, bytes);
   cp_async_commit();
   if (int(threadIdx.x) < BT)
     s.beta[threadIdx.x] = int(threadIdx.x) < rows ? to_float(*args.beta.row(b, h, span.start + threadIdx.x)) : 0.f;
@@ -327,7 +326,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   // Adds to dg what other blocks, the block's own columns and S dS give; dg is complete then.
   add_terms_of_blocks(dg, column_terms, s, block, c);
   const i64 token = span.start + start;
-  store_block(args.dg.row(b, h, token) + first + c, args.dg.t, rows - start, channels - c, bytes,
+  store_block(args.dg.row(b, h, token) + first + c, args.dg.token_stride, rows - start, channels - c, bytes,
               [&](int n) { return dg[n]; });
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind) {  // a Token: dq, then dk
@@ -336,8 +335,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
       float* to = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + token) * shape.K + first + c;
       store_block(to, shape.K, rows - start, channels - c, shape.K % 2 ? 4 : 8, value);
     } else {
-      const Rows<T>& to = kind == TOKEN_Q ? args.dq : args.dk;
-      store_block(to.row(b, head, token) + first + c, to.t, rows - start, channels - c, bytes, value);
+      const StridedRows<T>& to = kind == TOKEN_Q ? args.dq : args.dk;
+      store_block(to.row(b, head, token) + first + c, to.token_stride, rows - start, channels - c, bytes, value);
     }
   }
 }

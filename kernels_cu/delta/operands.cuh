@@ -54,9 +54,9 @@ __device__ __forceinline__ float2 transpose_pairs(float2 x) {
   return {from(first), from(first + 4)};
 }
 
-// D[16, 8] += A[16, 16] B[16, 8], as multiply_halves of 16-bit types (half_products.cuh): words a[m] are row g + 8 (m %
+// D[16, 8] += A[16, 16] B[16, 8], as mma_m16n8k16 of 16-bit types (half_products.cuh): words a[m] are row g + 8 (m %
 // 2), columns 8 (m / 2) + 2t and the next; b[m] rows 8m + 2t and the next, column g.
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const float2 (&a)[4], const float2 (&b)[2], single) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const float2 (&a)[4], const float2 (&b)[2], single) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float2 &upper = a[2 * half], &lower = a[2 * half + 1];

@@ -25,7 +25,6 @@
 #include "delta/prepared.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   BT = 32 tokens
 //   unpack_four, put_four: four neighbours as floats; times: of four
 //   put_split_pair: store numbers as sums of two (a `single` as it is)
@@ -41,16 +40,16 @@
 //     else `single`
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
-//     Accumulators; SINCE_SM100: whether the kernel is translated for such cards
+//     Accumulators
 //   unpack_pair, put_pair: load and store two neighbours as floats; errors_at: the rounding errors of two numbers of a
 //     Matrix
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k;
-  Rows<const G> g, beta;  // rows of one number, for each token
-  void* prepared;         // Prepared, or PreparedForGradients, of each chunk
-  Shape shape;            // its H are the heads of values
-  i64 group;              // so many of them share a head of queries and keys
+  StridedRows<const T> q, k;
+  StridedRows<const G> g, beta;  // rows of one number, for each token
+  void* prepared;                // Prepared, or PreparedForGradients, of each chunk
+  Shape shape;                   // its H are the heads of values
+  i64 group;                     // so many of them share a head of queries and keys
   double w_scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
   i64 bytes;       // 16, 8, 4 or 2: all rows of q and k start on multiples of it, and are multiples long
@@ -119,11 +118,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
   const auto inputs = [&](auto copy) { copy(s.k, args.k), copy(s.q, args.q); };
   if (bytes == 16)
     inputs([&](T* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, head), from.t, chunk.rows, channels);
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, head), from.token_stride, chunk.rows, channels);
     });
   else
     inputs([&](T* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, head), from.t, chunk.rows, channels);
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, head), from.token_stride, chunk.rows, channels);
     });
   cp_async_commit();
   // Lane i has the decay and beta of token i; past the end they are 1 and 0. set_decays stores D_ij, P_i and L_i.

@@ -15,9 +15,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; chunk_tokens: those of a chunk
 //   BT = 32 tokens; Matrix: [32, 32] numbers, each the sum of two for 16-bit data
 
 // TWO_WRITES (RWKV-7): v is written along the rows of Z[0] (Z), and Y along those of Z[1] (Zb).
@@ -62,7 +60,7 @@ struct ChunkOfBlock {
     span = chunk_tokens(shape, blockIdx.x % chunks), rows = int(span.stop - span.start);
   }
   // The row of the chunk's first token in x.
-  template <typename T> __device__ __forceinline__ T* row(const Rows<T>& x, u32 head) const {
+  template <typename T> __device__ __forceinline__ T* row(const StridedRows<T>& x, u32 head) const {
     return x.row(b, head, span.start);
   }
 };

@@ -37,7 +37,6 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   Real<T>: float, or double for float64; to_real, from_real convert
@@ -52,14 +51,13 @@
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
-//   THREADS = 128; converted_once: a float64 argument as float; copy_tile: starts the copy of a tile;
-//     sum_over_lanes<N>: over N neighbouring lanes
+//   THREADS = 128; copy_tile: starts the copy of a tile
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  Rows<const T> do_;
-  Rows<T> dv;               // this, kept, parts and token_parts: null without OUTPUTS
-  Rows<const Real<T>> dht;  // null where it is 0
-  Rows<Real<T>> dh0;        // or null
+  StridedRows<const T> do_;
+  StridedRows<T> dv;               // this, kept, parts and token_parts: null without OUTPUTS
+  StridedRows<const Real<T>> dht;  // null where it is 0
+  StridedRows<Real<T>> dh0;        // or null
   const Real<T>* kept;
   Real<T>*parts, *token_parts;
 };
@@ -156,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     s.in.fetch(args, work, first, rows);
-    copy_tile<TOKENS, BV>(s.do_, args.do_.row(work.b, work.h, first) + work.first_column, args.do_.t, rows,
+    copy_tile<TOKENS, BV>(s.do_, args.do_.row(work.b, work.h, first) + work.first_column, args.do_.token_stride, rows,
                           columns_left, args.bytes);
     next_gates.load(args, work, first, rows);
     cp_async_commit();

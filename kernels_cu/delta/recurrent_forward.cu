@@ -35,7 +35,6 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   Real<T>: float, or double for float64; to_real, from_real convert
@@ -50,17 +49,17 @@
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
-//   THREADS = 128; converted_once: a float64 argument as float
+//   THREADS = 128
 
 constexpr int CHANNELS = 16;  // of a lane
 // Tokens of a stage: so many that the stage's q, and its k, have at most 4 KB for every type and BK.
 template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  Rows<T> o;            // null: no output is wanted
-  Rows<Real<T>> final;  // null: no final state is wanted
-  Real<T>* kept;        // the states before every shape.chunk-th token of a sequence, or null
-  Real<T>* F;           // or null; then o, final and kept are null
+  StridedRows<T> o;            // null: no output is wanted
+  StridedRows<Real<T>> final;  // null: no final state is wanted
+  Real<T>* kept;               // the states before every shape.chunk-th token of a sequence, or null
+  Real<T>* F;                  // or null; then o, final and kept are null
 };
 
 template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared {
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], erased[c], S[i][c]);
         }
       if (stores) *to = from_real<T>(scale * token_scalars.inverse_q_length * o);
-      to += args.o.t;
+      to += args.o.token_stride;
     }
   }
   // `opaque` hides that these are the numbers of before: what is computed from them takes no registers between tokens.

@@ -21,9 +21,7 @@
 #include "delta/walk.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row
 //   BT = 32 tokens
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
@@ -39,14 +37,14 @@
 //   decay_state: S <- diag(decay) S; word_of: two numbers as a Word
 
 template <typename T> struct Args {
-  Rows<const T> v;
-  Rows<T> o;                  // null without OUTPUTS
-  Rows<const float> initial;  // null: zeros
-  Rows<float> final;          // null: not wanted
-  float *starts, *F;          // null if no sequence is cut into segments; F: also with OUTPUTS
-  const void* prepared;       // Prepared of each chunk
-  Shape shape;                // segments are sequences here
-  i64 P;                      // segments of a sequence
+  StridedRows<const T> v;
+  StridedRows<T> o;                  // null without OUTPUTS
+  StridedRows<const float> initial;  // null: zeros
+  StridedRows<float> final;          // null: not wanted
+  float *starts, *F;                 // null if no sequence is cut into segments; F: also with OUTPUTS
+  const void* prepared;              // Prepared of each chunk
+  Shape shape;                       // segments are sequences here
+  i64 P;                             // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
 };
@@ -98,7 +96,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
       constexpr int SIZE = OUTPUTS ? sizeof(PreparedChunk) : PreparedChunk::BYTES_FOR_STATES;
       copy_prepared<0, SIZE, THREADS>(&to.chunk, prepared_chunks + chunk);
       if (!computes_F)
-        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * BT) + first_column, args.v.t,
+        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * BT) + first_column, args.v.token_stride,
                                 tokens - chunk * BT, columns, bytes);
     }
     cp_async_commit();
@@ -128,7 +126,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
     if constexpr (OUTPUTS) {
       multiply_packed(o, prepared.B, v);
       store_tokens<T>(
-          args.o.row(b, h, span.start + token) + first_column, args.o.t,
+          args.o.row(b, h, span.start + token) + first_column, args.o.token_stride,
           [&](int i, int across) {
             const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
             return word_of<T>(scale * pair[0], scale * pair[1]);

@@ -3,9 +3,8 @@
 #include "tensor.cuh"
 
 // From tensor.cuh:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; tokens_of, chunks_of: those of a sequence
+//   tokens_of, chunks_of: those of a sequence
 
 // Whether x is neither infinite nor NaN.
 template <typename R> __device__ __forceinline__ bool is_finite(R x) { return x - x == R(0); }
@@ -28,8 +27,8 @@ template <typename R> struct Segment {
 // tokens and store nothing. h: the head.
 template <bool BACKWARDS, typename R>
 __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shape, u32 P, u32 n, u32 h,
-                                                 const Rows<const R>& given, R* starts, const Rows<R>& final,
-                                                 bool whole) {
+                                                 const StridedRows<const R>& given, R* starts,
+                                                 const StridedRows<R>& final, bool whole) {
   const u32 p = n % P, in_row = n % u32(shape.count), first = in_row - p;
   const i64 states = shape.H * shape.K * shape.V;  // numbers of all heads
   R* start = starts + (BACKWARDS * shape.B * shape.count + n) * states + h * shape.K * shape.V;

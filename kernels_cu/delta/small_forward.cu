@@ -20,7 +20,6 @@
 #include "delta/tokens.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b
 //   Tile: 8 tokens of a warp's heads in shared memory; load_row, put: load and store numbers of a row
 //   Work, work_of: a head, its sequence and tokens; LaneCoord: the lane's head of the warp, its number in that head
 //   lane_rows: the lane's rows in memory; fetch, store: copy a step's rows; put_decays: exp of gates
@@ -29,8 +28,8 @@
 //   STEP = 8 tokens, THREADS = 128, WARPS = 4
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  Rows<T> o;
-  Rows<float> final;  // null: no final state is wanted
+  StridedRows<T> o;
+  StridedRows<float> final;  // null: no final state is wanted
 };
 
 template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
@@ -56,7 +55,7 @@ template <typename G, int LANES> struct StepScalars {
   G x[STEP / LANES];
 
   // Those of the step that starts at `token`; zeros after the head's last token.
-  __device__ __forceinline__ void load(const Rows<const G>& from, const Work& head, int lane, int token) {
+  __device__ __forceinline__ void load(const StridedRows<const G>& from, const Work& head, int lane, int token) {
 #pragma unroll
     for (int n = 0; n < STEP / LANES; ++n) {
       const int own = token + lane + n * LANES;

@@ -20,9 +20,8 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   Real<T>: float, or double for float64; to_real, from_real convert; inverse_root: 1 / sqrt
+//   Real<T>: float, or double for float64; to_real, from_real convert
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
@@ -35,13 +34,13 @@ constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
 template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());  // double if one of both is
 
 template <typename T, typename G, typename S> struct Args {
-  Rows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
-  Rows<const G> g, beta;        // beta: only for GatedDelta and Kda
-  Rows<T> o;
-  Rows<S> state;     // rows are channels
-  const i64* slots;  // null: sequence b has state b
-  i64 H, K, V;       // H: heads of values
-  i64 group;         // heads of values that share a head of queries and keys
+  StridedRows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
+  StridedRows<const G> g, beta;        // beta: only for GatedDelta and Kda
+  StridedRows<T> o;
+  StridedRows<S> state;  // rows are channels
+  const i64* slots;      // null: sequence b has state b
+  i64 H, K, V;           // H: heads of values
+  i64 group;             // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
   i64 pieces;      // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   Piece state[LANE_CHANNELS];
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
-    const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+    const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.token_stride;
     const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
     if (args.pieces) {
       if (exists && column < columns_left) state[n] = *reinterpret_cast<const Piece*>(from);
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
   }
   for (int c = threadIdx.x; c < BK; c += STEP_THREADS) {
-    const auto load = [&](const Rows<const T>& x) { return c < K ? R(to_real(x.row(b, head, 0)[c])) : R(0); };
+    const auto load = [&](const StridedRows<const T>& x) { return c < K ? R(to_real(x.row(b, head, 0)[c])) : R(0); };
     s.q[c] = load(args.q), s.k[c] = load(args.k);
     if constexpr (Rule::own_erasure) s.a[c] = load(args.a), s.b[c] = load(args.b);
     if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(to_real(args.g.row(b, h, 0)[c])) : R(0));
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     const int c = first_channel + n * CHANNELS_AT_ONCE;
     if (c >= K) break;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
-    S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+    S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.token_stride;
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
       if (column + i >= columns_left) continue;

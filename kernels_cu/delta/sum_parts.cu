@@ -14,7 +14,6 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   THREADS = 128, WARPS = 4
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   sum_over_lanes<32>: over the warp; LEAST_SQUARE = 1e-6
@@ -23,8 +22,8 @@ constexpr int LANE_CHANNELS = 8;  // numbers of a lane
 
 template <typename T> struct Args {
   const Real<T>* parts;
-  Rows<const T> x;  // null if rows were not divided by their lengths
-  Rows<T> dx;
+  StridedRows<const T> x;  // null if rows were not divided by their lengths
+  StridedRows<T> dx;
   i64 B, H, T_, K;  // T_: tokens of a batch row
   i64 group;        // heads of values that share a head of x
   i64 tiles;        // of columns of V

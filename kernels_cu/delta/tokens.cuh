@@ -11,13 +11,9 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; tokens_of: those of a sequence
 //   Real<T>: float, or double for float64; to_real, from_real convert
-//   sum_over_lanes<N>: over N neighbouring lanes; inverse_root: 1 / sqrt; LEAST_SQUARE = 1e-6 is added to the square of
-//     a length
-//   tokens_of: the tokens of a sequence
+//   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 // The recurrences. channel_gates: every channel has a gate, else the token has one. own_erasure: what is taken from the
 // state is found by a vector `a` of its own in the state before its decay, else by the key in the decayed state.
@@ -35,11 +31,11 @@ constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 // The arguments that the kernels of whole sequences read.
 template <typename T, typename G> struct DeltaArgs {
-  Rows<const T> q, k, v, a, b;  // a and b are for Dplr only
-  Rows<const G> g, beta;        // beta is not for Dplr; a gate of a token is a row of one number
-  Rows<const Real<T>> initial;  // [N, H, K, V], null for zeros
-  Shape shape;                  // H is the number of value heads
-  i64 group;                    // value heads that share a head of queries and keys
+  StridedRows<const T> q, k, v, a, b;  // a and b are for Dplr only
+  StridedRows<const G> g, beta;        // beta is not for Dplr; a gate of a token is a row of one number
+  StridedRows<const Real<T>> initial;  // [N, H, K, V], null for zeros
+  Shape shape;                         // H is the number of value heads
+  i64 group;                           // value heads that share a head of queries and keys
   double scale;
   i64 normalized;   // whether the kernel divides queries and keys by their Euclidean lengths
   i64 bytes;        // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
@@ -115,15 +111,15 @@ template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct
   // Starts to copy `rows` tokens, from token `first` of the batch row on; zeros for the others.
   __device__ __forceinline__ void fetch(const DeltaArgs<T, G>& args, const BlockWork& work, i64 first, int rows) {
     const int K = int(args.shape.K), head = work.h / u32(args.group);
-    copy_tile<TOKENS, BK>(k, args.k.row(work.b, head, first), args.k.t, rows, K, args.bytes);
-    copy_tile<TOKENS, BK>(q, args.q.row(work.b, head, first), args.q.t, rows, K, args.bytes);
+    copy_tile<TOKENS, BK>(k, args.k.row(work.b, head, first), args.k.token_stride, rows, K, args.bytes);
+    copy_tile<TOKENS, BK>(q, args.q.row(work.b, head, first), args.q.token_stride, rows, K, args.bytes);
     if constexpr (Rule::channel_gates)
-      copy_tile<TOKENS, BK>(g, args.g.row(work.b, work.h, first), args.g.t, rows, K, args.bytes);
+      copy_tile<TOKENS, BK>(g, args.g.row(work.b, work.h, first), args.g.token_stride, rows, K, args.bytes);
     if constexpr (Rule::own_erasure) {
-      copy_tile<TOKENS, BK>(a, args.a.row(work.b, head, first), args.a.t, rows, K, args.bytes);
-      copy_tile<TOKENS, BK>(b, args.b.row(work.b, head, first), args.b.t, rows, K, args.bytes);
+      copy_tile<TOKENS, BK>(a, args.a.row(work.b, head, first), args.a.token_stride, rows, K, args.bytes);
+      copy_tile<TOKENS, BK>(b, args.b.row(work.b, head, first), args.b.token_stride, rows, K, args.bytes);
     }
-    copy_tile<TOKENS, BV>(v, args.v.row(work.b, work.h, first) + work.first_column, args.v.t, rows,
+    copy_tile<TOKENS, BV>(v, args.v.row(work.b, work.h, first) + work.first_column, args.v.token_stride, rows,
                           int(args.shape.V) - work.first_column, args.bytes);
   }
 };

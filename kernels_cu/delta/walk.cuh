@@ -15,7 +15,7 @@
 //   TransposedReader: left operands, whose rows are a tile's columns
 //   RightReader: right operands, whose rows are a tile's rows
 //   RowsReader: right operands, whose columns are a tile's rows
-//   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; word_of: two numbers as a Word
+//   word_of: two numbers as a Word
 //   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
 //   State<BK>: float[BK / 8][4]
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const Sta
     for (int half = 0; half < 2; ++half) {
       pack_state<T, BK>(s[half], S, 2 * c + half);
 #pragma unroll
-      for (int n = 0; n < BT / 8; ++n) multiply_halves(y[n], s[half], {e[n][2 * half], e[n][2 * half + 1]}, T{});
+      for (int n = 0; n < BT / 8; ++n) mma_m16n8k16(y[n], s[half], {e[n][2 * half], e[n][2 * half + 1]}, T{});
     }
     if constexpr (OUTPUTS) {
 #pragma unroll
@@ -64,8 +64,8 @@ __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const Sta
         for (int m = 0; m < BT / 16; ++m) {
           Word<T> w[4];
           left.load(w, output_rows, 16 * m, 32 * c + 16 * half);
-          multiply_halves((*o)[m][0], w, {s[half][0], s[half][2]}, T{});
-          multiply_halves((*o)[m][1], w, {s[half][1], s[half][3]}, T{});
+          mma_m16n8k16((*o)[m][0], w, {s[half][0], s[half][2]}, T{});
+          mma_m16n8k16((*o)[m][1], w, {s[half][1], s[half][3]}, T{});
         }
     }
   }
@@ -92,8 +92,8 @@ __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Wo
     for (int c = 0; c < BK / 16; ++c) {
       Word<T> b[4];
       reader.load(b, rows, 16 * n, 16 * c);
-      multiply_halves(S[2 * c], x[n], {b[0], b[1]}, T{});
-      multiply_halves(S[2 * c + 1], x[n], {b[2], b[3]}, T{});
+      mma_m16n8k16(S[2 * c], x[n], {b[0], b[1]}, T{});
+      mma_m16n8k16(S[2 * c + 1], x[n], {b[2], b[3]}, T{});
     }
 }
 
@@ -149,8 +149,8 @@ __device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>
       for (int number = 0; number < M.NUMBERS; ++number) {
         Word<T> a[4];
         M.load(a, number, 16 * m, 16 * before, lane);
-        multiply_halves(d[m][0], a, {x[before][0], x[before][2]}, T{});
-        multiply_halves(d[m][1], a, {x[before][1], x[before][3]}, T{});
+        mma_m16n8k16(d[m][0], a, {x[before][0], x[before][2]}, T{});
+        mma_m16n8k16(d[m][1], a, {x[before][1], x[before][3]}, T{});
       }
 }
 
@@ -168,8 +168,8 @@ __device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const Word<T> 
       for (int number = 0; number < M.NUMBERS; ++number) {
         Word<T> b[4];  // tokens 16 from + 0...15 of M's rows, columns 16 n + 0...15
         M.template load<true>(b, number, 16 * from, 16 * n, lane);
-        multiply_halves(sums[2 * n], x[from], {b[0], b[1]}, T{});
-        multiply_halves(sums[2 * n + 1], x[from], {b[2], b[3]}, T{});
+        mma_m16n8k16(sums[2 * n], x[from], {b[0], b[1]}, T{});
+        mma_m16n8k16(sums[2 * n + 1], x[from], {b[2], b[3]}, T{});
       }
 #pragma unroll
   for (int n = 0; n < BT / 8; ++n)

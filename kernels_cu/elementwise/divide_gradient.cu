@@ -14,13 +14,12 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 
 template <typename T> struct Args {
-  Rows<const Real<T>> yz;
-  Rows<const T> do_;
-  Rows<Real<T>> dyz;
+  StridedRows<const Real<T>> yz;
+  StridedRows<const T> do_;
+  StridedRows<Real<T>> dyz;
   i64 B, H, T_, V, columns;  // T_: tokens of a row of the batch
 };
 

@@ -13,13 +13,12 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 
 template <typename T, typename Y> struct Args {
-  Rows<const T> x;
-  Rows<const Y> dy;
-  Rows<T> dx;
+  StridedRows<const T> x;
+  StridedRows<const Y> dy;
+  StridedRows<T> dx;
   i64 B, H, T_, C;  // T_: tokens of a row of the batch
 };
 

@@ -13,13 +13,9 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   to_real, from_real convert
-
 template <typename T, typename Y> struct Args {
-  Rows<const T> x;
-  Rows<Y> y;
+  StridedRows<const T> x;
+  StridedRows<Y> y;
   i64 B, H, T_, C;  // T_: tokens of a row of the batch
   i64 step;         // the stride of x's channels: 1, or 0 if x has one number for all channels of a row
   i64 vectors;      // whether all rows start on 16 bytes and are multiples of 16 bytes

@@ -13,12 +13,11 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 
 template <typename T> struct Args {
-  Rows<const Real<T>> dg_channels;
-  Rows<T> dg;
+  StridedRows<const Real<T>> dg_channels;
+  StridedRows<T> dg;
   i64 B, H, T_, C;  // T_: tokens of a row of the batch
 };
 

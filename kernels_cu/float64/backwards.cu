@@ -27,8 +27,8 @@
 
 // The pointers to arrays with columns (y, b, z, u_columns, dht, dh0, chunk_starts) are to the launch's first one.
 struct Args {
-  Rows<const double> x, a, y, b, z, p;
-  Rows<double> dx, da;               // da: null: not wanted
+  StridedRows<const double> x, a, y, b, z, p;
+  StridedRows<double> dx, da;        // da: null: not wanted
   const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
   double* du;                        // null: not wanted
   const double* dht;                 // [N, H, K, V] or null

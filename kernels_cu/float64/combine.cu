@@ -12,10 +12,10 @@
 #include "tensor.cuh"
 
 struct Args {
-  Rows<const double> qg;
-  Rows<const double> h;  // rows are channels: [B, H, NC * K, V]
-  Rows<const double> A, v;
-  Rows<double> o;
+  StridedRows<const double> qg;
+  StridedRows<const double> h;  // rows are channels: [B, H, NC * K, V]
+  StridedRows<const double> A, v;
+  StridedRows<double> o;
   Shape shape;
   double scale;
 };

@@ -21,8 +21,8 @@
 
 // The pointers to arrays with columns (b, y, z, u_columns, initial, final, chunk_starts) are to the launch's first one.
 struct Args {
-  Rows<const double> x, a, y, b, z;
-  Rows<double> result;
+  StridedRows<const double> x, a, y, b, z;
+  StridedRows<double> result;
   const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
   const double* initial;             // [N, H, K, V] or null
   double* final;                     // [N, H, K, V] or null

@@ -12,7 +12,7 @@
 #include "tensor.cuh"
 
 struct Args {
-  Rows<const double> kg, b, v;
+  StridedRows<const double> kg, b, v;
   double* h;
   const double* initial;  // or null
   double* final;          // or null

@@ -13,9 +13,9 @@
 #include "tensor.cuh"
 
 struct Args {
-  Rows<const double> q, k, g;
+  StridedRows<const double> q, k, g;
   const double* u;  // [H, K], null for GLA
-  Rows<double> A;
+  StridedRows<double> A;
   Shape shape;
 };
 

@@ -124,11 +124,11 @@ struct GatedTurned : Gated {
 };
 
 template <typename T, typename G, typename Value> struct Args {
-  Rows<const T> q, k;
-  Rows<const Value> v, do_;
-  Rows<const G> g;
-  Rows<T> dq, dk;
-  Rows<G> dg;
+  StridedRows<const T> q, k;
+  StridedRows<const Value> v, do_;
+  StridedRows<const G> g;
+  StridedRows<T> dq, dk;
+  StridedRows<G> dg;
   const float* u;            // null for GLA
   const void* chunk_states;  // of the type that products take (Math::Stored)
   float* partial_du;         // null for GLA
@@ -147,8 +147,8 @@ template <typename T, typename G, typename Value> struct Args {
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
   const float* row_growth;     // [B, heads, NC]: the largest of all channels' sums of positive log gates over the chunk
   const float* column_growth;  // [B, heads, NC]: the largest of all columns' sums of positive log gates
-  Rows<const T> given_v, given_do;  // v and do of the call, without decays
-  Rows<const G> gv;                 // log gates of columns [B, H, T, V]
+  StridedRows<const T> given_v, given_do;  // v and do of the call, without decays
+  StridedRows<const G> gv;                 // log gates of columns [B, H, T, V]
 };
 
 // Distances of neighbouring tokens in v and do, and in dA. Values: a stage of v and do.

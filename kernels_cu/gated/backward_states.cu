@@ -50,8 +50,8 @@ constexpr int STEPS_WORTH_READING = 16;           // a shorter segment is walked
 static_assert(TILE == 16 * WARPS);                // channels of a block
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;
-  Rows<const G> g;
+  StridedRows<const T> q, k, v, do_;
+  StridedRows<const G> g;
   const float *initial, *dht;  // null: zero
   void* chunk_states;          // null: computes the summaries of segments
   float *dh0, *states, *decays;

@@ -44,9 +44,9 @@
 #include "growth.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_;
-  Rows<const G> g;
-  Rows<T> dv;
+  StridedRows<const T> q, k, do_;
+  StridedRows<const G> g;
+  StridedRows<T> dv;
   const float* u;  // null for GLA
   const void* chunk_states;
   Shape shape;
@@ -269,9 +269,9 @@ __global__ void __launch_bounds__(
     if (!s.grows[n]) continue;
     __syncwarp();  // the scores that are replaced have been stored
     const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
-    const float score =
-        score_of_pair<ReadOrder>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
-                                 args.g.row(b, h, first_token), args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+    const float score = score_of_pair<ReadOrder>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
+                                                 args.g.row(b, h, first_token), args.q.token_stride,
+                                                 args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
     const TokenPair pair = pair_of(lane);
     if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
   }

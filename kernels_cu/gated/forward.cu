@@ -102,13 +102,13 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     const T *k = args.k.row(b, h, first_token) + args.channel, *v = args.v.row(b, h, first_token) + first_column;
     const T* q = args.q.row(b, h, first_token) + args.channel;
     if (bytes == 16) {
-      copy_rows<16, 8, BT, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
-      copy_rows<16, 8, BT, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
-      copy_rows<16, 8, BT, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
+      copy_rows<16, 8, BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels);
+      copy_rows<16, 8, BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels);
+      copy_rows<16, 8, BT, BV, THREADS>(s.v[stage], v, args.v.token_stride, rows, columns);
     } else {
-      copy_unaligned_rows<BT, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
-      copy_unaligned_rows<BT, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
-      copy_unaligned_rows<BT, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
+      copy_unaligned_rows<BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels, bytes);
+      copy_unaligned_rows<BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels, bytes);
+      copy_unaligned_rows<BT, BV, THREADS>(s.v[stage], v, args.v.token_stride, rows, columns, bytes);
     }
     cp_async_commit();
   };
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       const int rows = tokens - token - coord.row(0);
       if (!coord.exists()) break;
       if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
-        fetch_gates<BK>(s.gates, coord, from, args.g.t, rows, channels - coord.channel);
+        fetch_gates<BK>(s.gates, coord, from, args.g.token_stride, rows, channels - coord.channel);
       else
-        fetch_unaligned_gates<BK, Share::LANE_CHANNELS>(s.gates + coord.row(0) * BK + coord.channel, from, args.g.t,
-                                                        rows, channels - coord.channel);
+        fetch_unaligned_gates<BK, Share::LANE_CHANNELS>(s.gates + coord.row(0) * BK + coord.channel, from,
+                                                        args.g.token_stride, rows, channels - coord.channel);
     }
     cp_async_commit();
   };
@@ -195,14 +195,14 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
             if (inside) sum.store(sums + 8 * across);
           }
         }
-        to += 8 * args.o.t;
+        to += 8 * args.o.token_stride;
         if (!Schedule::all_channels) sums += 8 * shape.V;
       }
     } else {
       Output<T> copy;  // store_unaligned is a call and needs an address: with o's, o would never be in registers
 #pragma unroll
       for (int n = 0; n < BT / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
-      store_unaligned(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
+      store_unaligned(copy, to, args.o.token_stride, sums, shape.V, scale, rows, columns - column, first, last);
     }
   }
   if (args.final)

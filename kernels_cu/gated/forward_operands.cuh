@@ -464,8 +464,8 @@ __device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpSha
 // Starts copying this thread's gates of a chunk with `rows` tokens, from token `token` on, and of `channels` channels
 // from `first_channel` on. `bytes`: a power of 2 that divides the address and the length of every row of g.
 template <class WarpShare, int BK, typename G>
-__device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>& g, i64 b, i64 h, i64 token, int rows,
-                                                  i64 first_channel, int channels, int bytes) {
+__device__ __forceinline__ void fetch_chunk_gates(G* gates, const StridedRows<const G>& g, i64 b, i64 h, i64 token,
+                                                  int rows, i64 first_channel, int channels, int bytes) {
 #pragma unroll
   for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
     const WarpShare coord(n);
@@ -473,9 +473,9 @@ __device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>&
     const int rows_left = rows - coord.row(0);
     if (!coord.exists()) break;
     if (bytes >= WarpShare::LANE_CHANNELS * int(sizeof(G)))
-      fetch_gates<BK>(gates, coord, from, g.t, rows_left, channels - coord.channel);
+      fetch_gates<BK>(gates, coord, from, g.token_stride, rows_left, channels - coord.channel);
     else
-      fetch_unaligned_gates<BK, WarpShare::LANE_CHANNELS>(gates + coord.row(0) * BK + coord.channel, from, g.t,
-                                                          rows_left, channels - coord.channel);
+      fetch_unaligned_gates<BK, WarpShare::LANE_CHANNELS>(gates + coord.row(0) * BK + coord.channel, from,
+                                                          g.token_stride, rows_left, channels - coord.channel);
   }
 }

@@ -180,10 +180,10 @@ __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, co
     const bool within = ONE_OF_EACH ? iteration == 0 : task < SUBCHUNKS;
     if (grows && within) {
       const i64 first_token = span.start + token + BC * task;
-      score_pairs_one_by_one<ReadOrder, PRODUCTS>(s, task, args.q.row(b, h, first_token) + args.channel,
-                                                  args.k.row(b, h, first_token) + args.channel,
-                                                  args.g.row(b, h, first_token) + args.channel, args.q.t, args.k.t,
-                                                  args.g.t, tokens - token - BC * task, channels);
+      score_pairs_one_by_one<ReadOrder, PRODUCTS>(
+          s, task, args.q.row(b, h, first_token) + args.channel, args.k.row(b, h, first_token) + args.channel,
+          args.g.row(b, h, first_token) + args.channel, args.q.token_stride, args.k.token_stride, args.g.token_stride,
+          tokens - token - BC * task, channels);
     } else {
       make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, ScoreTask<T>(task, within));
     }

@@ -33,8 +33,8 @@ template <typename T> constexpr int STEP = 64 / sizeof(T);      // tokens of a s
 template <typename T> constexpr int LANE_TOKENS = STEP<T> / 4;  // neighbouring tokens of a stage that a lane decays
 
 template <typename T, typename G> struct Args {
-  Rows<const T> k, v;
-  Rows<const G> g;
+  StridedRows<const T> k, v;
+  StridedRows<const G> g;
   float *states, *decays;
   Shape shape;
   i64 channel;             // the first channel of this launch
@@ -205,9 +205,12 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   // first_step: the step that this part begins with, counted from the segment's start: the part's last one in time.
   const int steps = (tokens + STEP<T> - 1) / STEP<T>, first_step = steps - 1 - part;
 
-  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first_step, bytes);
-  StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.first_column, args.v.t, first_step, bytes);
-  StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
+  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.token_stride, first_step,
+                                  bytes);
+  StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.first_column, args.v.token_stride,
+                                  first_step, bytes);
+  StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.token_stride, steps - 1,
+                                      bytes);
   // Starts copying a step, counted from the segment's last one: its gates, and k and v if it is one of this part's.
   const auto is_of_part = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
@@ -216,12 +219,15 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       const int rows = tokens - STEP<T> * (steps - 1 - step);  // tokens from this step on
       const bool in_part = is_of_part(step);
       if (bytes == 16) {
-        gates.copy(to.g, args.g.t, 1, rows, channels);
-        if (in_part) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
-      } else {
-        gates.copy(to.g, args.g.t, 1, rows, channels, bytes);
+        gates.copy(to.g, args.g.token_stride, 1, rows, channels);
         if (in_part)
-          k.copy(to.k, args.k.t, parts, rows, channels, bytes), v.copy(to.v, args.v.t, parts, rows, columns, bytes);
+          k.copy(to.k, args.k.token_stride, parts, rows, channels),
+              v.copy(to.v, args.v.token_stride, parts, rows, columns);
+      } else {
+        gates.copy(to.g, args.g.token_stride, 1, rows, channels, bytes);
+        if (in_part)
+          k.copy(to.k, args.k.token_stride, parts, rows, channels, bytes),
+              v.copy(to.v, args.v.token_stride, parts, rows, columns, bytes);
       }
     }
     cp_async_commit();

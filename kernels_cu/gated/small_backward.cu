@@ -30,10 +30,10 @@ constexpr int WARPS = 2;     // of a block: each has heads and shared memory of 
 constexpr int NUMBERS = 16;  // of a state in a lane's registers
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;
-  Rows<const G> g;
-  Rows<T> dq, dk, dv;
-  Rows<G> dg;
+  StridedRows<const T> q, k, v, do_;
+  StridedRows<const G> g;
+  StridedRows<T> dq, dk, dv;
+  StridedRows<G> dg;
   const float *u, *starts, *ends;  // starts: the states before segments; ends: the gradients of those after; null: zero
   float *dh0, *step_states, *partial_du;  // dh0 and partial_du null: not wanted
   Shape shape;

@@ -93,9 +93,9 @@ template <typename E> struct LaneRows {
 };
 // The lane's pieces of x in memory, which it copies to or from such a tile.
 template <class Tile, typename E>
-__device__ __forceinline__ LaneRows<E> lane_rows(const Tile&, const Rows<E>& x, const Work& head, int lane) {
+__device__ __forceinline__ LaneRows<E> lane_rows(const Tile&, const StridedRows<E>& x, const Work& head, int lane) {
   E* row = x.row(head.b, head.h, head.start);
-  return {row + lane / Tile::PIECES * x.t + lane % Tile::PIECES * Tile::PIECE, x.t};
+  return {row + lane / Tile::PIECES * x.token_stride + lane % Tile::PIECES * Tile::PIECE, x.token_stride};
 }
 
 // Calls f(token of the step, first column, index in the tile, address in memory) for a lane's pieces of the step that

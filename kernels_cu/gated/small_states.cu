@@ -27,8 +27,8 @@
 constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;  // q and do_ are read if `both`
-  Rows<const G> g;
+  StridedRows<const T> q, k, v, do_;  // q and do_ are read if `both`
+  StridedRows<const G> g;
   const float *initial, *dht;  // null: zero
   float *states, *decays;
   Shape shape;

@@ -30,8 +30,8 @@
 constexpr int BV = 64, STRIPS = BV / 16, LDO = BV + 8;
 
 template <typename T> struct Args {
-  Rows<const T> v;
-  Rows<T> o;
+  StridedRows<const T> v;
+  StridedRows<T> o;
   const T *operands, *scores;
   const float* decays;
   const float* initial;  // [N, H, K, V]; null: zero
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     copy_tile<SCORES, THREADS>(to.scores, args.scores + row * SCORES);
     copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + row * TILES * WIDE);
     const T* v = args.v.row(b, h, token) + first_column;
-    if (bytes == 16) copy_rows<16, 8, BT, BV, THREADS>(to.v, v, args.v.t, rows, columns);
-    else copy_unaligned_rows<BT, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
+    if (bytes == 16) copy_rows<16, 8, BT, BV, THREADS>(to.v, v, args.v.token_stride, rows, columns);
+    else copy_unaligned_rows<BT, BV, THREADS>(to.v, v, args.v.token_stride, rows, columns, bytes);
   };
 
   const int count = int(chunks.stop - chunks.start);

@@ -32,8 +32,8 @@
 #include "tensor.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k;
-  Rows<const G> g;
+  StridedRows<const T> q, k;
+  StridedRows<const G> g;
   const float* u;  // [H, K]; null for GLA
   T *operands, *scores;
   float* decays;
@@ -61,22 +61,22 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const auto fetch = [&](int tile, int stage) {
     const int channel = tile * WIDE, channels = int(min(shape.K - channel, i64(WIDE)));
     if (bytes == 16) {
-      copy_rows<16, 8, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.t, rows, channels);
-      copy_rows<16, 8, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.t, rows, channels);
+      copy_rows<16, 8, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows, channels);
+      copy_rows<16, 8, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows, channels);
     } else {
-      copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.t, rows, channels, bytes);
-      copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.t, rows, channels, bytes);
+      copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows, channels, bytes);
+      copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows, channels, bytes);
     }
   };
   const auto fetch_gates_of = [&](int tile) {
     const Share coord(0);
     const int channel = tile * WIDE + coord.channel, channels = int(min(shape.K - channel, i64(WIDE)));
-    const G* from = g + coord.row(0) * args.g.t + channel;
+    const G* from = g + coord.row(0) * args.g.token_stride + channel;
     if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
-      fetch_gates<WIDE>(s.gates, coord, from, args.g.t, rows - coord.row(0), channels);
+      fetch_gates<WIDE>(s.gates, coord, from, args.g.token_stride, rows - coord.row(0), channels);
     else
-      fetch_unaligned_gates<WIDE, Share::LANE_CHANNELS>(s.gates + coord.row(0) * WIDE + coord.channel, from, args.g.t,
-                                                        rows - coord.row(0), channels);
+      fetch_unaligned_gates<WIDE, Share::LANE_CHANNELS>(s.gates + coord.row(0) * WIDE + coord.channel, from,
+                                                        args.g.token_stride, rows - coord.row(0), channels);
   };
 
   for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
@@ -133,9 +133,10 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = self_score;
   __syncthreads();  // scores of tokens with themselves are in shared memory
   if (any_grows && warp < BT / BC)
-    score_pairs_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
-                                                g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t,
-                                                rows - BC * warp, int(shape.K));
+    score_pairs_one_by_one<ReadOrder, PRODUCTS>(
+        s, warp, q + BC * warp * args.q.token_stride, k + BC * warp * args.k.token_stride,
+        g + BC * warp * args.g.token_stride, args.q.token_stride, args.k.token_stride, args.g.token_stride,
+        rows - BC * warp, int(shape.K));
   else put_scores<PRODUCTS>(s, task, scores);
   __syncthreads();  // the scores are in shared memory
   for (int index = threadIdx.x; index < SCORES / 8; index += THREADS)

@@ -23,8 +23,8 @@ template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 // and are copied in the background (cp_async): the caller waits for the copies. All threads of the block call this, and
 // synchronise before they read s.
 template <int ROWS, int COLS, int LD, typename T>
-__device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first_row, i64 stop,
-                                           i64 column, i64 width, bool vectors) {
+__device__ __forceinline__ void fetch_rows(T* s, const StridedRows<const T>& x, i64 batch, i64 head, i64 first_row,
+                                           i64 stop, i64 column, i64 width, bool vectors) {
   const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
     const bool exists = rows > 0 && col < columns;
     const T* from = x.row(batch, head, exists ? first_row + row : 0) + (exists ? column + col : 0);
 #pragma unroll
-    for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.t)  // reads nothing if not valid
+    for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.token_stride)  // reads nothing if not valid
       cp_async<16>(s + (row + n * DOWN) * LD + col, from, exists && row + n * DOWN < rows);
   } else {
 #pragma unroll 1
@@ -55,8 +55,8 @@ __device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 
 
 // Stores the rows and columns of a tile that are inside the array; arguments as in fetch_rows.
 template <int ROWS, int COLS, int LD, typename T>
-__device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 batch, i64 head, i64 first_row, i64 stop,
-                                           i64 column, i64 width, bool vectors) {
+__device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, i64 batch, i64 head, i64 first_row,
+                                           i64 stop, i64 column, i64 width, bool vectors) {
   const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
     const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
     T* to = x.row(batch, head, first_row + row) + column + col;
 #pragma unroll
-    for (int n = 0; n < ROWS / DOWN; ++n, to += DOWN * x.t)
+    for (int n = 0; n < ROWS / DOWN; ++n, to += DOWN * x.token_stride)
       if (row + n * DOWN < rows && col < columns)
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(s + (row + n * DOWN) * LD + col);
   } else {

@@ -27,10 +27,10 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
 #pragma unroll
     for (int flip = 0; flip < 128; flip += 32) {  // 16 channels
       u32 x[4], y[4];
-      ldmatrix_x4(x, at_offset(a[panel], query ^ flip));
-      ldmatrix_x4(y, at_offset(b[panel], key ^ flip));
-      multiply_halves(d[0], x, {y[0], y[1]}, T{});
-      multiply_halves(d[1], x, {y[2], y[3]}, T{});
+      ldmatrix_x4(x, at_byte_offset(a[panel], query ^ flip));
+      ldmatrix_x4(y, at_byte_offset(b[panel], key ^ flip));
+      mma_m16n8k16(d[0], x, {y[0], y[1]}, T{});
+      mma_m16n8k16(d[1], x, {y[2], y[3]}, T{});
     }
 }
 

@@ -4,9 +4,9 @@
 #include "ptx.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// barrier_arrive at the barrier of block `rank` of the cluster that corresponds to `b`, to say that this block has read
-// that block's data. Does not order this thread's stores before the arrival.
-__device__ __forceinline__ void arrive_at_block(Barrier& b, u32 rank) {
+// mbarrier_arrive at the barrier of block `rank` of the cluster that corresponds to `b`, to say that this block has
+// read that block's data. Does not order this thread's stores before the arrival.
+__device__ __forceinline__ void arrive_at_block(MBarrier& b, u32 rank) {
   asm volatile(
       "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.release.cta.shared::cluster.b64 _, [there];\n}" ::"r"(u32(__cvta_generic_to_shared(&b))),
@@ -16,7 +16,7 @@ __device__ __forceinline__ void arrive_at_block(Barrier& b, u32 rank) {
 
 // tensor_load to the corresponding address of every block of the cluster whose bit is in `blocks`; each counts the
 // bytes at its own `b`.
-__device__ __forceinline__ void tensor_load_to(u16 blocks, void* box, const TensorMap& map, Barrier& b, i32 column,
+__device__ __forceinline__ void tensor_load_to(u16 blocks, void* box, const TensorMap& map, MBarrier& b, i32 column,
                                                i32 token, i32 head, i32 batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "

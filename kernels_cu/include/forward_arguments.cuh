@@ -3,9 +3,9 @@
 #include "tensor.cuh"
 
 template <typename T, typename G> struct ForwardArgs {
-  Rows<const T> q, k, v;
-  Rows<const G> g;
-  Rows<T> o;
+  StridedRows<const T> q, k, v;
+  StridedRows<const G> g;
+  StridedRows<T> o;
   const float *u, *initial;  // [H, K], null for GLA; [N, H, K, V], null: zero
   float* final;              // [N, H, K, V]; null: not wanted
   Shape shape;

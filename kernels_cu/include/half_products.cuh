@@ -3,9 +3,9 @@
 
 // D[16, 8] += A[16, 16] B[16, 8] in the type of the last argument, whose value is not used; sums are float32. Which
 // lane has which numbers: mma_bf16 in ptx.cuh.
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
   mma_bf16(d, a, b);
 }
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
   mma_f16(d, a, b);
 }

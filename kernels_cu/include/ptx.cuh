@@ -296,18 +296,18 @@ template <int N> __device__ __forceinline__ void cp_async_wait() {
 }
 
 // Waits until `threads` threads (a multiple of 32, whole warps) have reached barrier `id`, 1 to 15.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Counts this warp as one that has reached barrier `id`, for which `threads` threads are waited, without waiting
 // itself.
-__device__ __forceinline__ void barrier_pass(int id, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// barrier_sync; returns whether `some` is true for any of the threads.
-__device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
+// named_barrier_sync; returns whether `some` is true for any of the threads.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool some) {
   u32 any;
   asm volatile(
       "{\n.reg .pred some, any;\nsetp.ne.b32 some, %3, 0;\n"
@@ -363,25 +363,25 @@ __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
 // An mbarrier in shared memory: counts the arrivals of a phase, then the arrivals of the next phase. The first phase
 // has parity 0, the next 1, then 0.
-struct Barrier {
+struct MBarrier {
   u64 state;
 };
 
 // Sets the number of arrivals that end a phase; by one thread, once, before a barrier of the block.
-__device__ __forceinline__ void barrier_init(Barrier& b, u32 arrivals) {
+__device__ __forceinline__ void mbarrier_init(MBarrier& b, u32 arrivals) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
 }
 
 // Arrives. Threads that wait for the end of the phase can read what this thread has written before.
-__device__ __forceinline__ void barrier_arrive(Barrier& b) {
+__device__ __forceinline__ void mbarrier_arrive(MBarrier& b) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
 // Waits for the end of the phase of this parity: returns once the current phase has the other parity. So parity 1
 // returns at once during the first phase.
-__device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(MBarrier& b, u32 parity) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile(
       "{\n.reg .pred over;\nwait_%=:\n"
@@ -392,7 +392,7 @@ __device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
 }
 
 // Arrives, and announces `bytes` of copies: the phase ends when these have been copied, too.
-__device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
+__device__ __forceinline__ void mbarrier_arrive_and_expect(MBarrier& b, u32 bytes) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
@@ -411,16 +411,16 @@ __device__ __forceinline__ u32 place_at_peer(const void* p) {
   return there;
 }
 
-// barrier_arrive at the other block's barrier that corresponds to `b`, to say that data have been read. The function
+// mbarrier_arrive at the other block's barrier that corresponds to `b`, to say that data have been read. The function
 // does not order this thread's stores before the arrival, since waiting for stores takes longer than a chunk's
 // products.
-__device__ __forceinline__ void arrive_at_peer(Barrier& b) {
+__device__ __forceinline__ void arrive_at_peer(MBarrier& b) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
 }
 
 // Starts copying `bytes` (a multiple of 16, as is the address) to the corresponding address of the other block, after
-// fence_async by the threads that wrote them. Arrives at the other block's `b`, whose phase ends after the copy.
-__device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrier& b) {
+// fence_proxy_async by the threads that wrote them. Arrives at the other block's `b`, whose phase ends after the copy.
+__device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, MBarrier& b) {
   const u32 barrier = place_at_peer(&b);
   asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -461,8 +461,8 @@ __device__ __forceinline__ void cluster_leave() {
 }
 
 // Starts copying `bytes` (a multiple of 16, as are the addresses) of data that are not read again soon to shared
-// memory; the phase of `b` ends after the copy (barrier_expect).
-__device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, Barrier& b) {
+// memory; the phase of `b` ends after the copy (mbarrier_arrive_and_expect).
+__device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, MBarrier& b) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
@@ -473,7 +473,7 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes,
 }
 
 // copy_once for data that are read again.
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b) {
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    u32(__cvta_generic_to_shared(to))),
                "l"(from), "r"(bytes), "r"(u32(__cvta_generic_to_shared(&b)))
@@ -497,14 +497,14 @@ struct alignas(64) TensorMap {
 };
 
 // Starts loading the map itself, which the card reads before it copies a box.
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Starts copying the box at (batch, head, token, column) to shared memory, by one thread; the
-// phase of `b` ends after the copy (barrier_expect). Outside of the array the box has zeros: it may extend beyond the
-// array's end, not before its beginning.
-__device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
+// phase of `b` ends after the copy (mbarrier_arrive_and_expect). Outside of the array the box has zeros: it may extend
+// beyond the array's end, not before its beginning.
+__device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token,
                                             i32 head, i32 batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -514,7 +514,7 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
 }
 
 // tensor_load of data that are not read again soon: they leave the cache first.
-__device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
+__device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token,
                                                  i32 head, i32 batch) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -532,8 +532,8 @@ __device__ __forceinline__ void tensor_prefetch(const TensorMap& map, i32 column
                : "memory");
 }
 
-// Starts copying a box to the array, after fence_async by the threads that filled it, and closes a group of this copy.
-// The part outside of the array is not stored.
+// Starts copying a box to the array, after fence_proxy_async by the threads that filled it, and closes a group of this
+// copy. The part outside of the array is not stored.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
                                              i32 batch) {
   asm volatile(
@@ -581,7 +581,7 @@ __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.comm
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Makes this thread arrive at `b` when all copies that it has started by cp_async are complete.
-__device__ __forceinline__ void copies_arrive(Barrier& b) {
+__device__ __forceinline__ void copies_arrive(MBarrier& b) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
@@ -630,7 +630,7 @@ __device__ __forceinline__ u32 larger_of_halves(u32 a, u32 b) {
 // Orders this thread's ordinary accesses of shared memory before later ones of wgmma and of bulk copies, which see its
 // stores, and overwrite nothing before its loads have read it; after a barrier, also before those that other threads
 // start. Ordinary accesses need none among themselves, nor wgmma and copies whose end has been waited for.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The inverse of ldmatrix_x4: lane l gives the 16-byte row l % 8 of matrix l / 8.
 //   M_m[g][2t,+1] = r[m]

@@ -8,9 +8,7 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   ldmatrix_x4: loads four matrices of 8 x 8, `_trans` transposed; multiply_halves: d[16, 8] += a[16, 16] b[16, 8]
 //   RowMaximum: the largest score of a row so far; row_max: the largest number of the four lanes of a row
-//   SINCE_SM100: whether the kernel is translated for such cards
 
 constexpr int THREADS = 128;
 
@@ -41,8 +39,8 @@ __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int
       ldmatrix_x4(columns, piece_of<D>(b, 16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply_halves(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
-        multiply_halves(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
+        mma_m16n8k16(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
+        mma_m16n8k16(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
       }
     }
   }
@@ -68,8 +66,8 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
       ldmatrix_x4_trans(columns, piece_of<D>(b, 16 * k + lane % 16, 2 * n + lane / 16));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply_halves(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
-        multiply_halves(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
+        mma_m16n8k16(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
+        mma_m16n8k16(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
       }
     }
   }
@@ -120,7 +118,7 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
 // by asynchronous copies, for which the caller waits, otherwise by plain ones. All threads of the block call this, and
 // synchronise before they read the tile.
 template <int ROWS, int D, typename T>
-__device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch, i32 head, i32 token, int rows,
+__device__ __forceinline__ void fetch(T* tile, const StridedRows<const T>& x, i32 batch, i32 head, i32 token, int rows,
                                       i64 width, bool vectors) {
   constexpr int ACROSS = D / 8, DOWN = THREADS / ACROSS;
   const int thread = opaque(threadIdx.x), piece = thread % ACROSS, columns = int(width) - 8 * piece;
@@ -130,14 +128,15 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch
 #pragma unroll
     for (int n = 0; n < ROWS / DOWN; ++n) {
       const int row = thread / ACROSS + n * DOWN;
-      cp_async<16>(piece_of<D>(tile, row, piece), from + (row < rows ? row * x.t : 0), row < rows);
+      cp_async<16>(piece_of<D>(tile, row, piece), from + (row < rows ? row * x.token_stride : 0), row < rows);
     }
   } else {
 #pragma unroll 1
     for (int row = thread / ACROSS; row < ROWS; row += DOWN)
 #pragma unroll 1
       for (int i = 0; i < 8; ++i)
-        piece_of<D>(tile, row, piece)[i] = row < rows && i < columns ? from[row * x.t + i] : from_float<T>(0.f);
+        piece_of<D>(tile, row, piece)[i] =
+            row < rows && i < columns ? from[row * x.token_stride + i] : from_float<T>(0.f);
   }
 }
 
@@ -145,8 +144,8 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch
 // from `row` on of a tile. No other warp uses these rows. Rows from work.tokens on and columns from `width` on are not
 // stored.
 template <int D, int M, typename T, class F>
-__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Work& work,
-                                      i64 width, bool vectors) {
+__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const StridedRows<T>& x,
+                                      const Work& work, i64 width, bool vectors) {
   const int lane = threadIdx.x & 31;
   __syncwarp();  // the warp has read these rows
 #pragma unroll

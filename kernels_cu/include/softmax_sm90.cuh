@@ -5,10 +5,6 @@
 #include "wgmma.cuh"
 
 // From the includes:
-//   Barrier: an mbarrier
-//   tensor_load, tensor_store: start copying a box
-//   ldmatrix_x4, stmatrix_x4: load or store four matrices of 8 x 8
-//   fence_async: orders accesses before asynchronous copies and wgmma
 //   registers_up, registers_down: set a warpgroup's registers
 
 // A tile [ROWS, D] of 16-bit values, in panels [ROWS, 64 columns] whose rows have 128 bytes, in the hardware's 128-byte
@@ -18,13 +14,13 @@ template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
 
 // x, which is the same in all lanes though the compiler cannot know it. The compiler then keeps what depends on x in
 // uniform registers and branches; otherwise it computes the descriptors of wgmma's operands lane by lane.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // To be called after a warp's plain reads of shared memory, before one of its lanes arrives at the mbarrier that lets a
 // bulk copy overwrite it. The mbarrier alone does not order a bulk copy after plain reads, and orders nothing for the
 // lanes that do not arrive.
 __device__ __forceinline__ void before_next_copy() {
-  fence_async();
+  fence_proxy_async();
   __syncwarp();
 }
 
@@ -45,9 +41,9 @@ __device__ __forceinline__ Work take_work(Work& coming, const Work*& next) {
 }
 
 // Starts copying the tokens of a tile, from `token` on, BOX at a time, which is the box of the tensor map; by one
-// thread. `full` counts the bytes: the caller announces them by barrier_expect.
+// thread. `full` counts the bytes: the caller announces them by mbarrier_arrive_and_expect.
 template <int BOX, int PANELS, int SIZE, typename T>
-__device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorMap& map, Barrier& full, i32 token,
+__device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorMap& map, MBarrier& full, i32 token,
                                           i32 head, i32 batch) {
 #pragma unroll 1
   for (int panel = 0; panel < PANELS; ++panel)
@@ -67,8 +63,8 @@ __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, in
     const int piece = n * 128 + thread;  // of 16 bytes
     if (piece / 8 % (SIZE / PANEL) >= first) reinterpret_cast<uint4*>(tile[0])[piece] = {0, 0, 0, 0};
   }
-  fence_async();
-  barrier_sync(1 + warpgroup, 128);  // the warpgroup's zeros have been written
+  fence_proxy_async();
+  named_barrier_sync(1 + warpgroup, 128);  // the warpgroup's zeros have been written
 }
 
 // The address that this lane gives to ldmatrix or stmatrix for four 8 x 8 matrices: the warp's 16 rows and 16 columns,
@@ -102,9 +98,9 @@ using DsEntry = ScoreGradients[2];
 // If all 16 are tokens of `work`, lane 0 has the copy engine store them, which may read the tile until lane 0's
 // tensor_store_wait() returns.
 template <int N, int PANELS, int SIZE, typename T>
-__device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& to, i64 width, const float (&x)[N],
-                                           float factor0, float factor1, T (&tile)[PANELS][SIZE], int row,
-                                           const Work& work) {
+__device__ __forceinline__ void store_rows(const TensorMap& map, const StridedRows<T>& to, i64 width,
+                                           const float (&x)[N], float factor0, float factor1, T (&tile)[PANELS][SIZE],
+                                           int row, const Work& work) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
     u32 packed[4];
@@ -115,7 +111,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& 
     }
     stmatrix_x4(matrix_row(tile, row, n), packed);
   }
-  fence_async();
+  fence_proxy_async();
   __syncwarp();  // the warp's rows have been written
   const int thread = opaque(threadIdx.x), lane = thread % 32, first = row + thread / 32 % 4 * 16;
   if (!__any_sync(0xffffffffu, first + 16 > work.tokens)) {
@@ -145,8 +141,8 @@ __device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
 // every thread of a warpgroup's 128: WARPGROUPS UP + DOWN is at most that.
 template <int WARPGROUPS, int UP, int DOWN, class Consume, class Produce>
 __device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
-  if (threadIdx.x == 0) fence_async();  // makes the barriers visible to the copy engine
-  __syncthreads();                      // makes the barriers visible to all threads
+  if (threadIdx.x == 0) fence_proxy_async();  // makes the barriers visible to the copy engine
+  __syncthreads();                            // makes the barriers visible to all threads
   if (threadIdx.x < 128 * WARPGROUPS) {
     registers_up<UP>();
     consume();

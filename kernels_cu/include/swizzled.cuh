@@ -7,7 +7,7 @@
 // offset with 16, 32 or 64: so loops over pieces need no other address.
 __device__ __forceinline__ int swizzled_offset(int row, int piece) { return row * 128 + ((piece ^ row) & 7) * 16; }
 // The address `offset` bytes after the start of a tile.
-template <typename X> __device__ __forceinline__ char* at_offset(X& tile, int offset) {
+template <typename X> __device__ __forceinline__ char* at_byte_offset(X& tile, int offset) {
   return reinterpret_cast<char*>(&tile) + offset;
 }
 

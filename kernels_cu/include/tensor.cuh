@@ -16,12 +16,14 @@ __device__ __forceinline__ float grown(float x, float sum) {
 // it remains: less than float32's rounding (6e-8) of what later tokens have written, unless it was 4e13 times as large.
 constexpr float FORGOTTEN_NATS = -48.f;
 
-// An array [B, H, T, width], the last axis contiguous. b, h and t: the strides of the other axes, in elements.
-template <typename T> struct Rows {
+// An array [B, H, T, width], the last axis contiguous. Strides are in elements.
+template <typename T> struct StridedRows {
   T* p;
-  i64 b, h, t;
+  i64 batch_stride, head_stride, token_stride;
 
-  __device__ T* row(i64 batch, i64 head, i64 token) const { return p + batch * b + head * h + token * t; }
+  __device__ T* row(i64 batch, i64 head, i64 token) const {
+    return p + batch * batch_stride + head * head_stride + token * token_stride;
+  }
 };
 
 // The sizes of a problem, an argument of every kernel. The pointers are null for dense batches, in which every row of
@@ -62,8 +64,8 @@ __device__ __forceinline__ Span chunk_tokens(const Shape& x, i64 c) {
 // `column` on of x's (batch, head), as floats. Tokens from `stop` on and columns from `width` on become zeros. All
 // threads of the block call this, and synchronise before they read s. A thread has up to eight loads under way.
 template <int ROWS, int COLS, int LD, int THREADS, typename T>
-__device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
-                                          i64 column, i64 width) {
+__device__ __forceinline__ void load_tile(float* s, const StridedRows<const T>& x, i64 batch, i64 head, i64 first,
+                                          i64 stop, i64 column, i64 width) {
   constexpr int ACROSS = COLS < THREADS ? COLS : THREADS, DOWN = THREADS / ACROSS, ROWS_PER_THREAD = ROWS / DOWN;
   constexpr int AT_ONCE = ROWS_PER_THREAD < 8 ? ROWS_PER_THREAD : 8;
   static_assert(THREADS % ACROSS == 0 && COLS % ACROSS == 0 && ROWS % DOWN == 0 && ROWS_PER_THREAD % AT_ONCE == 0);
@@ -78,7 +80,7 @@ __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 
 #pragma unroll
       for (int m = 0; m < AT_ONCE; ++m) {
         r[m] = inside && row + (n + m) * DOWN < rows ? to_float(*from) : 0.f;
-        from += DOWN * x.t;
+        from += DOWN * x.token_stride;
       }
 #pragma unroll
       for (int m = 0; m < AT_ONCE; ++m) s[(row + (n + m) * DOWN) * LD + col] = r[m];
@@ -89,7 +91,7 @@ __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 
 // A thread's place in a ring of N buffers that have mbarriers: `stage`, the current buffer, and the parity that a wait
 // for its mbarrier takes: 0 in the first round of the ring, then 1, and so on. A wait with parity ^ 1 is for the end of
 // the round before, and returns at once in the first round.
-template <int N> struct Ring {
+template <int N> struct RingPosition {
   int stage = 0;
   u32 parity = 0;
   __device__ __forceinline__ void next() {

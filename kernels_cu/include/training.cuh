@@ -2,7 +2,7 @@
 #include "decode.cuh"
 
 // Eight neighbouring channels of a token, as floats.
-struct Eight {
+struct EightFloats {
   float x[8];
 };
 
@@ -16,8 +16,8 @@ template <typename T> struct Stored {
     for (int n = 0; n < int(sizeof(T)) / 2; ++n) words[n] = reinterpret_cast<const uint4*>(from)[n];
   }
 
-  __device__ __forceinline__ Eight floats() const {
-    Eight to;
+  __device__ __forceinline__ EightFloats floats() const {
+    EightFloats to;
     if constexpr (sizeof(T) == 4) {
       const uint4 low = words[0], high = words[1];
       const u32 all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -31,13 +31,13 @@ template <typename T> struct Stored {
 };
 
 // Load and store eight neighbours, on 16 bytes.
-template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
+template <typename T> __device__ __forceinline__ EightFloats load8(const T* from) {
   Stored<T> stored;
   stored.load(from);
   return stored.floats();
 }
 
-template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) { store8(to, from.x); }
+template <typename T> __device__ __forceinline__ void store8(T* to, const EightFloats& from) { store8(to, from.x); }
 
 // Iterates over a block's tokens: `per_block` of `tokens` in all, from blockIdx.x * per_block on. t: the current token;
 // last: the one after the block's last token; place: t's number in its sequence of T tokens. starts(), ends(): whether
@@ -79,7 +79,7 @@ __device__ __forceinline__ uint4 philox(uint4 counter, u32 key0, u32 key1) {
 // Sets some of eight channels of an array, from number `index` on, a multiple of 8, to zero, and scales the others up,
 // so that sums stay as they are on average. 16 random bits decide for each: it becomes 0 if they are below rate 2^16.
 // Equal seeds, site and index give the same bits: the backward pass drops what the forward pass did.
-__device__ __forceinline__ void dropped(Eight& x, const Dropout& drop, i64 index) {
+__device__ __forceinline__ void dropped(EightFloats& x, const Dropout& drop, i64 index) {
   if (!drop.seeds) return;
   const u64 n = u64(index) / 8;
   const uint4 bits = philox({u32(n), u32(n >> 32), u32(drop.site), 0}, u32(drop.seeds[0]), u32(drop.seeds[1]));

@@ -8,7 +8,7 @@ __device__ __forceinline__ float head_sum(float x, int N) {
 }
 
 // x becomes (x - mean) / deviation over its head; the result is 1 / deviation. All lanes of the warp call this.
-__device__ __forceinline__ float normalise(Eight& x, int N, float eps) {
+__device__ __forceinline__ float normalise(EightFloats& x, int N, float eps) {
   float sum = 0.f, squares = 0.f;
 #pragma unroll
   for (int n = 0; n < 8; ++n) sum += x.x[n];

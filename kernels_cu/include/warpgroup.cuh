@@ -12,13 +12,8 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Barrier: an mbarrier
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Span: tokens (or chunks) start ... stop - 1 of a batch row; tokens_of: those of a sequence
 //   tensor_load, tensor_store_or_add: start copying, or adding, a box; add_piece: starts adding 16 bytes to memory, in
 //     a group that commit_adds closes; tensor_store_wait: until such copies and additions have read shared memory
-//   at_offset: an address, bytes after a tile's start
-//   ldmatrix_x4_trans, stmatrix_x4_trans: load or store four matrices of 8 x 8, transposed
 //   wgmma: products of a warpgroup, in groups that wgmma_commit closes and wgmma_wait waits for
 
 // A chunk's rows of an array, D numbers wide, in shared memory: a panel has 128 bytes of every row, in the tensor
@@ -78,7 +73,7 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P
     P* address = memory + lane_row * stride + column;
 #pragma unroll 1
     for (int row = lane_row; row < CHUNK; row += 4, address += 4 * stride, offset = (offset + 4 * 128) ^ 64)
-      f(reinterpret_cast<uint4*>(at_offset(tile[panel], offset)), address, row < valid_rows);
+      f(reinterpret_cast<uint4*>(at_byte_offset(tile[panel], offset)), address, row < valid_rows);
   }
 }
 
@@ -93,7 +88,7 @@ __device__ __forceinline__ bool fills_boxes(const WorkTile& work, int token) {
 // each_output of the functions below.
 template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
   bool found = false;
-  each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.t < 0; });
+  each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.token_stride < 0; });
   return found;
 }
 
@@ -101,15 +96,15 @@ template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays ea
 // calls f(tile, tensor map, rows, width, first column) for every array: its tile in shared memory; its tensor map and
 // its rows in memory, which are `width` numbers wide; and which of a row's numbers the tile's first column is, by
 // default 0.
-// `full` must be initialised for 32 arrivals: all lanes arrive, lane 0 by barrier_expect, which also adds the bytes of
-// the copies; the phase ends when all bytes are there. Tokens after the sequence's end are zeros.
+// `full` must be initialised for 32 arrivals: all lanes arrive, lane 0 by mbarrier_arrive_and_expect, which also adds
+// the bytes of the copies; the phase ends when all bytes are there. Tokens after the sequence's end are zeros.
 template <class Inputs>
-__device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work, int token, Inputs each_input) {
+__device__ __forceinline__ void fetch_chunk(MBarrier& full, const WorkTile& work, int token, Inputs each_input) {
   if (fills_boxes(work, token) && !runs_backwards(each_input)) {
-    if (threadIdx.x & 31) return barrier_arrive(full);
+    if (threadIdx.x & 31) return mbarrier_arrive(full);
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
-    barrier_expect(full, bytes);
+    mbarrier_arrive_and_expect(full, bytes);
     each_input([&](auto& tile, const TensorMap& map, auto, i64, i32 first_column = 0) {
       for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
         tensor_load(tile[panel], map, full, first_column + i32(panel * columns_of(tile)), work.start + token, work.head,
@@ -120,18 +115,18 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& work,
   each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first_column = 0) {
     const auto* const start = from.row(work.batch, work.head, work.start + token) + first_column;
     each_piece(
-        tile, start, from.t, work.tokens - token, int(width) - first_column,
+        tile, start, from.token_stride, work.tokens - token, int(width) - first_column,
         [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // zeros if not inside
   });
   cp_async_commit();
   cp_async_wait<0>();
-  fence_async();  // wgmma reads shared memory by the asynchronous proxy
-  barrier_arrive(full);
+  fence_proxy_async();  // wgmma reads shared memory by the asynchronous proxy
+  mbarrier_arrive(full);
 }
 
 // Copies a chunk's results from shared memory to memory, and returns when the shared memory may be overwritten. The
-// threads that wrote the tile, or the caller, have called fence_async since. each_output is as each_input above; its f
-// may take one more argument, `adds`: whether results are added to what the array holds, by default not.
+// threads that wrote the tile, or the caller, have called fence_proxy_async since. each_output is as each_input above;
+// its f may take one more argument, `adds`: whether results are added to what the array holds, by default not.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Outputs each_output) {
   if (fills_boxes(work, token) && !runs_backwards(each_output)) {
@@ -147,7 +142,7 @@ __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Out
   } else {
     each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first_column = 0, bool adds = false) {
       auto* const start = to.row(work.batch, work.head, work.start + token) + first_column;
-      each_piece(tile, start, to.t, work.tokens - token, int(width) - first_column,
+      each_piece(tile, start, to.token_stride, work.tokens - token, int(width) - first_column,
                  [&](auto* from, auto* to, bool inside) {
                    if (!inside) return;
                    if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
@@ -158,7 +153,7 @@ __device__ __forceinline__ void store_chunk(const WorkTile& work, int token, Out
     tensor_store_wait();  // until they have read shared memory
     // Orders this lane's plain loads of the tile before later asynchronous copies to it. The box copies above read it
     // by the asynchronous proxy themselves, so that their branch needs no fence.
-    fence_async();
+    fence_proxy_async();
   }
   __syncwarp();  // no lane overwrites the tile before all copies have read it
 }
@@ -370,7 +365,7 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
 // The log gate of a token of the sequence, in the array's type: a conversion here would wait for the load. 0, which is
 // no decay, for tokens before and after the sequence.
 template <typename G>
-__device__ __forceinline__ G gate_of(const Rows<const G>& gates, const WorkTile& work, int token) {
+__device__ __forceinline__ G gate_of(const StridedRows<const G>& gates, const WorkTile& work, int token) {
   return token >= 0 && token < work.tokens ? *gates.row(work.batch, work.head, work.start + token) : from_float<G>(0.f);
 }
 

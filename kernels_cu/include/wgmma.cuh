@@ -29,14 +29,14 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Keeps the compiler from moving accesses of d over this line.
-template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
+template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // To be called after the wait: keeps the compiler from giving the registers of the operands `a` to other values while
 // products still read them.
-template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&a)[N][4]) {
+template <int N> __device__ __forceinline__ void wgmma_fence_operand(u32 (&a)[N][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }

@@ -18,7 +18,7 @@
 constexpr int THREADS = 128, WARPS = THREADS / 32, TOKENS = 16, BV = 32;
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
-  Rows<const G> gv;  // null unless GATED
+  StridedRows<const G> gv;  // null unless GATED
 };
 
 template <int BK> struct Shared {

@@ -36,11 +36,11 @@ constexpr int BLOCKS = sizeof(R) == 8   ? 1
                                         : 5;
 
 template <typename T, typename G, typename S> struct Args {
-  Rows<const T> q, k, v;  // the token stride is not used
-  Rows<const G> g;
-  Rows<T> o;
+  StridedRows<const T> q, k, v;  // the token stride is not used
+  StridedRows<const G> g;
+  StridedRows<T> o;
   const Wider<T, S>* u;  // [H, K], null for GLA
-  Rows<S> state;         // rows are channels
+  StridedRows<S> state;  // rows are channels
   const i64* slots;      // null: sequence b has state b
   i64 H, K, V;
   double scale;
@@ -84,12 +84,12 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
   constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, ROW_LANES = BV / (PIECE * LANE_PIECES),
                 ROWS = 32 / ROW_LANES, LANE_CHANNELS = CHANNELS / ROWS;
   const int lane = threadIdx.x % 32, row = lane / ROW_LANES, first_column = lane % ROW_LANES * PIECE, K = int(args.K);
-  const i64 column = tile_column + first_column, channel_stride = ROWS * args.state.t;
+  const i64 column = tile_column + first_column, channel_stride = ROWS * args.state.token_stride;
   const auto column_exists = [&](int m) { return column + m * 32 * PIECE < args.V; };
   S* address = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
   R o[LANE_PIECES][PIECE] = {};
   for (int first = warp * CHANNELS; first < K;
-       first += WARPS<S> * CHANNELS, address += WARPS<S> * CHANNELS * args.state.t) {
+       first += WARPS<S> * CHANNELS, address += WARPS<S> * CHANNELS * args.state.token_stride) {
     const auto row_exists = [&](int n) { return first + row + n * ROWS < K; };
     Piece<S, PIECE> state[LANE_CHANNELS][LANE_PIECES];
 #pragma unroll

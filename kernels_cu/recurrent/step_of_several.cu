@@ -55,12 +55,12 @@ template <class Rule> constexpr bool ERASES = !HAS_BONUS<Rule> && !SAME<Rule, Gl
 template <class Rule> constexpr int KEYS = Rule::own_erasure ? 2 : 1;  // vectors by which a token writes: k, and b
 
 template <typename T, typename G, typename S> struct Args {
-  Rows<const T> q, k, v, a, b;  // a and b: only for Dplr
-  Rows<const G> g, beta;        // beta: only for GatedDelta and Kda
-  Rows<T> o;
+  StridedRows<const T> q, k, v, a, b;  // a and b: only for Dplr
+  StridedRows<const G> g, beta;        // beta: only for GatedDelta and Kda
+  StridedRows<T> o;
   const Widest<T, S>* bonus;  // only for BeforeWrite
-  Rows<S> state;              // rows are channels of K
-  Rows<Widest<T, S>> pending;
+  StridedRows<S> state;       // rows are channels of K
+  StridedRows<Widest<T, S>> pending;
   const i64* slots;     // null: sequence b has state b
   const i64* accepted;  // null: no token was accepted
   i64 H, T_, K, V;      // H: heads of values; T_: tokens of this call
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     R state[LANE_CHANNELS][LANE_COLUMNS];
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n) {
-      const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+      const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.token_stride;
       const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
       Piece piece{};
       if (args.aligned16) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     for (int index = threadIdx.x; index < TOKENS * BK; index += BLOCK) {
       const int t = index / BK, c = index % BK;
       const bool is_accepted = t < accepted && c < K, exists = t < tokens && c < K;
-      const auto load = [&](const Rows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
+      const auto load = [&](const StridedRows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
       s.q[t][c] = load(args.q), s.keys[0][t][c] = load(args.k);
       if constexpr (Rule::own_erasure) s.a[t][c] = load(args.a), s.keys[1][t][c] = load(args.b);
       if constexpr (Rule::channel_gates) {
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     if (accepted) {
 #pragma unroll
       for (int n = 0; n < LANE_CHANNELS; ++n) {
-        S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.t;
+        S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.token_stride;
         const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
         Piece piece;
 #pragma unroll

@@ -10,7 +10,6 @@
 #include "activations.cuh"
 
 // From the includes:
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   F, one of ReluSquared, Tanh, Sigmoid: F::value<Y>(x) is y
 
 constexpr int THREADS = 256;
@@ -27,7 +26,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_activation(const Args<X, Y> arg
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (index + 8 <= args.count) {
-    Eight x = load8(args.x + index);
+    EightFloats x = load8(args.x + index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] = F::template value<Y>(x.x[n]);
     store8(args.y + index, x);

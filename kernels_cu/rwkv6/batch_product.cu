@@ -21,10 +21,7 @@
 #include "wgmma.cuh"
 
 // From the includes:
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): the compiler reads d after it only
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(d): the compiler reads d after it only
 //   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
 //   Stack: products of one launch: `w`, `x` (tensor maps), `scales`, `y`, `finish`, `C` matrices of `M` rows; RowTile:
 //     a block's rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first
@@ -33,8 +30,6 @@
 //     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch;
 //     SWIZZLED = 128 bytes of a row
-//   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes; prefetch_map: starts
-//     loading a tensor map; cluster_sync_shared: all blocks of the cluster have written shared memory
 //   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two of four int8 numbers so; FLOAT_TERMS = 3
 
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
@@ -68,7 +63,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
     };
     float parts[SHARES][COLUMNS][PITCH];  // y of the block's share of K, by warpgroup if both have the same rows
   };
-  Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
+  MBarrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
   volatile u64 started;  // whether the previous kernel has ended: x is complete; set by the thread that copies vectors
 };
 
@@ -90,12 +85,12 @@ template <int ROWS, int COLUMNS, int SPLIT, int STEP> __device__ __forceinline__
 template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stack& stack, const Tile& tile) {
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
-    Barrier& full = s.w_full[step % S::STAGES];
-    if (step >= S::STAGES) barrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
+    MBarrier& full = s.w_full[step % S::STAGES];
+    if (step >= S::STAGES) mbarrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
     // Until the previous kernel has ended, the copy FLIGHT steps before this one must have arrived.
     if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
-      barrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
-    barrier_expect(full, sizeof s.w[0]);
+      mbarrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
+    mbarrier_arrive_and_expect(full, sizeof s.w[0]);
     for (int share = 0; share < S::SHARES; ++share)
       tensor_load_once(s.w[step % S::STAGES][share], stack.w, full, tile.steps.k + step * S::STEP + share * S::DEPTH,
                        tile.rows.row, tile.rows.which, 0);
@@ -104,16 +99,16 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
 
 // The loop of the thread that copies vectors, after the previous kernel has ended.
 template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stack& stack, const Tile& tile) {
-  prefetch_map(stack.x);
+  prefetch_tensor_map(stack.x);
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   s.started = 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
     const int before = step - S::X_STAGES;  // the step whose stage this one overwrites
-    if (before >= 0) barrier_wait(s.empty[before % S::STAGES], before / S::STAGES & 1);
+    if (before >= 0) mbarrier_wait(s.empty[before % S::STAGES], before / S::STAGES & 1);
     auto& x = s.x[step % S::X_STAGES];
-    Barrier& full = s.x_full[step % S::X_STAGES];
-    barrier_expect(full, sizeof x);
+    MBarrier& full = s.x_full[step % S::X_STAGES];
+    mbarrier_arrive_and_expect(full, sizeof x);
     for (int box = 0; box < S::STEP / S::BOX; ++box)
       tensor_load(x[0][box], stack.x, full, tile.steps.k + step * S::STEP + box * S::BOX, tile.column, 0,
                   tile.rows.which);
@@ -148,17 +143,17 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
     const int stage = step % S::STAGES;
     auto& vectors = s.x[step % S::X_STAGES][share];
     auto* const weights = s.w[stage][share] + row;
-    barrier_wait(s.w_full[stage], step / S::STAGES & 1);
+    mbarrier_wait(s.w_full[stage], step / S::STAGES & 1);
     if constexpr (sizeof(T) == 1) {
       u32 a[S::DEPTH / 16][4];
       widen(a, weights);
-      barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
+      mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < S::DEPTH / 16; ++k)
         wgmma<X, N, false>(sums, a[k], wgmma_tile(vectors[k / IN_BOX], 16, 1024) + k % IN_BOX * 32 / 16, true);
     } else {
-      barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
+      mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
       const u64 w = wgmma_tile(weights, 16, 1024), x = wgmma_tile(vectors, 16, 1024);
       wgmma_fence();
 #pragma unroll
@@ -168,9 +163,9 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
     // No overlap: weights arrive more slowly, and the stage should be free soon. int8 weights have been read, too, by
     // the plain loads of `widen`, since products have used them.
     wgmma_wait<0>();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[stage]);
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(s.empty[stage]);
   }
-  wgmma_keep(sums);
+  wgmma_fence_operand(sums);
 }
 
 // Stores the first `inside` of four numbers: at once if all four are inside and aligned, otherwise one by one.
@@ -217,9 +212,9 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
   if (tid == 0) {
     s.started = 0;
     for (int stage = 0; stage < s.STAGES; ++stage)
-      barrier_init(s.w_full[stage], 1), barrier_init(s.empty[stage], WARPS);
-    for (int stage = 0; stage < s.X_STAGES; ++stage) barrier_init(s.x_full[stage], 1);
-    fence_async();  // bulk copies see the barriers
+      mbarrier_init(s.w_full[stage], 1), mbarrier_init(s.empty[stage], WARPS);
+    for (int stage = 0; stage < s.X_STAGES; ++stage) mbarrier_init(s.x_full[stage], 1);
+    fence_proxy_async();  // bulk copies see the barriers
   }
   __syncthreads();  // the barriers are initialised
   const Tile tile = tile_of_block<ROWS, COLUMNS, SPLIT, S::STEP>(args);
@@ -237,7 +232,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
         scales[half] = stack.scales[tile.rows.which * stack.M + min(tile.rows.row + row + 8 * half, int(stack.M) - 1)];
     float sums[TERMS<COLUMNS> * COLUMNS / 2] = {};
     multiply<T>(s, tile.steps.count, sums);
-    barrier_sync(1, CONSUMERS);  // all stages have been read: the parts of y overwrite them
+    named_barrier_sync(1, CONSUMERS);  // all stages have been read: the parts of y overwrite them
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll

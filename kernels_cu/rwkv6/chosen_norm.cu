@@ -9,9 +9,6 @@
 // limits    D up to 8192; chosen rows are in range
 #include "decode.cuh"
 
-// From the includes:
-//   block_sum: a sum over the block, by one barrier
-
 constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 16;
 
 template <typename X, typename Y> struct Args {

@@ -12,7 +12,6 @@
 #include "rwkv6/low_rank.cuh"
 
 // From the includes:
-//   launch_next: the next kernel may begin
 //   THREADS = 256, COLUMNS = 128 channels of a block, TILE_TOKENS = 16
 //   LowRank, low_rank: the product tanh(low) up; column_of_lane: the lane's first channel
 //   Tanh: as exact as the weights need; store4_terms: four numbers as sums of TERMS terms

@@ -103,13 +103,13 @@ template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void init_stages(const Args<T, S>& args, Shared<STAGES>& s) {
   if (threadIdx.x <= PHASES) s.tiles[threadIdx.x] = share_of(args, threadIdx.x);
   if (threadIdx.x < STAGES) {
-    barrier_init(s.full[threadIdx.x], ROWS);
-    barrier_init(s.empty[threadIdx.x], THREADS);
+    mbarrier_init(s.full[threadIdx.x], ROWS);
+    mbarrier_init(s.empty[threadIdx.x], THREADS);
   }
   if (threadIdx.x < 2) {
-    barrier_init(s.summed[threadIdx.x], THREADS);
-    barrier_init(s.taken[threadIdx.x], 32);
+    mbarrier_init(s.summed[threadIdx.x], THREADS);
+    mbarrier_init(s.taken[threadIdx.x], 32);
   }
-  fence_async();
+  fence_proxy_async();
   __syncthreads();  // the barriers are initialised, and bulk copies see them
 }

@@ -45,7 +45,7 @@
 //   PHASES: of a layer; multiplies: whether a phase multiplies by weights; is_normed: whether by LN(x) or its mixes
 //   input_of: the input of a tile; norm_of: the parameters for it
 //   most_of_grid: the largest key of all blocks, counted in args.brought, in the last block to call; 0 in others
-//   fence_async: orders accesses before asynchronous copies; opaque: hides a value's origin from the compiler
+//   opaque: hides a value's origin from the compiler
 //
 // Similar names:
 //   HELD            stages of a vector's operands that a lane has in registers at a time
@@ -264,7 +264,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const unsigned char* row = Block::row_of_slot();
-      barrier_wait(s.full[stage], parity);
+      mbarrier_wait(s.full[stage], parity);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         // Rows of one parity follow each other (Shared::ring): row g + 8 is 4 PIECE bytes after row g.
@@ -278,9 +278,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // Lets stages that have been loaded be overwritten. Each lane arrives itself, after a fence of its own: a barrier
   // alone would not order its plain reads of the stages before the bulk copies that overwrite them.
   template <int N> __device__ __forceinline__ void release_slots(const int (&stages)[N]) {
-    fence_async();
+    fence_proxy_async();
 #pragma unroll
-    for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
+    for (int n = 0; n < N; ++n) mbarrier_arrive(s.empty[stages[n]]);
   }
   // sums += the weights of N stages times the lane's operands x of the same columns.
   template <int N>
@@ -328,7 +328,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // Waits until the sums of the place's previous tile have been read.
   __device__ __forceinline__ void wait_for_place(int tile) {
     const SumsPlace place = place_of(tile);
-    barrier_wait(s.taken[place.buffer], place.parity ^ 1);
+    mbarrier_wait(s.taken[place.buffer], place.parity ^ 1);
   }
 
   // The computing warps' part of a phase that multiplies by weights: for each of the block's tiles, stores every warp's
@@ -402,7 +402,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         const int column = 2 * t + i % 2;  // of the product: a term of the vector's numbers
         if (column < TERMS) s.tile_sums[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
       }
-      barrier_arrive(s.summed[place.buffer]);
+      mbarrier_arrive(s.summed[place.buffer]);
     }
   }
 
@@ -431,7 +431,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         settle_words(xx, xx_words, epoch);
       }
       const SumsPlace place = place_of(tile_count);
-      barrier_wait(s.summed[place.buffer], place.parity);
+      mbarrier_wait(s.summed[place.buffer], place.parity);
       float sums[TERMS][WARPS / LANES], sum = 0.f;
 #pragma unroll
       for (int term = 0; term < TERMS; ++term)
@@ -450,7 +450,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         sum += all;
       }
       if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
-      barrier_arrive(s.taken[place.buffer]);
+      mbarrier_arrive(s.taken[place.buffer]);
       if (m < ROWS) finish_row(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));
     }
   }
@@ -481,7 +481,7 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
     }
     next = block.stage * 2 + int(block.parity), tile_count = block.tile_count;
   }
-  barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
+  named_barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
   // If each phase has a launch of its own, all of a token's launches begin with the same `before`: HEAD's, the last
   // one, adds the layers.
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);

@@ -4,9 +4,6 @@
 //           of a tile at a time
 #include "rwkv6/time_mix.cuh"
 
-// From the includes:
-//   prefetch_l2: starts a copy to L2
-
 constexpr int ROWS = 16;  // of a tile
 constexpr int STEPS = 2;  // of a warp along K in a stage
 // Bytes of a row in a stage: 16 for each of 4 lanes of 8 warps, in STEPS steps.

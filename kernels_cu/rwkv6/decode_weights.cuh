@@ -15,9 +15,7 @@
 //     weights and scales of a tile; PlaceOfTile: matrices of all layers, and a tile's number there
 //   PHASES: of a layer; OUTPUT, FFN_VALUE, HEAD: some of them; own_place_of: where the tiles of other phases are;
 //     prefetch_inputs: starts copies to L2 of what a phase reads beside its tiles
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended; barrier_expect:
-//     arrives and announces bytes; copy_once: starts copying bytes that are read once
-//   fence_async: orders accesses before asynchronous copies; prefetch_l2: starts a copy to L2
+//   mbarrier_arrive_and_expect: arrives and announces bytes; copy_once: starts copying bytes that are read once
 
 constexpr int COPIERS = 3;  // warps that copy weights
 constexpr int FLIGHT = 3;   // stages that are being copied at a time
@@ -25,10 +23,10 @@ constexpr int FLIGHT = 3;   // stages that are being copied at a time
 template <int STAGES> struct Shared {
   // Even rows first, then odd rows: so reads of neighbouring rows have no bank conflicts.
   unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
-  Barrier full[STAGES], empty[STAGES];
+  MBarrier full[STAGES], empty[STAGES];
   Tiles tiles[PHASES + 1];           // of each phase
   float units[2][WARPS];             // int8: of two vectors, the unit of each warp's digits
-  Barrier summed[2], taken[2];       // a tile's sums are in `tile_sums`; the finishing warp has read them
+  MBarrier summed[2], taken[2];      // a tile's sums are in `tile_sums`; the finishing warp has read them
   float sum[WARPS], squares[WARPS];  // each warp's sum of a norm's numbers, and of squares around their mean
   // The warps' sums of a tile [place][term of a number][row][warp]; RWKV-6's mixes use the same memory.
   float tile_sums[2][4][ROWS][WARPS + 4];
@@ -73,14 +71,14 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAG
       if (sizeof(T) == 1 && threadIdx.x == THREADS) prefetch_l2(tile.scales, ROWS * sizeof(float));
 #pragma unroll 1
       for (int k = 0; k < K; k += Lane<T>::STAGE) {
-        barrier_wait(s.empty[stage], parity);                     // all lanes have read what the stage had
-        barrier_wait(s.full[latest], parity ^ (latest < stage));  // the stage FLIGHT before this one has been copied
+        mbarrier_wait(s.empty[stage], parity);                     // all lanes have read what the stage had
+        mbarrier_wait(s.full[latest], parity ^ (latest < stage));  // the stage FLIGHT before this one has been copied
         if (lane < count) {
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
           unsigned char* to = s.row(stage, first + lane);
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
-          if (bytes < PIECE) fence_async();  // orders these plain stores before a later copy to their place
-          barrier_expect(s.full[stage], bytes);
+          if (bytes < PIECE) fence_proxy_async();  // orders these plain stores before a later copy to their place
+          mbarrier_arrive_and_expect(s.full[stage], bytes);
           copy_once(to, rows + i64(lane) * K + k, bytes, s.full[stage]);
         }
         __syncwarp();

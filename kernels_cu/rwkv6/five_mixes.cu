@@ -15,8 +15,7 @@
 #include "decode.cuh"
 
 // From the includes:
-//   ldmatrix_x4: loads four matrices of 8 x 8, `_trans` transposed; multiply_halves: d[16, 8] += a[16, 16] b[16, 8];
-//     tanh_approx: tanh to 2e-7
+//   tanh_approx: tanh to 2e-7
 
 constexpr int COLUMNS = 128, INPUTS = 5;
 constexpr int PARTS = 4;  // arrays whose sum is `low`
@@ -117,8 +116,8 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
       for (int term = TERMS - 1; term >= 0; --term) {  // the smaller term first
         u32 low_operand[4];
         ldmatrix_x4(low_operand, &s.low[term][warp_sequence + lane % 16][input_rank + lane / 16 * 8]);
-        multiply_halves(sums[0], low_operand, {up[0], up[1]}, T{});
-        multiply_halves(sums[1], low_operand, {up[2], up[3]}, T{});
+        mma_m16n8k16(sums[0], low_operand, {up[0], up[1]}, T{});
+        mma_m16n8k16(sums[1], low_operand, {up[2], up[3]}, T{});
       }
     }
 #pragma unroll

@@ -10,7 +10,7 @@
 #include "decode.cuh"
 
 // From the includes:
-//   load4, store4: four neighbours as floats; UNIT_OF_SQUARES: 2048 for float16, otherwise 1
+//   UNIT_OF_SQUARES: 2048 for float16, otherwise 1
 
 constexpr int THREADS = 256;
 

@@ -10,9 +10,6 @@
 // limits    N even, up to 64 PAIRS
 #include "decode.cuh"
 
-// From the includes:
-//   warp_sum: a sum over the warp, in every lane; load2, store2: two neighbours as floats; inverse_root: 1 / sqrt
-
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 template <typename X> struct Args {

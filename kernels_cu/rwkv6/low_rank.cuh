@@ -49,7 +49,7 @@ template <typename T, int TILES, int TERMS, int PASS = 32> struct alignas(16) Lo
             u32 of_low[4];
             ldmatrix_x4(of_low, &low[term][tile * TILE_TOKENS + row][a + side]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) multiply_halves(sums[term % CHAINS][tile][i], of_low, columns[i], T{});
+            for (int i = 0; i < 2; ++i) mma_m16n8k16(sums[term % CHAINS][tile][i], of_low, columns[i], T{});
           }
       }
   }

@@ -18,7 +18,7 @@
 #include "product.cuh"
 
 // From the includes:
-//   launch_next: the next kernel may begin; wait_for_previous: the previous one has ended
+//   wait_for_previous: the previous one has ended
 //   Operand: a lane's numbers as tf32 numbers, split in two if EXACT; mma_tf32: d[16, 8] += a[16, 8] b[8, 8]
 
 constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;  // rows of a block, vectors, products of a launch

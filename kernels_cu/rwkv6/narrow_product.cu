@@ -16,8 +16,7 @@
 #include "decode.cuh"
 
 // From the includes:
-//   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two of four int8 numbers so; multiply_halves:
-//     d[16, 8] += a[16, 16] b[16, 8]
+//   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two of four int8 numbers so
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32, PARTS = 4;
 constexpr int STEP = 32;                     // numbers of K that a warp multiplies in a step
@@ -94,8 +93,8 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
 #pragma unroll
         for (int n = 0; n < ROWS / 8; ++n) {
           const u32 w_lower[2] = {w[step][n].x, w[step][n].y}, w_upper[2] = {w[step][n].z, w[step][n].w};
-          multiply_halves(sums[tile][n], lower, w_lower, T{});
-          multiply_halves(sums[tile][n], upper, w_upper, T{});
+          mma_m16n8k16(sums[tile][n], lower, w_lower, T{});
+          mma_m16n8k16(sums[tile][n], upper, w_upper, T{});
         }
       }
   }

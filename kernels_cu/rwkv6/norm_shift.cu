@@ -17,8 +17,7 @@
 #include "decode.cuh"
 
 // From the includes:
-//   block_sum: a sum over the block, by one barrier; store4_terms: four numbers as sums of TERMS terms;
-//     UNIT_OF_SQUARES: 2048 for one float16 number, otherwise 1
+//   store4_terms: four numbers as sums of TERMS terms; UNIT_OF_SQUARES: 2048 for one float16 number, otherwise 1
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 

@@ -9,7 +9,6 @@
 #include "decode.cuh"
 
 // From the includes:
-//   warp_sum: a sum over the warp, in every lane; load4, store4: four neighbours as floats; inverse_root: 1 / sqrt
 //   decay_of: exp of a log gate, 0 for -inf; step_channel: a channel's new state, and its terms of o
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
@@ -21,7 +20,7 @@ struct TimeMixScratch {
 };
 
 // The barrier of the threads that compute; a block may have others.
-__device__ __forceinline__ void sync() { barrier_sync(1, THREADS); }
+__device__ __forceinline__ void sync() { named_barrier_sync(1, THREADS); }
 
 // The sum over the threads, the same bits in each.
 __device__ __forceinline__ float sum_of_threads(float x, float (&warp_sums)[WARPS], int tid) {

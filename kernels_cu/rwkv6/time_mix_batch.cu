@@ -23,7 +23,6 @@
 //   decays_of_channels: of two channels, from tanh(low) and `up`; group_norm: o normalised over the head; gated: with
 //     weight, bias and silu(gate)
 //   store4_terms: four numbers as sums of TERMS terms
-//   prefetch_l2: starts a copy to L2
 
 template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {
   i64 P;

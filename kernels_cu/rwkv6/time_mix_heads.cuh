@@ -6,7 +6,6 @@
 #include "rwkv6/time_mix_arguments.cuh"
 
 // From the includes:
-//   warp_sum: a sum over the warp, in every lane; load2, store2: two neighbours as floats; inverse_root: 1 / sqrt
 //   decay_of: exp of a log gate, 0 for -inf; TimeMixArgs: what every time mix of one token takes
 
 constexpr int N = 64;

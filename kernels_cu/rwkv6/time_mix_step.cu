@@ -17,8 +17,7 @@
 // From the includes:
 //   THREADS = 256; sync: their barrier
 //   StatePart: a thread's part of the state; ChannelOfHead: of its channel; time_mix_head: decay, state and y
-//   store_terms: a number as a sum of TERMS terms; prefetch_l2: starts a copy to L2
-//   BEFORE_SM90: whether the kernel is translated for such cards
+//   store_terms: a number as a sum of TERMS terms
 
 // Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
 // fewer registers and spill.

@@ -18,10 +18,7 @@
 #include "wgmma.cuh"
 
 // From the includes:
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): the compiler reads d after it only
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(d): the compiler reads d after it only
 //   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
 //   Stack: products of one launch: `w`, `x` (tensor maps), `y`, `finish`, `C` matrices of `M` rows; RowTile: a block's
 //     rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first number `k`,
@@ -30,9 +27,7 @@
 //   arrive_at_block: at another block's barrier
 //   relu_squared: in units of UNIT_OF_SQUARES
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch
-//   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes; prefetch_map: starts
-//     loading a tensor map; cluster_sync: all threads of the cluster have come; cluster_leave: all blocks have read
-//     each other's memory
+//   cluster_leave: all blocks have read each other's memory
 
 constexpr int DEPTH = 64;  // numbers of K in a step
 constexpr int AHEAD = 4;   // steps by which a cluster's blocks copy weights to L2 ahead of their stages
@@ -55,7 +50,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
 
 template <typename T, class S> struct Shared {
   T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
-  Barrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
+  MBarrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
   volatile u64 started;  // whether the previous kernel has ended: x is complete; set by the thread that copies vectors
 };
 
@@ -84,11 +79,11 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
     const int stage = step % S::W_STAGES, k = tile.steps.k + step * DEPTH;
-    if (step >= S::W_STAGES) barrier_wait(s.w_empty[stage], step / S::W_STAGES - 1 & 1);
+    if (step >= S::W_STAGES) mbarrier_wait(s.w_empty[stage], step / S::W_STAGES - 1 & 1);
     // Until the previous kernel has ended, the copy FLIGHT steps before this one must have arrived.
     if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
-      barrier_wait(s.w_full[last % S::W_STAGES], last / S::W_STAGES & 1);
-    barrier_expect(s.w_full[stage], sizeof s.w[0]);
+      mbarrier_wait(s.w_full[last % S::W_STAGES], last / S::W_STAGES & 1);
+    mbarrier_arrive_and_expect(s.w_full[stage], sizeof s.w[0]);
     if constexpr (S::HALVES == 1)
       tensor_load_once(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
     else if (copies<S>(stage))
@@ -103,14 +98,14 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
 // The loop of the thread that copies vectors, after the previous kernel has ended.
 template <class S, class Memory>
 __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, const Tile& tile) {
-  prefetch_map(stack.x);
+  prefetch_tensor_map(stack.x);
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   s.started = 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
     const int stage = step % S::X_STAGES;
-    if (step >= S::X_STAGES) barrier_wait(s.x_empty[stage], step / S::X_STAGES - 1 & 1);
-    barrier_expect(s.x_full[stage], sizeof s.x[0]);
+    if (step >= S::X_STAGES) mbarrier_wait(s.x_empty[stage], step / S::X_STAGES - 1 & 1);
+    mbarrier_arrive_and_expect(s.x_full[stage], sizeof s.x[0]);
     tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, 0, tile.rows.which);
   }
 }
@@ -126,15 +121,15 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
   const auto release = [&](int step) {
     const int w = step % S::W_STAGES, x = step % S::X_STAGES;
     if (step + S::W_STAGES < steps) {
-      if (lane == 0) barrier_arrive(s.w_empty[w]);
+      if (lane == 0) mbarrier_arrive(s.w_empty[w]);
       if (lane == 1 && !copies<S>(w)) arrive_at_block(s.w_empty[w], w % S::HALVES);
     }
-    if (step + S::X_STAGES < steps && lane == 2) barrier_arrive(s.x_empty[x]);
+    if (step + S::X_STAGES < steps && lane == 2) mbarrier_arrive(s.x_empty[x]);
   };
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    barrier_wait(s.w_full[step % S::W_STAGES], step / S::W_STAGES & 1);
-    barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
+    mbarrier_wait(s.w_full[step % S::W_STAGES], step / S::W_STAGES & 1);
+    mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
     const u64 w = wgmma_tile(s.w[step % S::W_STAGES], 16, 1024),
               x = wgmma_tile(s.x[step % S::X_STAGES][first_vector], 16, 1024);
     wgmma_fence();
@@ -145,7 +140,7 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
     if (step > 0) release(step - 1);
   }
   wgmma_wait<0>();
-  wgmma_keep(sums);
+  wgmma_fence_operand(sums);
 }
 
 // Stores y: sums of the block's rows from `row` on, of vectors b and b + 8 below B. Of every eight rows a lane has two
@@ -221,14 +216,14 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
   if (tid == 0) {
     s.started = 0;
     for (int stage = 0; stage < S::W_STAGES; ++stage) {
-      barrier_init(s.w_full[stage], 1);
-      barrier_init(s.w_empty[stage], S::WARPS * (copies<S>(stage) ? HALVES : 1));
+      mbarrier_init(s.w_full[stage], 1);
+      mbarrier_init(s.w_empty[stage], S::WARPS * (copies<S>(stage) ? HALVES : 1));
     }
     for (int stage = 0; stage < S::X_STAGES; ++stage) {
-      barrier_init(s.x_full[stage], 1);
-      barrier_init(s.x_empty[stage], S::WARPS);
+      mbarrier_init(s.x_full[stage], 1);
+      mbarrier_init(s.x_empty[stage], S::WARPS);
     }
-    fence_async();  // bulk copies see the barriers
+    fence_proxy_async();  // bulk copies see the barriers
   }
   // The barriers of all blocks of the cluster are initialised.
   if constexpr (HALVES > 1) cluster_sync();

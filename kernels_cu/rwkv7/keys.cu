@@ -14,9 +14,6 @@
 // limits    N even, up to 64 PAIRS
 #include "decode.cuh"
 
-// From the includes:
-//   warp_sum: a sum over the warp, in every lane; load2, store2: two neighbours as floats
-
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr float LEAST_NORM = 1e-12f;  // |k removal| counts as at least this
 

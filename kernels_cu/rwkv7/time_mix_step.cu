@@ -20,8 +20,7 @@
 // From the includes:
 //   THREADS = 256
 //   StatePart: a thread's part of the state; KeyParameters, Token: of its channel; time_mix_head: keys, state and y
-//   store_terms: a number as a sum of TERMS terms; prefetch_l2: starts a copy to L2
-//   BEFORE_SM90: whether the kernel is translated for such cards
+//   store_terms: a number as a sum of TERMS terms
 
 // Blocks on a multiprocessor, which bound registers: without a bound the assembler spills on some cards.
 constexpr int BLOCKS = BEFORE_SM90 ? 3 : 2;

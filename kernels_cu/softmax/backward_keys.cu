@@ -19,20 +19,17 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
 //   fetch, store: copy a tile of tokens to shared memory, results from it
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each,
 //     each_of_two: call f for the lane's values
-//   needs_mask, mask_rows: hide tokens that a row does not see
-//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
-//   exp2_approx: 2^x
+//   slope_of_cap: 1 - tanh^2, from the weight
 
 constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v, do_;
-  Rows<T> dk, dv;
+  StridedRows<const T> q, k, v, do_;
+  StridedRows<T> dk, dv;
   const Work* works;
   const float* statistics;
   // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position

@@ -23,21 +23,18 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
 //   fetch, store: copy a tile of tokens to shared memory, results from it
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each,
 //     each_of_two: call f for the lane's values
-//   needs_mask, mask_rows: hide tokens that a row does not see
-//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight
+//   slope_of_cap: 1 - tanh^2, from the weight
 //   piece_of: the address of 8 numbers of a tile's row
-//   exp2_approx: 2^x; minus_infinity: -inf
 
 constexpr int QUERIES = 128, KEYS = 32;
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v, o, do_;
-  Rows<T> dq;
+  StridedRows<const T> q, k, v, o, do_;
+  StridedRows<T> dq;
   const Work* works;
   const float *lse, *dlse;
   float* statistics;

@@ -18,15 +18,12 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
 //   fetch, store: copy a tile of tokens to shared memory, results from it
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each: call f for
 //     the lane's values
-//   needs_mask, mask_rows: hide tokens that a row does not see
-//   tanh_of: tanh; weigh: scores to weights
-//   RowMaximum, row_end: a row's largest score, its results at the end; row_sum: over the four lanes of a row
-//   minus_infinity: -inf
+//   weigh: scores to weights
+//   RowMaximum, row_end: a row's largest score, its results at the end
 
 constexpr int KEYS = 64;
 
@@ -34,8 +31,8 @@ constexpr int KEYS = 64;
 template <int D, bool CAPPED> constexpr int SIXTEENS = D == 128 && CAPPED ? 1 : 2;
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v;
-  Rows<T> o;
+  StridedRows<const T> q, k, v;
+  StridedRows<T> o;
   const Work* works;
   float* lse;
   const float* sinks;  // [H] or null

@@ -21,18 +21,17 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
-//   CHUNK_QUERIES = 64; minus_infinity: -inf; decay_of: e^x, of a double, too; warp_sum: a sum over the warp
+//   CHUNK_QUERIES = 64; decay_of: e^x, of a double, too
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
 constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`, queries or keys
 
 template <typename T> struct Args {
-  Rows<const T> q, k, v, o, do_;
-  Rows<T> out, dq, dk, dv;
+  StridedRows<const T> q, k, v, o, do_;
+  StridedRows<T> out, dq, dk, dv;
   const Work* works;
   Real<T>*lse, *dlse, *statistics, *sinks, *dsinks, *merged;
   // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
@@ -128,7 +127,8 @@ struct Forward {
       largest = new_largest, total = fma(total, rescale, warp_sum(weight));
 #pragma unroll
       for (int c = 0; c < LANE_COLUMNS; ++c) sums[c] *= rescale;
-      add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.t, count, place.column, args.V);
+      add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.token_stride, count, place.column,
+               args.V);
     }
     if (place.others.count > 0)
 #pragma unroll
@@ -167,7 +167,7 @@ struct Queries {
       const Score<R> score = score_of(dot(q, args.k.row(work.batch, shared_head, j), args.K), args);
       const R dp_less_delta = dot(do_, args.v.row(work.batch, shared_head, j), args.V) - delta;
       add_rows(sums, decay_of(score.value - L) * score.slope * dp_less_delta,
-               args.k.row(work.batch, shared_head, first), args.k.t, count, place.column, args.K);
+               args.k.row(work.batch, shared_head, first), args.k.token_stride, count, place.column, args.K);
     }
     store_row(args.dq.row(work.batch, work.head, token), sums, place.column, args.K);
   }
@@ -198,8 +198,9 @@ struct Keys {
         const R weight = decay_of(score.value - statistics[0]);
         const R score_gradient =
             weight * score.slope * (dot(args.do_.row(work.batch, head, i), v, args.V) - statistics[CHUNK_QUERIES]);
-        add_rows(dk, score_gradient, args.q.row(work.batch, head, first), args.q.t, count, place.column, args.K);
-        add_rows(dv, weight, args.do_.row(work.batch, head, first), args.do_.t, count, place.column, args.V);
+        add_rows(dk, score_gradient, args.q.row(work.batch, head, first), args.q.token_stride, count, place.column,
+                 args.K);
+        add_rows(dv, weight, args.do_.row(work.batch, head, first), args.do_.token_stride, count, place.column, args.V);
       }
     }
     store_row(args.dk.row(work.batch, work.head, work.start + place.row), dk, place.column, args.K);

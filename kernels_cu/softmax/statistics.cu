@@ -12,12 +12,10 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   CHUNK_QUERIES = 64; LOG2E = log2 e; minus_infinity: -inf
-//   add_dot: adds the products of two pairs; row_sum: over four neighbouring lanes
+//   CHUNK_QUERIES = 64
 
 template <typename T> struct Args {
-  Rows<const T> o, do_;
+  StridedRows<const T> o, do_;
   const Work* works;
   const float *lse, *dlse;
   float* statistics;

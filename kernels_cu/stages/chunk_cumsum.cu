@@ -15,8 +15,8 @@
 template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;
 
 template <typename G> struct Args {
-  Rows<const G> g;
-  Rows<Real<G>> b, e;
+  StridedRows<const G> g;
+  StridedRows<Real<G>> b, e;
   Shape shape;
 };
 
@@ -42,9 +42,9 @@ template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum
     int first = 0;
 #pragma unroll 1
     for (;; first += FLIGHT<G>) {
-      read(x, gates + first * args.g.t, args.g.t, tokens - first);
+      read(x, gates + first * args.g.token_stride, args.g.token_stride, tokens - first);
 #pragma unroll
-      for (int n = 0; n < FLIGHT<G>; ++n, b += args.b.t) {
+      for (int n = 0; n < FLIGHT<G>; ++n, b += args.b.token_stride) {
         sum += to_real(x[n]);
         if (n < tokens - first) *b = sum;
       }
@@ -56,11 +56,11 @@ template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum
 #pragma unroll
       for (int n = FLIGHT<G> - 1; n >= 0; --n) {
         if (n >= tokens - first) continue;
-        *e = sum, e -= args.e.t;
+        *e = sum, e -= args.e.token_stride;
         sum += to_real(x[n]);
       }
       if (first == 0) break;
-      read(x, gates + (first - FLIGHT<G>)*args.g.t, args.g.t, FLIGHT<G>);
+      read(x, gates + (first - FLIGHT<G>)*args.g.token_stride, args.g.token_stride, FLIGHT<G>);
     }
   }
 }

@@ -17,11 +17,11 @@
 constexpr int STEP = 32, TILE = 64, STAGES = 3;
 
 template <typename T> struct Args {
-  Rows<const float> qg;
-  Rows<const float> h;  // rows are channels: [B, H, NC * K, V]
-  Rows<const float> A;
-  Rows<const T> v;
-  Rows<T> o;
+  StridedRows<const float> qg;
+  StridedRows<const float> h;  // rows are channels: [B, H, NC * K, V]
+  StridedRows<const float> A;
+  StridedRows<const T> v;
+  StridedRows<T> o;
   Shape shape;
   double scale;
   i64 bytes;  // divides the start and the length of all rows of qg, h, A, v and o

@@ -44,13 +44,13 @@ __device__ __noinline__ void copy_small_pieces(T* tile, const T* from, i64 strid
 // Starts to copy [ROWS, COLS] of (batch, head) of `x` from row `first` and column `column` on; zeros from row `stop`
 // and column `width` on. All rows of x are multiples of `bytes`: 16, 8, 4 or 2.
 template <int ROWS, int COLS, int LD, typename T>
-__device__ __forceinline__ void copy_tile(T* tile, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
-                                          i64 column, i64 width, i64 bytes) {
+__device__ __forceinline__ void copy_tile(T* tile, const StridedRows<const T>& x, i64 batch, i64 head, i64 first,
+                                          i64 stop, i64 column, i64 width, i64 bytes) {
   const int rows = int(stop - first < ROWS ? stop - first : ROWS);
   const int columns = int(width - column < COLS ? width - column : COLS);
   const T* from = rows > 0 ? x.row(batch, head, first) + column : x.p;
-  if (bytes == 16) copy_pieces<16, ROWS, COLS, LD>(tile, from, x.t, rows, columns);
-  else copy_small_pieces<ROWS, COLS, LD>(tile, from, x.t, rows, columns, int(bytes));
+  if (bytes == 16) copy_pieces<16, ROWS, COLS, LD>(tile, from, x.token_stride, rows, columns);
+  else copy_small_pieces<ROWS, COLS, LD>(tile, from, x.token_stride, rows, columns, int(bytes));
 }
 
 // Operands of products of data of type T, and of the float32 numbers that these data are multiplied with.

@@ -14,17 +14,15 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of tokens
-//   Shape::NC: chunks of a batch row, of all its packed sequences together; chunk_tokens(shape, c): the Span start ...
-//     stop - 1 of the tokens of its chunk c
+//   Shape::NC: chunks of a batch row, of all its packed sequences together
 //   to_real: as Real<T>; decay_of: exp, in float by the fast instruction
 
 constexpr int FLIGHT = 4;  // tokens that are loaded before the first result is stored
 
 template <typename T> struct Args {
-  Rows<const T> q, k;
-  Rows<const Real<T>> b, e;
-  Rows<Real<T>> qg, kg;
+  StridedRows<const T> q, k;
+  StridedRows<const Real<T>> b, e;
+  StridedRows<Real<T>> qg, kg;
   Shape shape;
 };
 
@@ -39,20 +37,21 @@ template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3)
     const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };
     auto q = first_row(args.q), k = first_row(args.k);
     // RWKV-6: the pointer b is a token behind the others. For the chunk's first token it is not read.
-    auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.t : 0), e = first_row(args.e);
+    auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.token_stride : 0), e = first_row(args.e);
     auto qg = first_row(args.qg), kg = first_row(args.kg);
 #pragma unroll 1
     for (i64 first = span.start; first < span.stop; first += FLIGHT) {
       Real<T> query[FLIGHT], key[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n, q += args.q.t, k += args.k.t, b += args.b.t, e += args.e.t) {
+      for (int n = 0; n < FLIGHT; ++n, q += args.q.token_stride, k += args.k.token_stride, b += args.b.token_stride,
+               e += args.e.token_stride) {
         const bool inside = first + n < span.stop;
         query[n] = inside ? to_real(*q) : Real<T>(0), key[n] = inside ? to_real(*k) : Real<T>(0);
         from_start[n] = inside && (!ReadOrder::reads_before_write || first + n > span.start) ? *b : Real<T>(0);
         to_end[n] = inside ? *e : Real<T>(0);
       }
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n, qg += args.qg.t, kg += args.kg.t) {
+      for (int n = 0; n < FLIGHT; ++n, qg += args.qg.token_stride, kg += args.kg.token_stride) {
         if (first + n >= span.stop) continue;
         *qg = query[n] * decay_of(from_start[n]);
         *kg = key[n] * decay_of(to_end[n]);

@@ -15,8 +15,8 @@
 constexpr int STEP = 32, TILE = 64, STAGES = 3;  // tokens of a step; channels, columns of a block; steps in memory
 
 template <typename T> struct Args {
-  Rows<const float> kg, b;
-  Rows<const T> v;
+  StridedRows<const float> kg, b;
+  StridedRows<const T> v;
   float* h;
   const float* initial;  // null: zero
   float* final;          // null: not wanted

@@ -39,10 +39,10 @@ static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pai
 // A lane has g = lane / 4 and t = lane % 4 throughout.
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k;
-  Rows<const G> g;
+  StridedRows<const T> q, k;
+  StridedRows<const G> g;
   const float* u;  // [H, K], null for GLA
-  Rows<float> A;
+  StridedRows<float> A;
   Shape shape;
   i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start at multiples of so many bytes, and are multiples long
 };
@@ -222,9 +222,9 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     Piece<W, T> queries[WARP_ROWS], keys[WARP_ROWS];
     Piece<W, G> gates[WARP_ROWS];
     const int channels = from.channels - channel, bytes = int(args.bytes);
-    load(queries, from.q + channel, args.q.t, from.rows, channels, bytes);
-    load(keys, from.k + channel, args.k.t, from.rows, channels, bytes);
-    load(gates, from.g + channel, args.g.t, from.rows, channels, bytes);
+    load(queries, from.q + channel, args.q.token_stride, from.rows, channels, bytes);
+    load(keys, from.k + channel, args.k.token_stride, from.rows, channels, bytes);
+    load(gates, from.g + channel, args.g.token_stride, from.rows, channels, bytes);
     float a[WARP_ROWS][W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
@@ -279,8 +279,9 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
       const int first = SUB_CHUNK * sub_chunk;
       const float score =
-          score_of_pair<ReadOrder>(from.q + first * args.q.t, from.k + first * args.k.t, from.g + first * args.g.t,
-                                   args.q.t, args.k.t, args.g.t, from.rows - first, from.channels);
+          score_of_pair<ReadOrder>(from.q + first * args.q.token_stride, from.k + first * args.k.token_stride,
+                                   from.g + first * args.g.token_stride, args.q.token_stride, args.k.token_stride,
+                                   args.g.token_stride, from.rows - first, from.channels);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         // Lane i (i - 1) / 2 + j has the score of the sub-chunk's query i with its earlier key j.
@@ -318,8 +319,8 @@ __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, 
     const int channels = from.channels - channel, bytes = int(args.bytes);
     Piece<W, T> keys[WARP_ROWS];
     Piece<W, G> gates[WARP_ROWS];
-    load(keys, from.k + channel, args.k.t, from.rows, channels, bytes);
-    load(gates, from.g + channel, args.g.t, from.rows, channels, bytes);
+    load(keys, from.k + channel, args.k.token_stride, from.rows, channels, bytes);
+    load(gates, from.g + channel, args.g.token_stride, from.rows, channels, bytes);
     float a[WARP_ROWS][W], decay[W];
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; ++i)
@@ -371,8 +372,8 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
 
 // Stores the scores d of 16 queries with 16 keys, which lanes hold as score_within says, from (row, column) of A on;
 // only rows before `stop`.
-__device__ __forceinline__ void store_scores(const Rows<float>& A, u32 batch, u32 h, i64 row, i64 stop, i64 column,
-                                             const float (&d)[2][4]) {
+__device__ __forceinline__ void store_scores(const StridedRows<float>& A, u32 batch, u32 h, i64 row, i64 stop,
+                                             i64 column, const float (&d)[2][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int down = 0; down < 2; ++down) {

@@ -10,7 +10,6 @@
 #include "activations.cuh"
 
 // From the includes:
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   F, one of ReluSquared, Tanh, Sigmoid: F::slope<T>(y) is the derivative
 
 constexpr int THREADS = 256;
@@ -25,8 +24,8 @@ template <class F, typename T>
 __global__ void __launch_bounds__(THREADS) training_activation_backward(const Args<T> args) {
   const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (index + 8 <= args.count) {
-    Eight dy = load8(args.dy + index);
-    const Eight y = load8(args.y + index);
+    EightFloats dy = load8(args.dy + index);
+    const EightFloats y = load8(args.y + index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) dy.x[n] *= F::template slope<T>(y.x[n]);
     store8(args.dy + index, dy);

@@ -13,9 +13,6 @@
 // limits    all start on 16 bytes, count and matrices are multiples of 8
 #include "training.cuh"
 
-// From the includes:
-//   block_sum: a sum over the block, by one barrier; Eight: eight neighbours as floats, which load8 and store8 move
-
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename T> struct Args {
@@ -48,8 +45,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
 
   const i64 step = 8 * args.blocks * THREADS;  // elements of all blocks at a time
   for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
-    Eight w = load8(args.weights + index), first = load8(args.first + index), second = load8(args.second + index);
-    const Eight gradient = load8(args.gradient + index);
+    EightFloats w = load8(args.weights + index), first = load8(args.first + index), second = load8(args.second + index);
+    const EightFloats gradient = load8(args.gradient + index);
     const float weight_factor = index < args.matrices ? matrix_factor : 1.f;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {

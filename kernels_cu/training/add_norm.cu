@@ -17,12 +17,10 @@
 #include "training.cuh"
 
 // From training.cuh:
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   block_sum: the sums over the block of both numbers of a float2, by one barrier; each call needs shared memory of
 //     its own, since no barrier follows the reads
 //   UNIT_OF_SQUARES: 2048 for float16, otherwise 1
 //   Dropout: the seeds, the residual's number and the rate, which `dropped` takes
-//   dynamic_smem: the address of the block's shared memory
 
 template <typename T> struct Args {
   const float* x;      // not read by Embedded
@@ -47,8 +45,9 @@ template <typename T> struct Args {
 // t's y; index: their place in [tokens, D]. dropped (training.cuh) makes some channels 0 and scales the others up; a
 // training step's backward pass draws the same ones.
 struct Added {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
-    Eight change = load8(args.first + index), x = load8(args.x + index);
+  template <typename T>
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64, i64 index, i64) {
+    EightFloats change = load8(args.first + index), x = load8(args.x + index);
     dropped(change, args.drop, index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] += change.x[n];
@@ -57,9 +56,10 @@ struct Added {
 };
 
 struct Gated {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
-    const Eight gate = load8(args.first + index);
-    Eight value = load8(args.value + index), x = load8(args.x + index);
+  template <typename T>
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64, i64 index, i64) {
+    const EightFloats gate = load8(args.first + index);
+    EightFloats value = load8(args.value + index), x = load8(args.x + index);
     dropped(value, args.drop, index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] = fmaf(UNIT_OF_SQUARES<T> * sigmoid(gate.x[n]), value.x[n], x.x[n]);
@@ -68,16 +68,18 @@ struct Gated {
 };
 
 struct Embedded {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64 t, i64 index, i64 j) {
+  template <typename T>
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64 j) {
     // A row of token_ids has one token more than T, the last to predict.
-    Eight x = load8(args.table + args.token_ids[t + t / args.T_] * args.D + j);
+    EightFloats x = load8(args.table + args.token_ids[t + t / args.T_] * args.D + j);
     dropped(x, args.drop, index);
     return x;
   }
 };
 
 struct Kept {
-  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 index, i64) {
+  template <typename T>
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64, i64 index, i64) {
     return load8(args.x + index);
   }
 };
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
   const i64 t = blockIdx.x, D = args.D, j = 8 * threadIdx.x, index = t * D + j;
   const bool inside = j < D, shifts = C > 0 && t % args.T_;  // whether a token before is mixed in
-  Eight x = {}, before = {};
+  EightFloats x = {}, before = {};
   float2 sums = {}, squares = {};  // of the token, and of the one before
   if (inside) {
     x = Change::residual(args, t, index, j);
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
     args.moments[2 * t + 1] = scale;
   }
   if (!inside) return;
-  const Eight weight = load8(args.weight + j), bias = load8(args.bias + j);
+  const EightFloats weight = load8(args.weight + j), bias = load8(args.bias + j);
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     x.x[n] = fmaf(x.x[n] * scale, weight.x[n], bias.x[n]);
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
   if (args.xx) store8(args.xx + index, x);
 #pragma unroll
   for (int c = 0; c < C; ++c) {
-    Eight mixed = load8(args.maa + c * D + j);
+    EightFloats mixed = load8(args.maa + c * D + j);
 #pragma unroll
     for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n], mixed.x[n], x.x[n]);
     store8(args.mixed + c * args.tokens * D + index, mixed);

@@ -12,9 +12,6 @@
 #include "lanes.cuh"
 #include "training.cuh"
 
-// From the includes:
-//   warp_sum: a sum over the warp, in every lane
-
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {

@@ -12,7 +12,6 @@
 #include "training_heads.cuh"
 
 // From training_heads.cuh:
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   head_sum: a sum over the lanes of a head; normalise: x becomes (x - mean) / deviation over its head
 
 template <typename T> struct Args {
@@ -35,14 +34,14 @@ __global__ void __launch_bounds__(THREADS) training_gated_norm_backward(const Ar
   const int N = int(args.N);
   const i64 first = blockIdx.x * args.tokens_per_block,
             last = first + args.tokens_per_block < args.tokens ? first + args.tokens_per_block : args.tokens;
-  Eight weight = {}, bias = {}, dweight = {}, dbias = {};
+  EightFloats weight = {}, bias = {}, dweight = {}, dbias = {};
   if (inside) {
     weight = load8(args.weight + j);
     bias = load8(args.bias + j);
   }
   for (i64 t = first; t < last; ++t) {
     const i64 index = t * D + j;
-    Eight o = {}, gate = {}, dy = {};
+    EightFloats o = {}, gate = {}, dy = {};
     if (inside) {
       o = load8(args.o + index);
       gate = load8(args.gate + index);

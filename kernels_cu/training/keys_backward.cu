@@ -27,7 +27,6 @@
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
 //   warp_tokens: the warp's head and tokens; store_parts: stores its sums
 //   sum: of both numbers of a float2; kept: 1 + (icl - 1) replacement
-//   warp_sum: over the warp
 
 constexpr int PARAMETERS = 5;  // of which parts are summed
 

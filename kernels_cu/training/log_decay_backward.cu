@@ -9,9 +9,6 @@
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
 
-// From the includes:
-//   Eight: eight neighbours as floats, which load8 and store8 move
-
 template <typename T> struct Args {
   const float* dw;
   const float* w;
@@ -26,11 +23,11 @@ __global__ void __launch_bounds__(THREADS) training_log_decay_backward(const Arg
   if (j >= D) return;
   const i64 first = blockIdx.x * args.tokens_per_block,
             last = first + args.tokens_per_block < args.tokens ? first + args.tokens_per_block : args.tokens;
-  Eight sums = {};
+  EightFloats sums = {};
 #pragma unroll 4
   for (i64 t = first; t < last; ++t) {
-    Eight dlow = load8(args.dw + t * D + j);
-    const Eight w = load8(args.w + t * D + j);
+    EightFloats dlow = load8(args.dw + t * D + j);
+    const EightFloats w = load8(args.w + t * D + j);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       dlow.x[n] *= w.x[n];

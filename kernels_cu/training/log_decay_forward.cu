@@ -9,9 +9,6 @@
 // limits    D a multiple of 8
 #include "training.cuh"
 
-// From the includes:
-//   Eight: eight neighbours as floats, which load8 and store8 move
-
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {
@@ -24,8 +21,8 @@ template <typename T> struct Args {
 template <typename T> __global__ void __launch_bounds__(THREADS) training_log_decay_forward(const Args<T> args) {
   const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (index >= args.count) return;
-  Eight low = load8(args.low + index);
-  const Eight decay = load8(args.decay + index % args.D);
+  EightFloats low = load8(args.low + index);
+  const EightFloats decay = load8(args.decay + index % args.D);
 #pragma unroll
   for (int n = 0; n < 8; ++n) low.x[n] = -expf(decay.x[n] + low.x[n]);
   store8(args.w + index, low);

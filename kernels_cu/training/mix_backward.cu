@@ -12,7 +12,6 @@
 #include "training.cuh"
 
 // From training.cuh:
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   Stored: eight neighbours as they are in memory
 //   Tokens: goes over the block's tokens
 
@@ -46,13 +45,13 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
   if (j >= D) return;
   // The block's tokens, one after the other: starts(): whether it is its sequence's first.
   Tokens token(args.tokens_per_block, args.tokens, args.T_);
-  Eight sums[MIXES] = {}, before = {};
+  EightFloats sums[MIXES] = {}, before = {};
   if (!token.starts()) before = load8(args.xx + (token.t - 1) * D + j);
   for (; token.more(); token.next()) {
     const i64 index = token.t * D + j;
     Stored<T> xx_stored, dmixed[AT_ONCE], m[AT_ONCE];
     xx_stored.load(args.xx + index);
-    Eight d, dxx = {}, dd = {};
+    EightFloats d, dxx = {}, dd = {};
 #pragma unroll
     for (int first = 0; first < MIXES; first += AT_ONCE) {
 #pragma unroll
@@ -61,15 +60,15 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
         m[c].load(args.m + (first + c) * mix_stride + index);
       }
       if (first == 0) {
-        const Eight xx = xx_stored.floats();
+        const EightFloats xx = xx_stored.floats();
 #pragma unroll
         for (int n = 0; n < 8; ++n) d.x[n] = (token.starts() ? 0.f : before.x[n]) - xx.x[n];
         before = xx;
       }
 #pragma unroll
       for (int c = 0; c < AT_ONCE; ++c) {
-        const Eight dmixed_c = dmixed[c].floats(), m_c = m[c].floats(), maa = load8(s.maa[first + c] + j);
-        Eight dm;
+        const EightFloats dmixed_c = dmixed[c].floats(), m_c = m[c].floats(), maa = load8(s.maa[first + c] + j);
+        EightFloats dm;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           dm.x[n] = dmixed_c.x[n] * d.x[n];

@@ -9,9 +9,6 @@
 // limits    D a multiple of 8
 #include "training.cuh"
 
-// From the includes:
-//   Eight: eight neighbours as floats, which load8 and store8 move
-
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {
@@ -26,15 +23,15 @@ template <typename T> struct Args {
 template <typename T, int C> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
   const i64 D = args.D, index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), t = index / D, j = index - t * D;
   if (t >= args.tokens) return;
-  const Eight xx = load8(args.xx + index);
-  Eight d = {};
+  const EightFloats xx = load8(args.xx + index);
+  EightFloats d = {};
   if (t % args.T_) d = load8(args.xx + index - D);
 #pragma unroll
   for (int n = 0; n < 8; ++n) d.x[n] -= xx.x[n];
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     const i64 to = c * args.tokens * D + index;
-    Eight mixed = load8(args.maa + c * D + j), m = {};
+    EightFloats mixed = load8(args.maa + c * D + j), m = {};
     if (args.m) m = load8(args.m + to);
 #pragma unroll
     for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(d.x[n], mixed.x[n] + m.x[n], xx.x[n]);

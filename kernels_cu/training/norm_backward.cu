@@ -18,10 +18,8 @@
 #include "training.cuh"
 
 // From training.cuh:
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   Stored: eight neighbours as they are in memory
 //   Tokens: goes over the block's tokens
-//   block_sum: a sum over the block, by one barrier
 //   dropped: the residual's dropout
 
 template <typename T> struct Args {
@@ -50,7 +48,7 @@ template <typename T> struct Args {
 template <typename T> struct Added {
   __device__ __forceinline__ void load(const Args<T>&, i64) {}
 
-  __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const Eight& dy) const {
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const EightFloats& dy) const {
     store8(args.dfirst + index, dy);
   }
 };
@@ -63,9 +61,9 @@ template <typename T> struct Gated {
     second.load(args.value + index);
   }
 
-  __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const Eight& dy) const {
-    const Eight gate = first.floats(), value = second.floats();
-    Eight dgate, dvalue;
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const EightFloats& dy) const {
+    const EightFloats gate = first.floats(), value = second.floats();
+    EightFloats dgate, dvalue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float opening = sigmoid(gate.x[n]);
@@ -78,8 +76,8 @@ template <typename T> struct Gated {
 };
 
 // xhat of token t.
-template <typename T> __device__ __forceinline__ Eight normed(const Args<T>& args, i64 t) {
-  Eight x = load8(args.x + t * args.D + 8 * threadIdx.x);
+template <typename T> __device__ __forceinline__ EightFloats normed(const Args<T>& args, i64 t) {
+  EightFloats x = load8(args.x + t * args.D + 8 * threadIdx.x);
   const float mean = args.moments[2 * t], scale = args.moments[2 * t + 1];
 #pragma unroll
   for (int n = 0; n < 8; ++n) x.x[n] = (x.x[n] - mean) * scale;
@@ -87,8 +85,8 @@ template <typename T> __device__ __forceinline__ Eight normed(const Args<T>& arg
 }
 
 // xx of a token, from its xhat.
-template <typename T> __device__ __forceinline__ Eight affine(const Args<T>& args, Eight x) {
-  const Eight weight = load8(args.weight + 8 * threadIdx.x), bias = load8(args.bias + 8 * threadIdx.x);
+template <typename T> __device__ __forceinline__ EightFloats affine(const Args<T>& args, EightFloats x) {
+  const EightFloats weight = load8(args.weight + 8 * threadIdx.x), bias = load8(args.bias + 8 * threadIdx.x);
 #pragma unroll
   for (int n = 0; n < 8; ++n) x.x[n] = fmaf(x.x[n], weight.x[n], bias.x[n]);
   return x;
@@ -96,9 +94,9 @@ template <typename T> __device__ __forceinline__ Eight affine(const Args<T>& arg
 
 // A thread's 8 channels of the next token, and its sums over the block's tokens.
 template <int C> struct State {
-  Eight direct, shifted;  // G without D_{t+1}, and D_t
-  Eight before;           // xx of the token before
-  Eight dweight, dbias, dmaa[C > 0 ? C : 1];
+  EightFloats direct, shifted;  // G without D_{t+1}, and D_t
+  EightFloats before;           // xx of the token before
+  EightFloats dweight, dbias, dmaa[C > 0 ? C : 1];
 
   // Loads token t. first: whether it is the first of its sequence; in_block: whether it is one of the block's, whose
   // terms are added to dmaa. `before` must hold xx of token t - 1 unless `first`.
@@ -111,12 +109,12 @@ template <int C> struct State {
       Stored<T> mixes[C];
 #pragma unroll
       for (int c = 0; c < C; ++c) mixes[c].load(args.dmixed + c * args.tokens * D + index);
-      const Eight xx = affine(args, normed(args, t));
+      const EightFloats xx = affine(args, normed(args, t));
 #pragma unroll
       for (int n = 0; n < 8; ++n) before.x[n] = in_block ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const Eight dmixed = mixes[c].floats(), maa = load8(args.maa + c * D + j);
+        const EightFloats dmixed = mixes[c].floats(), maa = load8(args.maa + c * D + j);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           direct.x[n] += dmixed.x[n];
@@ -152,13 +150,13 @@ __global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
   }
   for (int parity = 0; token.more(); token.next(), parity ^= 1) {
     const i64 index = token.t * D + j;
-    Eight G = {}, xhat = {}, dx = {};
+    EightFloats G = {}, xhat = {}, dx = {};
     Change<T> change = {};
     float sum = 0.f, product = 0.f;
     const float scale = args.moments[2 * token.t + 1];
     if (inside) {
       xhat = normed(args, token.t);
-      const Eight weight = load8(args.weight + j);
+      const EightFloats weight = load8(args.weight + j);
       if (args.dy) dx = load8(args.dy + index);
       change.load(args, index);
       G = state.direct;

@@ -9,9 +9,6 @@
 // limits    x starts on 16 bytes, count a multiple of 8
 #include "training.cuh"
 
-// From the includes:
-//   block_sum: a sum over the block, by one barrier; Eight: eight neighbours as floats, which load8 and store8 move
-
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 struct Args {
@@ -30,7 +27,7 @@ __global__ void __launch_bounds__(THREADS) training_square_sums(const Args args)
   const i64 step = 8 * args.blocks * THREADS;  // elements of all blocks at a time
 #pragma unroll 2
   for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
-    const Eight x = load8(args.x + index);
+    const EightFloats x = load8(args.x + index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) sum = fmaf(x.x[n], x.x[n], sum);
   }

@@ -46,9 +46,9 @@
 #include "growth.cuh"
 
 template <typename T, typename G, typename Stored> struct Args {
-  Rows<const T> q, k;
-  Rows<const G> g;
-  Rows<Stored> starts, ends;
+  StridedRows<const T> q, k;
+  StridedRows<const G> g;
+  StridedRows<Stored> starts, ends;
   Stored* scores;
   float *diagonal, *decays, *growth;
   Shape shape;
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       // rows: 0 or less if the sub-chunk is after the sequence's end; then score_of_pair reads nothing and returns 0.
       const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
       const float score = score_of_pair<AfterWrite>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
-                                                    args.g.row(b, h, first_token), args.q.t, args.k.t, args.g.t,
-                                                    int(rows), int(shape.K));
+                                                    args.g.row(b, h, first_token), args.q.token_stride,
+                                                    args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
       Stored* to = args.scores + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
       if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * TF32_CORRECTION_OF_BOTH<M> * scale * score);

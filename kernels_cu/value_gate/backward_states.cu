@@ -29,9 +29,9 @@
 constexpr int STEP = 32, STEPS = CHUNK / STEP;  // tokens of a stage, and stages of a chunk
 
 template <typename T, typename G, typename Stored> struct Args {
-  Rows<const Stored> q, k, v, do_;
-  Rows<const T> given_q, given_k, given_v, given_do;
-  Rows<const G> g, gv;
+  StridedRows<const Stored> q, k, v, do_;
+  StridedRows<const T> given_q, given_k, given_v, given_do;
+  StridedRows<const G> g, gv;
   const float *channel_decays, *column_decays, *channel_growth, *column_growth;
   const float *initial, *dht;  // null: zero
   void* chunk_states;

@@ -48,9 +48,9 @@
 #include "tensor.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v;
-  Rows<const G> g, gv;
-  Rows<T> o;
+  StridedRows<const T> q, k, v;
+  StridedRows<const G> g, gv;
+  StridedRows<T> o;
   const float* initial;  // [N, H, K, V]; null: zero
   float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
@@ -191,12 +191,13 @@ __global__ void __launch_bounds__(2 * BV,
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
     const i64 first_token = span.start + token;
-    fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, first_token) + args.channel, args.k.t, rows, channels,
-                               bytes);
+    fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, first_token) + args.channel, args.k.token_stride, rows,
+                               channels, bytes);
     if constexpr (HAS_OUTPUTS)
-      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, first_token) + args.channel, args.q.t, rows, channels,
-                                 bytes);
-    fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, first_token) + v_tile, args.v.t, rows, columns, bytes);
+      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, first_token) + args.channel, args.q.token_stride, rows,
+                                 channels, bytes);
+    fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, first_token) + v_tile, args.v.token_stride, rows, columns,
+                               bytes);
   };
   // Starts to copy the channels' gates of that chunk. A thread copies those that it alone reads: no barrier is needed.
   const auto fetch_next_gates = [&](int token) {
@@ -220,8 +221,8 @@ __global__ void __launch_bounds__(2 * BV,
     // The chunk has been copied, and its spans' decays are stored; the previous chunk has been read.
     grows = __syncthreads_or(grows);
     const bool more = token + BT < tokens;
-    fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
-                               columns, bytes);
+    fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.token_stride,
+                               tokens - token, columns, bytes);
     cp_async_commit();
     if (more) fetch(token + BT, stage ^ 1);
     // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh). The
@@ -328,11 +329,11 @@ __global__ void __launch_bounds__(2 * BV,
         for (int n = 0; n < BT * ACROSS / 32; ++n) {
           const int row = n * 32 / ACROSS + lane / ACROSS;
           if (row < rows && column + across < columns)
-            *reinterpret_cast<uint4*>(to + row * args.o.t + across) =
+            *reinterpret_cast<uint4*>(to + row * args.o.token_stride + across) =
                 *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
         }
       } else {
-        store_unaligned<BT, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
+        store_unaligned<BT, BV>(to, args.o.token_stride, s.v[stage], column, rows, columns - column);
       }
     }
   }

@@ -14,14 +14,14 @@ template <class X, class F> void in_block(int there, X* p, F f) {
 
 }  // namespace emulator
 
-inline void arrive_at_block(Barrier& b, u32 rank, emulator::Where where = emulator::here()) {
+inline void arrive_at_block(MBarrier& b, u32 rank, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(int(rank) < emulator::cluster, "arrive_at_block %u of %d (%s:%d)", rank, emulator::cluster, where.file,
                  where.line);
   emulator::phases("arrive_at_block", b, where);
-  emulator::in_block(rank, &b, [&](Barrier* there) { barrier_arrive(*there, where); });
+  emulator::in_block(rank, &b, [&](MBarrier* there) { mbarrier_arrive(*there, where); });
 }
 
-inline void tensor_load_to(u16 blocks, void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head,
+inline void tensor_load_to(u16 blocks, void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head,
                            i32 batch, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(blocks > 0 && blocks >> emulator::cluster == 0, "tensor_load_to blocks %x of %d (%s:%d)", blocks,
                  emulator::cluster, where.file, where.line);
@@ -30,6 +30,6 @@ inline void tensor_load_to(u16 blocks, void* box, const TensorMap& map, Barrier&
   for (int block = 0; block < emulator::cluster; ++block)
     if (blocks >> block & 1)
       emulator::in_block(block, static_cast<unsigned char*>(box), [&](unsigned char* there) {
-        tensor_load(there, map, *reinterpret_cast<Barrier*>(there + distance), column, token, head, batch, where);
+        tensor_load(there, map, *reinterpret_cast<MBarrier*>(there + distance), column, token, head, batch, where);
       });
 }

@@ -284,24 +284,24 @@ template <int N> void cp_async_wait() {
   memmove(copies, copies + done, self.copies_count * sizeof(emulator::Copy));
 }
 
-inline void barrier_sync(int id, int threads, emulator::Where where = emulator::here()) {
+inline void named_barrier_sync(int id, int threads, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(id > 0 && id < 16 && threads > 0 && threads % 32 == 0 && threads <= blockDim.x,
-                 "barrier_sync(%d, %d): no such barrier or number of threads (%s:%d)", id, threads, where.file,
+                 "named_barrier_sync(%d, %d): no such barrier or number of threads (%s:%d)", id, threads, where.file,
                  where.line);
   emulator::Arrival operand{id, threads};
-  emulator::collective("barrier_sync", where, emulator::arrive, &operand);
-  emulator::wait_until("barrier_sync", where, emulator::all_arrived, &operand);
+  emulator::collective("named_barrier_sync", where, emulator::arrive, &operand);
+  emulator::wait_until("named_barrier_sync", where, emulator::all_arrived, &operand);
 }
 
-inline void barrier_pass(int id, int threads, emulator::Where where = emulator::here()) {
+inline void named_barrier_arrive(int id, int threads, emulator::Where where = emulator::here()) {
   emulator::Arrival operand{id, threads};
-  emulator::collective("barrier_pass", where, emulator::arrive, &operand);
+  emulator::collective("named_barrier_arrive", where, emulator::arrive, &operand);
 }
 
-inline bool barrier_any(int id, int threads, bool some, emulator::Where where = emulator::here()) {
+inline bool named_barrier_any(int id, int threads, bool some, emulator::Where where = emulator::here()) {
   emulator::NamedBarrier& barrier = emulator::named_barriers[emulator::rank][id];
   barrier.some |= some;
-  barrier_sync(id, threads, where);
+  named_barrier_sync(id, threads, where);
   return barrier.any;
 }
 
@@ -321,7 +321,7 @@ inline void wait_for_previous() {}
 
 // ---- warps in different roles -----------------------------------------------------------------------------
 
-struct Barrier {
+struct MBarrier {
   u64 state;
 };
 
@@ -339,7 +339,7 @@ struct PhaseEnd {
   u32 parity;
 };
 
-static Phases* phases(const char* call, Barrier& b, Where where) {
+static Phases* phases(const char* call, MBarrier& b, Where where) {
   auto* phases = reinterpret_cast<Phases*>(&b);
   EMULATOR_CHECK(in_shared(&b, sizeof b), "%s of a Barrier not aligned or not in shared memory (%s:%d)", call,
                  where.file, where.line);
@@ -361,29 +361,29 @@ static bool phase_over(const void* operand) {
 
 }  // namespace emulator
 
-inline void barrier_init(Barrier& b, u32 arrivals, emulator::Where where = emulator::here()) {
+inline void mbarrier_init(MBarrier& b, u32 arrivals, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(&b, sizeof b) && arrivals > 0 && arrivals < 65536,
-                 "barrier_init(%u), or of a Barrier not aligned or not in shared memory (%s:%d)", arrivals, where.file,
+                 "mbarrier_init(%u), or of a Barrier not aligned or not in shared memory (%s:%d)", arrivals, where.file,
                  where.line);
   *reinterpret_cast<emulator::Phases*>(&b) = {u16(arrivals), u16(arrivals), 0, 0, emulator::MARK};
 }
 
-inline void barrier_arrive(Barrier& b, emulator::Where where = emulator::here()) {
-  emulator::Phases* phases = emulator::phases("barrier_arrive", b, where);
+inline void mbarrier_arrive(MBarrier& b, emulator::Where where = emulator::here()) {
+  emulator::Phases* phases = emulator::phases("mbarrier_arrive", b, where);
   EMULATOR_CHECK(phases->pending > 0, "one arrival too many (%s:%d)", where.file, where.line);
   --phases->pending;
   emulator::end_phase(phases);
 }
 
-inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(parity < 2, "barrier_wait for parity %u (%s:%d)", parity, where.file, where.line);
-  emulator::PhaseEnd operand{emulator::phases("barrier_wait", b, where), parity};
-  if (!emulator::phase_over(&operand)) emulator::wait_until("barrier_wait", where, emulator::phase_over, &operand);
+inline void mbarrier_wait(MBarrier& b, u32 parity, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(parity < 2, "mbarrier_wait for parity %u (%s:%d)", parity, where.file, where.line);
+  emulator::PhaseEnd operand{emulator::phases("mbarrier_wait", b, where), parity};
+  if (!emulator::phase_over(&operand)) emulator::wait_until("mbarrier_wait", where, emulator::phase_over, &operand);
 }
 
-inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) {
-  emulator::phases("barrier_expect", b, where)->coming += bytes / 16;
-  barrier_arrive(b, where);
+inline void mbarrier_arrive_and_expect(MBarrier& b, u32 bytes, emulator::Where where = emulator::here()) {
+  emulator::phases("mbarrier_arrive_and_expect", b, where)->coming += bytes / 16;
+  mbarrier_arrive(b, where);
 }
 
 // ---- two blocks of a cluster ------------------------------------------------------------------------------
@@ -397,17 +397,17 @@ template <class X> X* at_peer(X* p) {
 
 }  // namespace emulator
 
-inline void arrive_at_peer(Barrier& b, emulator::Where where = emulator::here()) {
+inline void arrive_at_peer(MBarrier& b, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::cluster == 2, "arrive_at_peer without a cluster (%s:%d)", where.file, where.line);
   emulator::phases("arrive_at_peer", b, where);
-  Barrier& there = *emulator::at_peer(&b);
+  MBarrier& there = *emulator::at_peer(&b);
   const int here = emulator::rank;
   emulator::enter(here ^ 1);  // its shared memory is what a barrier must lie in
-  barrier_arrive(there, where);
+  mbarrier_arrive(there, where);
   emulator::enter(here);
 }
 
-inline void copy_to_peer(const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
+inline void copy_to_peer(const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(from, 16) && bytes % 16 == 0,
                  "copy_to_peer of %u bytes, or of a place not aligned or not in shared memory (%s:%d)", bytes,
                  where.file, where.line);
@@ -438,7 +438,7 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
 inline void cluster_sync_shared(emulator::Where where = emulator::here()) { cluster_sync(where); }
 inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
 
-inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
+inline void copy_once(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(to, 16) && reinterpret_cast<u64>(from) % 16 == 0 && bytes % 16 == 0,
                  "copy_once of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file, where.line);
   emulator::Phases* phases = emulator::phases("copy_once", b, where);
@@ -449,7 +449,7 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
 
 inline void store_once(uint4& to, const u32 (&x)[4]) { to = {x[0], x[1], x[2], x[3]}; }
 
-inline void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
+inline void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
   copy_once(to, from, bytes, b, where);
 }
 
@@ -487,9 +487,9 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
 
 }  // namespace emulator
 
-inline void prefetch_map(const TensorMap&) {}
+inline void prefetch_tensor_map(const TensorMap&) {}
 
-inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head, i32 batch,
+inline void tensor_load(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head, i32 batch,
                         emulator::Where where = emulator::here()) {
   emulator::Phases* phases = emulator::phases("tensor_load", b, where);
   emulator::each_piece("tensor_load", box, map, {column, token, head, batch}, where,
@@ -501,7 +501,7 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
   emulator::end_phase(phases);
 }
 
-inline void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head, i32 batch,
+inline void tensor_load_once(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head, i32 batch,
                              emulator::Where where = emulator::here()) {
   tensor_load(box, map, b, column, token, head, batch, where);
 }
@@ -538,13 +538,13 @@ inline void commit_adds() {}
 
 inline void tensor_store_wait() {}
 
-inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) {
+inline void copies_arrive(MBarrier& b, emulator::Where where = emulator::here()) {
   cp_async_commit();
   cp_async_wait<0>();
-  barrier_arrive(b, where);
+  mbarrier_arrive(b, where);
 }
 
-inline void fence_async() {}
+inline void fence_proxy_async() {}
 
 inline void stmatrix_x4(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
   emulator::matrix_collective("stmatrix_x4", const_cast<u32*>(r), row, emulator::store_matrices, where);

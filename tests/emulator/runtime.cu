@@ -96,8 +96,8 @@ struct Sanitized {
   unsigned char log_alignment, access;
 };
 
-extern "C" __attribute__((visibility("default")))
-void __ubsan_handle_type_mismatch_v1_abort(const Sanitized* found, const void* place) {
+extern "C" __attribute__((visibility("default"))) void __ubsan_handle_type_mismatch_v1_abort(const Sanitized* found,
+                                                                                             const void* place) {
   report("thread %u: %p is not aligned to %d bytes (%s:%u)", threadIdx.x, place, 1 << found->log_alignment, found->file,
          found->line);
   leave();
@@ -134,14 +134,15 @@ void arrive(void* const* operands) {
   const unsigned warp = 1u << threadIdx.x / WARP;
   // On a card an instruction is illegal that asks for another number of threads than those who are still there.
   if (barrier.before && !(barrier.before & warp) && barrier.met == meetings[rank])
-    return report("thread %u: barrier_sync(%d, %d) where other warps may be in the barrier: all have not met since",
-                  threadIdx.x / WARP * WARP, first.id, first.threads);
+    return report(
+        "thread %u: named_barrier_sync(%d, %d) where other warps may be in the barrier: all have not met since",
+        threadIdx.x / WARP * WARP, first.id, first.threads);
   if (!barrier.arrived) barrier.threads = first.threads;
   for (int lane = 0; lane < WARP; ++lane) {
     Arrival& own = *static_cast<Arrival*>(operands[lane]);
     own.times = barrier.times;
     if (own.id != first.id || own.threads != barrier.threads)
-      return report("thread %u: barrier_sync(%d, %d) while others are in barrier_sync(%d, %d)",
+      return report("thread %u: named_barrier_sync(%d, %d) while others are in named_barrier_sync(%d, %d)",
                     threadIdx.x / WARP * WARP + lane, own.id, own.threads, first.id, barrier.threads);
   }
   barrier.arrived += WARP;
@@ -160,9 +161,7 @@ bool all_arrived(const void* operand) {
   return named_barriers[rank][own.id].times != own.times;
 }
 
-bool cluster_arrived(const void* operand) {
-  return cluster_barrier.times != *static_cast<const int*>(operand);
-}
+bool cluster_arrived(const void* operand) { return cluster_barrier.times != *static_cast<const int*>(operand); }
 
 // ---- the scheduler ----------------------------------------------------------------------------------------
 
@@ -174,11 +173,8 @@ void enter(int block) {
 
 static void describe(const Thread& thread, char* out, size_t size) {
   const int index = int(&thread - threads) % blockDim.x;
-  if (thread.state == State::Returned)
-    snprintf(out, size, "thread %d has returned", index);
-  else
-    snprintf(out, size, "thread %d waits in %s (%s:%d)", index, thread.call, thread.where.file,
-             thread.where.line);
+  if (thread.state == State::Returned) snprintf(out, size, "thread %d has returned", index);
+  else snprintf(out, size, "thread %d waits in %s (%s:%d)", index, thread.call, thread.where.file, thread.where.line);
 }
 
 // Whether `count` threads wait in the same call at the same line as `one`.
@@ -317,8 +313,8 @@ static void run_cluster(unsigned char* stacks, void (*entry)()) {
 
 // Of all threads that may run together: the same pages for every launch.
 static unsigned char* stacks() {
-  static void* const all = mmap(nullptr, MAX_TOGETHER * STACK, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  static void* const all =
+      mmap(nullptr, MAX_TOGETHER * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return static_cast<unsigned char*>(all);
 }
 
@@ -408,8 +404,7 @@ void multiply_integers(void* const* operands) {
   for (int lane = 0; lane < WARP; ++lane)
     for (int r = 0; r < 4; ++r)
       for (int k = 0; k < 32; ++k)
-        static_cast<IntegerProduct*>(operands[lane])->d[r] +=
-            A[lane / 4 + r / 2 * 8][k] * B[k][lane % 4 * 2 + r % 2];
+        static_cast<IntegerProduct*>(operands[lane])->d[r] += A[lane / 4 + r / 2 * 8][k] * B[k][lane % 4 * 2 + r % 2];
 }
 
 template <bool TRANSPOSED> void load_matrices(void* const* operands) {
@@ -501,13 +496,12 @@ void start(void* const* operands) {
     return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
   Started& product = own.started[own.count++];
   const int first_row = int(threadIdx.x / WARP % 4 * 16);
-  product = {first.multiply, first.columns, first.transposed, {}, {}, first.a_tile, first_row, first.b,
-             first.accumulate, own.groups, first.where};
+  product = {first.multiply, first.columns, first.transposed, {},         {},         first.a_tile,
+             first_row,      first.b,       first.accumulate, own.groups, first.where};
   for (int lane = 0; lane < WARP; ++lane) {
     const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
     if (operand.b != first.b || operand.a_tile != first.a_tile || operand.accumulate != first.accumulate)
-      return report("the lanes of a warp give wgmma different tiles (%s:%d)", first.where.file,
-                    first.where.line);
+      return report("the lanes of a warp give wgmma different tiles (%s:%d)", first.where.file, first.where.line);
     product.d[lane] = operand.d;
     if (operand.a) memcpy(product.a[lane], operand.a, sizeof product.a[lane]);
   }

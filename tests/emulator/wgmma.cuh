@@ -33,8 +33,8 @@ template <int N> void finish(void* const*) {
 
 inline u64 wgmma_tile(const void* p, u32 leading, u32 stride, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(p, 16) && (leading | stride) % 16 == 0 && (leading | stride) < 1 << 18,
-                 "wgmma_tile: an address or a distance no multiple of 16, or not in shared memory (%s:%d)",
-                 where.file, where.line);
+                 "wgmma_tile: an address or a distance no multiple of 16, or not in shared memory (%s:%d)", where.file,
+                 where.line);
   const u64 address = static_cast<const unsigned char*>(p) - emulator::shared_memory;
   return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
 }
@@ -51,12 +51,11 @@ template <int N> void wgmma_wait(emulator::Where where = emulator::here()) {
   emulator::collective("wgmma_wait", where, emulator::finish<N>, nullptr);
 }
 
-template <int N> void wgmma_keep(float (&d)[N]) {}
-template <int N> void wgmma_keep(u32 (&x)[N][4]) {}
+template <int N> void wgmma_fence_operand(float (&d)[N]) {}
+template <int N> void wgmma_fence_operand(u32 (&x)[N][4]) {}
 
 template <class T, int N, bool TRANSPOSED>
-void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
-           emulator::Where where = emulator::here()) {
+void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate, emulator::Where where = emulator::here()) {
   static_assert(N == 16 || N == 24 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
   static_assert(!TRANSPOSED || emulator::Format<T>::PACKED == 2, "tf32 takes no transposed tile");
   emulator::TileProduct operand{emulator::Format<T>::multiply_tile, d, a, 0, b, accumulate, N, TRANSPOSED, where};

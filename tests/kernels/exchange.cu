@@ -14,26 +14,26 @@ struct ExchangeArgs {
 
 struct Sent {
   float of[2][64];
-  Barrier full, empty;
+  MBarrier full, empty;
 };
 
 __global__ void __cluster_dims__(2) exchange(const ExchangeArgs args) {
   Sent& s = *reinterpret_cast<Sent*>(dynamic_smem());
   const int thread = threadIdx.x, rank = blockIdx.x % 2;
   if (thread == 0) {
-    barrier_init(s.full, 1);
-    barrier_init(s.empty, 64);
-    fence_async();
+    mbarrier_init(s.full, 1);
+    mbarrier_init(s.empty, 64);
+    fence_proxy_async();
   }
   cluster_sync();
   for (int step = 0; step < args.n; ++step) {
     const i64 at = (blockIdx.x * args.n + step) * 64 + thread;
-    if (step) barrier_wait(s.empty, step - 1 & 1);
+    if (step) mbarrier_wait(s.empty, step - 1 & 1);
     s.of[rank][thread] = args.in[at];
-    fence_async();
+    fence_proxy_async();
     __syncthreads();
     if (thread == 0) copy_to_peer(s.of[rank], sizeof s.of[rank], s.full);
-    barrier_wait(s.full, step & 1);
+    mbarrier_wait(s.full, step & 1);
     args.out[at] = s.of[rank ^ 1][thread];
     arrive_at_peer(s.empty);
   }

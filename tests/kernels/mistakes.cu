@@ -119,36 +119,36 @@ struct MisalignedRow {
 
 struct AbsentWarp {
   __device__ static float run(float* s, const float* in) {
-    if (threadIdx.x < 32) barrier_sync(1, 64);
+    if (threadIdx.x < 32) named_barrier_sync(1, 64);
     return 0;
   }
 };
 
 struct MixedCounts {
   __device__ static float run(float* s, const float* in) {
-    barrier_sync(1, threadIdx.x < 32 ? 64 : 32);
+    named_barrier_sync(1, threadIdx.x < 32 ? 64 : 32);
     return 0;
   }
 };
 
 struct BarrierInUse {
   __device__ static float run(float* s, const float* in) {
-    if (threadIdx.x < 32) barrier_sync(1, 32);
-    barrier_sync(1, 64);
+    if (threadIdx.x < 32) named_barrier_sync(1, 32);
+    named_barrier_sync(1, 64);
     return 0;
   }
 };
 
 struct NoSuchBarrier {
   __device__ static float run(float* s, const float* in) {
-    barrier_sync(16, 64);
+    named_barrier_sync(16, 64);
     return 0;
   }
 };
 
 struct DivergentNamedBarrier {
   __device__ static float run(float* s, const float* in) {
-    if (threadIdx.x % 32 < 16) barrier_sync(1, 64);
+    if (threadIdx.x % 32 < 16) named_barrier_sync(1, 64);
     __syncthreads();
     return 0;
   }
@@ -156,12 +156,12 @@ struct DivergentNamedBarrier {
 
 struct MissingArrival {
   __device__ static float run(float* s, const float* in) {
-    Barrier& barrier = *reinterpret_cast<Barrier*>(s);
-    if (threadIdx.x == 0) barrier_init(barrier, 33);
+    MBarrier& barrier = *reinterpret_cast<MBarrier*>(s);
+    if (threadIdx.x == 0) mbarrier_init(barrier, 33);
     __syncthreads();  // the barrier is ready
     if (threadIdx.x < 32) {
-      barrier_arrive(barrier);
-      barrier_wait(barrier, 0);
+      mbarrier_arrive(barrier);
+      mbarrier_wait(barrier, 0);
     }
     __syncthreads();
     return 0;
@@ -170,11 +170,11 @@ struct MissingArrival {
 
 struct MissingBytes {
   __device__ static float run(float* s, const float* in) {
-    Barrier& barrier = *reinterpret_cast<Barrier*>(s);
+    MBarrier& barrier = *reinterpret_cast<MBarrier*>(s);
     if (threadIdx.x == 0) {
-      barrier_init(barrier, 1);
-      barrier_expect(barrier, 16);
-      barrier_wait(barrier, 0);
+      mbarrier_init(barrier, 1);
+      mbarrier_arrive_and_expect(barrier, 16);
+      mbarrier_wait(barrier, 0);
     }
     return 0;
   }
@@ -182,11 +182,11 @@ struct MissingBytes {
 
 struct SurplusArrival {
   __device__ static float run(float* s, const float* in) {
-    Barrier& barrier = *reinterpret_cast<Barrier*>(s);
+    MBarrier& barrier = *reinterpret_cast<MBarrier*>(s);
     if (threadIdx.x == 0) {
-      barrier_init(barrier, 1);
-      barrier_expect(barrier, 16);
-      barrier_arrive(barrier);
+      mbarrier_init(barrier, 1);
+      mbarrier_arrive_and_expect(barrier, 16);
+      mbarrier_arrive(barrier);
     }
     return 0;
   }
@@ -194,7 +194,7 @@ struct SurplusArrival {
 
 struct UninitialisedBarrier {
   __device__ static float run(float* s, const float* in) {
-    barrier_arrive(*reinterpret_cast<Barrier*>(s));
+    mbarrier_arrive(*reinterpret_cast<MBarrier*>(s));
     return 0;
   }
 };

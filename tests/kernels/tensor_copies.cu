@@ -12,18 +12,18 @@ struct TensorCopiesArgs {
 };
 
 __global__ void tensor_copies(const __grid_constant__ TensorCopiesArgs args) {
-  Barrier& arrived = *reinterpret_cast<Barrier*>(dynamic_smem());
+  MBarrier& arrived = *reinterpret_cast<MBarrier*>(dynamic_smem());
   unsigned char* box = dynamic_smem() + 1024;
   if (threadIdx.x == 0) {
-    barrier_init(arrived, 1);
-    fence_async();
+    mbarrier_init(arrived, 1);
+    fence_proxy_async();
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    barrier_expect(arrived, u32(args.bytes));
+    mbarrier_arrive_and_expect(arrived, u32(args.bytes));
     tensor_load(box, args.from, arrived, i32(args.column), i32(args.token), i32(args.head), i32(args.batch));
   }
-  barrier_wait(arrived, 0);
+  mbarrier_wait(arrived, 0);
   for (i64 i = threadIdx.x; i < args.bytes; i += 32) args.raw[i] = box[i];
   if (threadIdx.x == 0) {
     tensor_store(args.to, box, i32(args.column), i32(args.token), i32(args.head), i32(args.batch));

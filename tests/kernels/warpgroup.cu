@@ -18,9 +18,9 @@ struct NamedBarrier {
     float* s = reinterpret_cast<float*>(dynamic_smem());
     float* out = static_cast<float*>(args.out);
     s[thread] = static_cast<const float*>(args.in)[thread];
-    barrier_sync(1 + half, 64);  // the half of s is whole
+    named_barrier_sync(1 + half, 64);  // the half of s is whole
     out[thread] = s[thread ^ 63];
-    barrier_sync(3, 128);  // s is whole; the other half may still be in its own barrier
+    named_barrier_sync(3, 128);  // s is whole; the other half may still be in its own barrier
     out[128 + thread] = s[thread ^ 127];
   }
 };
@@ -32,12 +32,12 @@ struct Stages {
     constexpr int STAGES = 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float* s = reinterpret_cast<float*>(dynamic_smem());  // [STAGES, 32]
-    Barrier* full = reinterpret_cast<Barrier*>(s + STAGES * 32);
-    Barrier* empty = full + STAGES;
+    MBarrier* full = reinterpret_cast<MBarrier*>(s + STAGES * 32);
+    MBarrier* empty = full + STAGES;
     if (threadIdx.x == 0)
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full[i], 32);
-        barrier_init(empty[i], 3);
+        mbarrier_init(full[i], 32);
+        mbarrier_init(empty[i], 3);
       }
     __syncthreads();  // the barriers are ready
     float y = 0;
@@ -46,15 +46,15 @@ struct Stages {
       const u32 parity = step / STAGES % 2;
       float& x = s[stage * 32 + lane];
       if (warp == 0) {
-        if (lane == 0) barrier_wait(empty[stage], parity ^ 1);
+        if (lane == 0) mbarrier_wait(empty[stage], parity ^ 1);
         __syncwarp();
         x = static_cast<const float*>(args.in)[step * 32 + lane];
-        barrier_arrive(full[stage]);
+        mbarrier_arrive(full[stage]);
       } else {
-        barrier_wait(full[stage], parity);
+        mbarrier_wait(full[stage], parity);
         y = 2 * y + x;
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty[stage]);
+        if (lane == 0) mbarrier_arrive(empty[stage]);
       }
     }
     if (warp > 0) static_cast<float*>(args.out)[threadIdx.x - 32] = y;
@@ -81,7 +81,7 @@ __device__ void put_tile(unsigned char* tile, const u32* words, i64 n) {
     const u32 at = 4 * i;
     *reinterpret_cast<u32*>(tile + (at ^ (at >> 3 & 0x70))) = words[i];
   }
-  fence_async();
+  fence_proxy_async();
   __syncthreads();  // the tile is whole
 }
 
@@ -116,7 +116,7 @@ template <typename Format, int N, bool TRANSPOSED> struct Product {
     for (int step = 0; step < 4; ++step) wgmma<Format, N, TRANSPOSED>(d, a[step], b + step * STEP, step > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(d);
+    wgmma_fence_operand(d);
     write<N>(static_cast<float*>(args.out), d);
   }
 };
@@ -136,7 +136,7 @@ template <typename Format, int N> struct TilesProduct {
     for (int step = 0; step < 4; ++step) wgmma<Format, N, false>(d, a + 2 * step, b + 2 * step, step > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(d);
+    wgmma_fence_operand(d);
     write<N>(static_cast<float*>(args.out), d);
   }
 };
@@ -156,17 +156,17 @@ struct Groups {
     get_rows(a[1], A, 1);
     float first[16], second[16];
     for (int i = 0; i < 16; ++i) second[i] = 1;
-    wgmma_keep(second);
+    wgmma_fence_operand(second);
     wgmma_fence();
     wgmma<bf16, 32, false>(first, a[0], b, false);
     wgmma_commit();
     wgmma<bf16, 32, false>(second, a[1], b + 2, true);
     wgmma_commit();
     wgmma_wait<1>();
-    wgmma_keep(first);
+    wgmma_fence_operand(first);
     write<32>(out, first);
     wgmma_wait<0>();
-    wgmma_keep(second);
+    wgmma_fence_operand(second);
     write<32>(out + 64 * 32, second);
   }
 };

@@ -31,12 +31,7 @@
 #include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
 //   each_transposed: calls f for the lane's numbers of a state
@@ -54,24 +49,23 @@
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
 //     sequence and head; set_tokens: its tokens
 //   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
-//   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
 //   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on
 
 template <typename T> struct Args {
   TensorMap q, k, do_, dv;  // boxes of a chunk's tokens and 64 columns, swizzled
-  Rows<const T> q_rows, k_rows, do_rows;
-  Rows<T> dv_rows;
-  TensorMap state_gradients;  // boxes of 16 columns of V and 64 channels, swizzled
-  Rows<const void> g, beta;   // no gate: null
-  Shape shape;                // H is the number of value heads
-  const float* dht;           // null: zeros
-  float* dh0;                 // null: not wanted
-  float* starts;              // with P > 1: join_segments.cu, both directions
-  i64 P;                      // segments of a sequence; in `shape` segments are sequences
-  i64 group;                  // value heads that share a head of queries and keys
-  i64 state_k, state_v;       // the states' strides along K and V, in numbers
-  i64 wide_gate, wide_beta;   // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;             // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
+  StridedRows<const T> q_rows, k_rows, do_rows;
+  StridedRows<T> dv_rows;
+  TensorMap state_gradients;        // boxes of 16 columns of V and 64 channels, swizzled
+  StridedRows<const void> g, beta;  // no gate: null
+  Shape shape;                      // H is the number of value heads
+  const float* dht;                 // null: zeros
+  float* dh0;                       // null: not wanted
+  float* starts;                    // with P > 1: join_segments.cu, both directions
+  i64 P;                            // segments of a sequence; in `shape` segments are sequences
+  i64 group;                        // value heads that share a head of queries and keys
+  i64 state_k, state_v;             // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
+  i64 normalized;                   // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
   double scale;
 };
 
@@ -87,7 +81,7 @@ template <typename Element, int CHANNELS, int COLUMNS, bool OUTPUTS> struct Shar
   const float* from;                 // the gradient that the walk starts from; null: zeros
   float* to;                         // the memory for the one that it ends with; null: not wanted
   float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in remembered_chunks
-  Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+  MBarrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
@@ -104,7 +98,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   float dS[BK / 2] = {};  // columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
   if (s.from)
     each_transposed<BK>(dS, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
 #pragma unroll 1
   for (int token = first_token<S>(work, 0); token >= 0; token -= CHUNK, ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -113,10 +107,10 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     Operand do_, Y;     // Y: -beta_j E_j P_j
     Values P, from_do;  // from_do: B^T do
     round_state<T, BK>(rounded_dS, dS);
-    barrier_wait(s.values_full[ring.stage], ring.parity);
+    mbarrier_wait(s.values_full[ring.stage], ring.parity);
     load_transposed(do_, in.values[at.warpgroup], at.channel_offset);
-    barrier_wait(s.full[ring.stage], ring.parity);
-    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.full[ring.stage], ring.parity);
+    mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
     start_state_product<T>(P, rounded_dS, [&](int p) { return descriptor + descriptor_offset(in, in.Z[p]); });
@@ -129,8 +123,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       }
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
-        stmatrix_x4(at_offset(s.rounded[warp][c / 4], shifted_offset(left_offset, 0, c % 4 * 16)), rounded_dS[c]);
-      fence_async();
+        stmatrix_x4(at_byte_offset(s.rounded[warp][c / 4], shifted_offset(left_offset, 0, c % 4 * 16)), rounded_dS[c]);
+      fence_proxy_async();
       __syncwarp();  // all lanes have written to `rounded`
       if (lane == 0)
 #pragma unroll
@@ -143,8 +137,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys
     start_state_update<T, BK>(dS, do_, rows);                                       // dS += W^T do
     wgmma_wait<1>();
-    wgmma_keep(P), wgmma_keep(rounded_dS);
-    if constexpr (OUTPUTS) wgmma_keep(from_do);
+    wgmma_fence_operand(P), wgmma_fence_operand(rounded_dS);
+    if constexpr (OUTPUTS) wgmma_fence_operand(from_do);
     each_two([&](int i, int c, int m) {
       // In this pass key_start_factors have beta: beta_j E_j, divided by |k_j| if normalized.
       const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3));
@@ -160,8 +154,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       store_transposed(in.values[at.warpgroup], at.channel_offset, from_do);
     }
     wgmma_wait<0>();
-    wgmma_keep(dS);
-    barrier_arrive(s.outputs_ready[ring.stage]);
+    wgmma_fence_operand(dS);
+    mbarrier_arrive(s.outputs_ready[ring.stage]);
   }
   if (s.to) each_transposed<BK>(dS, s.to, args, args.shape, at.column, [](float& x, float* to) { *to = x; });
   if (OUTPUTS && lane == 0) tensor_store_wait();  // the block's shared memory lasts until then

@@ -54,16 +54,10 @@
 #include "lanes.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
-//   at_offset: an address, bytes after a tile's start
 //   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
 //     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
 //     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
@@ -77,24 +71,20 @@
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
 //     sequence and head; warp_arrive: one lane arrives for a warp
 //   run_roles: gives warps their roles; make_scores: M; start_scores: products of queries and keys with keys
-//   TensorMap: describes an array for copies of boxes; load_float2: two neighbours
-//   barrier_init, barrier_arrive: arrivals of a phase; barrier_expect: also announces bytes of copies; tensor_load:
-//     starts copying a box
-//   multiply_halves: d[16, 8] += a[16, 16] b[16, 8]; store_split: rounded numbers and errors; sum_over_lanes<4>: over
-//     the lanes of a row; sum_of_lower_lanes, sum_of_this_and_higher_lanes: over such lanes of the warp
+//   store_split: rounded numbers and errors
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles
 
 template <typename T> struct Args {
   TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled
   TensorMap q, k, v, do_, dv, dq, dk;  // boxes of a chunk's tokens and 64 columns, swizzled
-  Rows<const T> q_rows, k_rows, v_rows, do_rows, dv_rows;
-  Rows<T> dq_rows, dk_rows;
-  Rows<const void> g, beta;  // no gate: null
-  Rows<float> dbeta, dg;     // dg: null without gates
-  const float* initial;      // S before each of N sequences, [N, HV, K, V]; null: zeros
-  float* starts;             // with P > 1: S before each segment, [N P, HV, K, V] (join_segments.cu)
-  float* parts;              // null if a head of queries has one head of values
-  Shape shape;               // H is the number of heads of v, HV; with P > 1, sequences are P segments of each
+  StridedRows<const T> q_rows, k_rows, v_rows, do_rows, dv_rows;
+  StridedRows<T> dq_rows, dk_rows;
+  StridedRows<const void> g, beta;  // no gate: null
+  StridedRows<float> dbeta, dg;     // dg: null without gates
+  const float* initial;             // S before each of N sequences, [N, HV, K, V]; null: zeros
+  float* starts;                    // with P > 1: S before each segment, [N P, HV, K, V] (join_segments.cu)
+  float* parts;                     // null if a head of queries has one head of values
+  Shape shape;                      // H is the number of heads of v, HV; with P > 1, sequences are P segments of each
   i64 P;
   i64 group;                 // heads of v that share a head of q and k
   i64 state_k, state_v;      // the states' strides along K and V, in numbers
@@ -148,10 +138,10 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   float read_terms[2][CHUNK];  // q_i . (scale E_i S do_i), and k_i . (-E_i S dv_i)
   float write_terms[CHUNK];    // L_i k_i . dS e_i
   float state_dots[4];         // by warp: <S, dS> over the warp's columns
-  Barrier full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES], operands_ready[STAGES],
+  MBarrier full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES], operands_ready[STAGES],
       outputs_ready[STAGES];
-  Barrier values_full[2], residuals_ready[2];
-  Barrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
+  MBarrier values_full[2], residuals_ready[2];
+  MBarrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
   const float* from;  // the state before the block's first token; null: zeros
 };
 
@@ -198,7 +188,7 @@ __device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& arg
       });
     });
     if ((threadIdx.x & 31) == 0) {
-      barrier_expect(s.state_gradient_full, sizeof s.state_gradient);
+      mbarrier_arrive_and_expect(s.state_gradient_full, sizeof s.state_gradient);
       for (int panel = 0; panel < S::BK / 64; ++panel)
         for (int column = 0; column < S::BV; column += 64)
           tensor_load(s.state_gradient[panel][column], args.state_gradients, s.state_gradient_full, 64 * panel,
@@ -208,13 +198,13 @@ __device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& arg
   };
   for (int stage = 0; stage < S::STAGES; ++stage) fetch_keys(stage * CHUNK, stage);
   fetch_values(0), fetch_values(CHUNK), fetch_gradients(0);
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
-    barrier_wait(s.gradients_read, token / CHUNK & 1);
+    mbarrier_wait(s.gradients_read, token / CHUNK & 1);
     fetch_gradients(token + CHUNK);
-    barrier_wait(s.outputs_ready[ring.stage], ring.parity);
-    fence_async();  // orders what other warps have read and written before the copies that overwrite it
+    mbarrier_wait(s.outputs_ready[ring.stage], ring.parity);
+    fence_proxy_async();  // orders what other warps have read and written before the copies that overwrite it
     if (!args.parts)
       store_chunk(work, token, [&](auto f) {
         each_panel(s.stages[ring.stage].queries_keys, [&](auto& dq, auto& dk, int channel) {
@@ -262,7 +252,7 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     u32 x[4];
-    ldmatrix_x4(x, at_offset(panel, shifted_offset(offset, 0, 16 * c)));
+    ldmatrix_x4(x, at_byte_offset(panel, shifted_offset(offset, 0, 16 * c)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) f(4 * (2 * c + m / 2) + 2 * (m % 2), unpack(x[m], T{}), m % 2);
   }
@@ -271,10 +261,11 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
 // Makes Z of a chunk: Z_j = sum_i inverse_to_end[j, i] k_i, in the warp's 16 channels of every 64. It waits for
 // inverse_ready and arrives at operands_ready. channel_offset: what the lane gives to load_transposed and
 // store_transposed (channel_operand_offset, scalar_chunks.cuh).
-template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::STAGES>& ring, int channel_offset) {
+template <class S>
+__device__ __forceinline__ void make_Z(S& s, const RingPosition<S::STAGES>& ring, int channel_offset) {
   using T = typename S::T;
   auto& in = s.stages[ring.stage];
-  barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+  mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
 #pragma unroll
   for (int p = 0; p < S::BK / 64; ++p) {
     Operand keys;
@@ -284,10 +275,10 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, const Ring<S::ST
     start_split_product<T>(z, keys, wgmma_tile(in.inverse_to_end, 16, 1024), false);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(z);
+    wgmma_fence_operand(z);
     store_transposed(in.Z[p], channel_offset, z);  // overwrites M
   }
-  fence_async();
+  fence_proxy_async();
   warp_arrive(s.operands_ready[ring.stage]);
 }
 
@@ -426,7 +417,7 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
       u32 packed[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) packed[m] = pack<T>(d[p][8 * c + 2 * m], d[p][8 * c + 2 * m + 1]);
-      stmatrix_x4(at_offset(rows[p], shifted_offset(own_offset, 0, 16 * c)), packed);
+      stmatrix_x4(at_byte_offset(rows[p], shifted_offset(own_offset, 0, 16 * c)), packed);
     }
 }
 
@@ -443,8 +434,8 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
             right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
   const bool has_keys = warp >= 2;
   const int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // the lane has `row` and row + 8
-  Ring<S::STAGES> ring, Z_ring, scores_ring;
-  Ring<2> values_ring;
+  RingPosition<S::STAGES> ring, Z_ring, scores_ring;
+  RingPosition<2> values_ring;
   // make_scores waits for full and decays_ready of its chunk: two iterations later the loop reads the chunk's q, k, D
   // and gates without waiting.
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < work.tokens; ++chunk, scores_ring.next())
@@ -459,13 +450,13 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     auto& values = s.values[values_ring.stage];
     const TokenGates& gates = s.gates[ring.stage];
     float d[PANELS][32];  // the warp's rows of dq or dk; at first S do or S dv
-    barrier_wait(s.tokens_full, parity);
-    barrier_wait(s.states_ready, parity);
+    mbarrier_wait(s.tokens_full, parity);
+    mbarrier_wait(s.states_ready, parity);
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_gradient_product(d[p], s.gradients, s.states[p]);
     wgmma_commit();
-    barrier_wait(s.state_gradient_full, parity);
+    mbarrier_wait(s.state_gradient_full, parity);
     if (args.dg.p) {  // <S, dS> over the warp's columns: the diagonals of products [16, 8]
       float dots[2][4] = {};
 #pragma unroll 1
@@ -473,9 +464,9 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 #pragma unroll
         for (int c = 0; c < 4 * PANELS; ++c) {
           u32 a[4], b[4];
-          ldmatrix_x4(a, at_offset(s.states[c / 4], shifted_offset(left_offset, column, c % 4 * 16)));
-          ldmatrix_x4(b, at_offset(s.state_gradient[c / 4], shifted_offset(right_offset, column, c % 4 * 16)));
-          multiply_halves(dots[0], a, {b[0], b[1]}, T{}), multiply_halves(dots[1], a, {b[2], b[3]}, T{});
+          ldmatrix_x4(a, at_byte_offset(s.states[c / 4], shifted_offset(left_offset, column, c % 4 * 16)));
+          ldmatrix_x4(b, at_byte_offset(s.state_gradient[c / 4], shifted_offset(right_offset, column, c % 4 * 16)));
+          mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
         }
       const int g = lane / 4;
       const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
@@ -484,7 +475,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(d[p]);
+    for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(d[p]);
     warp_arrive(s.states_read);
     {
       const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
@@ -505,7 +496,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     }
     if (token + CHUNK < work.tokens) make_Z(s, Z_ring, channel_offset);
 
-    barrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
+    mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
     {
       Values products, scores;
       u64 rows = wgmma_tile(s.gradients, 16, 1024), residuals = wgmma_tile(values, 16, 1024);
@@ -521,7 +512,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
         }
       wgmma_commit();
       wgmma_wait<0>();
-      wgmma_keep(products), wgmma_keep(scores);
+      wgmma_fence_operand(products), wgmma_fence_operand(scores);
       store_pairs(s, ring.stage, products, scores, lane, warp, left_offset);
     }
     float terms[2] = {};
@@ -532,7 +523,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
       start_gradient_product(dS_e, values, s.state_gradient[p]);
       wgmma_commit();
       wgmma_wait<0>();
-      wgmma_keep(dS_e);
+      wgmma_fence_operand(dS_e);
       if (has_keys) {
         const float factor[2] = {gates.key_end_factors[row], gates.key_end_factors[row + 8]};
         each_of_panel(in.queries_keys[p], own_offset, [&](int i, float2 x, int h) {
@@ -541,7 +532,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
         });
       }
     }
-    fence_async();  // orders reads of dS before the copies that overwrite it
+    fence_proxy_async();  // orders reads of dS before the copies that overwrite it
     warp_arrive(s.gradients_read);
     if (has_keys)
 #pragma unroll
@@ -550,7 +541,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
         if (lane % 4 == 0) s.write_terms[row + 8 * h] = gates.key_to_end[row + 8 * h] * terms[h];
       }
     if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, lane, warp, left_offset);
-    barrier_sync(1, OPERAND_THREADS);  // terms, H and P are in shared memory
+    named_barrier_sync(1, OPERAND_THREADS);  // terms, H and P are in shared memory
     store_token_gradients(s, args, work, token, gates, lane, warp);
     {
       // Left operands. Warps of queries multiply keys by H. Warps of keys multiply keys by P + P^T, and queries by H^T;
@@ -562,12 +553,12 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
         for (int errors = 0; errors < 2; ++errors) {
           auto& left = has_keys ? in.P : in.H;
           ldmatrix_x4(for_keys[c][errors],
-                      at_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * errors)));
+                      at_byte_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * errors)));
           u32 transposed_P[4];
           ldmatrix_x4_trans(transposed_P,
-                            at_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
+                            at_byte_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
           ldmatrix_x4_trans(for_queries[c][errors],
-                            at_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
+                            at_byte_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             for_keys[c][errors][m] |= has_keys ? transposed_P[m] : 0;  // P_ij or P_ji is +0
@@ -589,12 +580,12 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
-      for (int p = 0; p < PANELS; ++p) wgmma_keep(d[p]);
+      for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(d[p]);
     }
-    barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
+    named_barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
     store_gradients(s, args, work, token, ring.stage, d, lane, warp, own_offset);
-    fence_async();
-    barrier_arrive(s.outputs_ready[ring.stage]);
+    fence_proxy_async();
+    mbarrier_arrive(s.outputs_ready[ring.stage]);
   }
 }
 
@@ -611,8 +602,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   float state[BK / 2] = {};
   if (s.from)
     each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
-  Ring<S::STAGES> ring;
-  Ring<2> values_ring;
+  RingPosition<S::STAGES> ring;
+  RingPosition<2> values_ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -622,42 +613,42 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     Operand v, X;
     Values S_k, e;
     round_state<T, BK>(rounded_state, state);
-    barrier_wait(s.full[ring.stage], ring.parity);
+    mbarrier_wait(s.full[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
     start_state_product<T>(S_k, rounded_state,
                            [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
     wgmma_commit();
-    barrier_wait(s.states_read, (token / CHUNK & 1) ^ 1);
+    mbarrier_wait(s.states_read, (token / CHUNK & 1) ^ 1);
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c)
-      stmatrix_x4(at_offset(s.states[c / 4], shifted_offset(own_offset, 0, c % 4 * 16)), rounded_state[c]);
-    fence_async();
+      stmatrix_x4(at_byte_offset(s.states[c / 4], shifted_offset(own_offset, 0, c % 4 * 16)), rounded_state[c]);
+    fence_proxy_async();
     warp_arrive(s.states_ready);
-    barrier_wait(s.values_full[values_ring.stage], values_ring.parity);
+    mbarrier_wait(s.values_full[values_ring.stage], values_ring.parity);
     load_transposed(v, values + CHUNK, channel_offset);
-    barrier_wait(s.decays_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.decays_ready[ring.stage], ring.parity);
     decay_state(state, gates.chunk_decay);
     wgmma_wait<0>();
-    wgmma_keep(S_k), wgmma_keep(rounded_state);
+    wgmma_fence_operand(S_k), wgmma_fence_operand(rounded_state);
     make_X<T>(X, v, S_k, gates, at.lane);
-    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
     start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.inverse));
     wgmma_commit();
     start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
     wgmma_wait<1>();
-    wgmma_keep(e);
+    wgmma_fence_operand(e);
     store_transposed(values + CHUNK, channel_offset, e);
     each_two([&](int i, int, int) {
       const float2 rounded = unpack(pack<T>(e[i], e[i + 1]), T{});
       e[i] -= rounded.x, e[i + 1] -= rounded.y;
     });
     store_transposed(values, channel_offset, e);
-    fence_async();
+    fence_proxy_async();
     wgmma_wait<0>();
-    wgmma_keep(state);
-    barrier_arrive(s.residuals_ready[values_ring.stage]);
+    wgmma_fence_operand(state);
+    mbarrier_arrive(s.residuals_ready[values_ring.stage]);
   }
 }
 
@@ -670,10 +661,10 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
   if (threadIdx.x == 0) {
     s.from = segment.from;  // for consumers, behind the barrier of run_roles
     // run_roles initialises the barriers of stages, and values_full
-    for (Barrier& ready : s.residuals_ready) barrier_init(ready, CONSUMERS<BV>);
-    barrier_init(s.tokens_full, 32), barrier_init(s.state_gradient_full, 1);
-    barrier_init(s.states_ready, CONSUMERS<BV> / 32), barrier_init(s.states_read, OPERAND_THREADS / 32);  // warps
-    barrier_init(s.gradients_read, OPERAND_THREADS / 32);
+    for (MBarrier& ready : s.residuals_ready) mbarrier_init(ready, CONSUMERS<BV>);
+    mbarrier_init(s.tokens_full, 32), mbarrier_init(s.state_gradient_full, 1);
+    mbarrier_init(s.states_ready, CONSUMERS<BV> / 32), mbarrier_init(s.states_read, OPERAND_THREADS / 32);  // warps
+    mbarrier_init(s.gradients_read, OPERAND_THREADS / 32);
   }
   run_roles(
       s, args, work, [&] { consume(s, args, work); }, [&] { compute_gradients(s, args, work); },

@@ -56,14 +56,8 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "half_products.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_tile: a tile's descriptor; wgmma_fence: before products whose registers were written; wgmma_commit closes a
-//     group of products, wgmma_wait<N> waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fence_async: orders accesses before asynchronous copies and wgmma
-//   ldmatrix_x4, stmatrix_x4: load or store four matrices of 8 x 8, `_trans` transposed
-//   swizzled_offset, at_offset: the offset of a piece of a panel, and the address there
+//   wgmma_tile: a tile's descriptor; wgmma_fence_operand(d): d is not read before it
+//   swizzled_offset, at_byte_offset: the offset of a piece of a panel, and the address there
 //   fetch_chunk, store_chunk: copy a chunk's rows of several arrays; WorkTile: the block's sequence and head
 //   each_two: calls f for a lane's pairs of Values and Operands
 
@@ -153,9 +147,9 @@ template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded
 // One lane arrives for its warp. For barriers whose waiters touch the memory that the warp has read or written only by
 // wgmma, ldmatrix, stmatrix or copies of boxes. If they touch it by loads, stores or copies of single threads, each
 // lane must arrive: racecheck, a tool that finds races, orders by an arrival only what that lane itself has done.
-__device__ __forceinline__ void warp_arrive(Barrier& barrier) {
+__device__ __forceinline__ void warp_arrive(MBarrier& barrier) {
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+  if ((threadIdx.x & 31) == 0) mbarrier_arrive(barrier);
 }
 
 // Has a block work on `tokens` tokens from `start` on, numbers that all lanes have. The shuffle tells the compiler so,
@@ -194,12 +188,12 @@ template <class S> __device__ __forceinline__ int first_token(const WorkTile& wo
 // Fills each stage with q and k, then `in` (v, or do), of a chunk; before `in`, stores `out` (o, or dv) of the stage's
 // previous chunk, but for BACKWARD_SUMMARY. column: the first of the block's columns of V.
 template <class S, class Args, typename T>
-__device__ __forceinline__ void move_chunks(S& s, const Args& args, const TensorMap& in, const Rows<const T>& in_rows,
-                                            const TensorMap& out, const Rows<T>& out_rows, const WorkTile& work,
-                                            int column) {
+__device__ __forceinline__ void move_chunks(S& s, const Args& args, const TensorMap& in,
+                                            const StridedRows<const T>& in_rows, const TensorMap& out,
+                                            const StridedRows<T>& out_rows, const WorkTile& work, int column) {
   WorkTile keys = work;  // its head is that of q and k
   keys.head /= int(args.group);
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
   // Goes on for STAGES chunks after the last one, to store their outputs. fetch_chunk: all lanes arrive at the barrier,
   // whose phase ends when the copies have arrived. store_chunk returns when the shared memory has been read.
 #pragma unroll 1
@@ -207,8 +201,8 @@ __device__ __forceinline__ void move_chunks(S& s, const Args& args, const Tensor
     auto& stage = s.stages[ring.stage];
     const int stored_token = token - S::STAGES * CHUNK;
     if (stored_token >= 0) {
-      barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
-      fence_async();  // orders consumers' stores of outputs before the copy engine's reads; consumers have less time
+      mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+      fence_proxy_async();  // orders consumers' stores before the copy engine's reads; consumers have less time
     }
     if (token < work.tokens)
       fetch_chunk(s.full[ring.stage], keys, first_token<S>(work, token), [&](auto f) {
@@ -256,13 +250,14 @@ template <bool BACKWARDS> struct TokenScalars {
   // token: this lane's in the first of the chunks. Zeros for tokens outside of the sequence, and if from.p is null:
   // there are no gates, and the decay of a gate of 0 is 1.
   template <typename T>
-  __device__ __forceinline__ void load(const Rows<const void>& from, bool is_float32, const WorkTile& work, int token,
-                                       T) {
-    const i64 first = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
+  __device__ __forceinline__ void load(const StridedRows<const void>& from, bool is_float32, const WorkTile& work,
+                                       int token, T) {
+    const i64 first =
+        work.batch * from.batch_stride + work.head * from.head_stride + (work.start + token) * from.token_stride;
 #pragma unroll
     for (int n = 0; n < CHUNKS_AHEAD; ++n) {
       const int offset = BACKWARDS ? -n * CHUNK : n * CHUNK;
-      const i64 index = first + offset * from.t;
+      const i64 index = first + offset * from.token_stride;
       bits[n] = 0;
       if (from.p && (BACKWARDS ? u32(token + offset) < u32(work.tokens) : token + offset < work.tokens))
         bits[n] = is_float32 ? static_cast<const u32*>(from.p)[index] : static_cast<const u16*>(from.p)[index];
@@ -286,8 +281,8 @@ __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64],
 #pragma unroll 1
     for (int c = 0; c < 4 * PANELS; ++c) {
       u32 x[4];
-      ldmatrix_x4(x, at_offset(rows[c / 4], shifted_offset(left, first + row, c % 4 * 16)));
-      multiply_halves(d[0], x, {x[0], x[2]}, T{}), multiply_halves(d[1], x, {x[1], x[3]}, T{});
+      ldmatrix_x4(x, at_byte_offset(rows[c / 4], shifted_offset(left, first + row, c % 4 * 16)));
+      mma_m16n8k16(d[0], x, {x[0], x[2]}, T{}), mma_m16n8k16(d[1], x, {x[1], x[3]}, T{});
     }
     if (lane % 4 == g / 2) {
       norms[row + g] = inverse_root((g & 1 ? d[0][1] : d[0][0]) + 1e-6f);
@@ -307,7 +302,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
   TokenScalars<IS_BACKWARDS<S>> g, beta;
   const int first = first_token<S>(work, 0) + lane;
   g.load(args.g, is_float32[0], work, first, T{}), beta.load(args.beta, is_float32[1], work, first, T{});
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < work.tokens; ++chunk, ring.next()) {
     if (chunk % CHUNKS_AHEAD == 0) {
@@ -321,16 +316,16 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
       g.load(args.g, is_float32[0], work, next, T{}), beta.load(args.beta, is_float32[1], work, next, T{});
       __syncwarp();
     }
-    if (chunk >= S::STAGES) barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+    if (chunk >= S::STAGES) mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
     auto& to = s.gates[ring.stage];
     float query = float(args.scale), key = 1.f;  // this lane's query_factors and key_factors
     if (args.normalized) {
       auto& rows = s.stages[ring.stage].queries_keys;
-      barrier_wait(s.full[ring.stage], ring.parity);
+      mbarrier_wait(s.full[ring.stage], ring.parity);
       float query_inverse = 1.f;
       if constexpr (S::PASS != SUMMARY) query_inverse = inverse_norms(rows, 0, to.query_factors, lane);
       query *= query_inverse, key = inverse_norms(rows, CHUNK, to.key_factors, lane);
-      fence_async();  // orders these reads before the copies that later overwrite the rows
+      fence_proxy_async();  // orders these reads before the copies that later overwrite the rows
       if constexpr (S::PASS == BACKWARD_TOKENS) to.query_inverse[lane] = query_inverse;
     }
     to.query_factors[lane] = query, to.key_factors[lane] = key;
@@ -351,14 +346,14 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
         product = lane == 4 * piece + m ? 1.f : product * next_decay;
         of_key[m] = product, next_decay = of_token[m];
       }
-      *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece)) = {of_key[0], of_key[1], of_key[2], of_key[3]};
+      *reinterpret_cast<float4*>(at_byte_offset(D, D_row ^ 16 * piece)) = {of_key[0], of_key[1], of_key[2], of_key[3]};
     }
     if (args.normalized) {
       __syncwarp();  // all lanes have stored their key factors
 #pragma unroll 1
       for (int piece = 0; piece < 8; ++piece) {
         const float4 keys = *reinterpret_cast<const float4*>(to.key_factors + 4 * piece);
-        float4& decay = *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece));
+        float4& decay = *reinterpret_cast<float4*>(at_byte_offset(D, D_row ^ 16 * piece));
         decay = {decay.x * keys.x, decay.y * keys.y, decay.z * keys.z, decay.w * keys.w};
       }
     }
@@ -374,7 +369,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
       to.key_to_end[lane] = to.key_end_factors[lane];
       to.key_end_factors[lane] *= to.beta[lane];
     }
-    barrier_arrive(s.decays_ready[ring.stage]);
+    mbarrier_arrive(s.decays_ready[ring.stage]);
   }
 }
 
@@ -396,8 +391,8 @@ __device__ __forceinline__ void store_split(Panel<T>& to, int offset, const floa
   for (int c = 0; c < N; ++c) {
     u32 rounded[4], errors[4];
     split<T>(rounded, errors, &x[2 * c]);
-    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c)), rounded);
-    stmatrix_x4(at_offset(to, shifted_offset(offset, 0, 16 * c + 32)), errors);
+    stmatrix_x4(at_byte_offset(to, shifted_offset(offset, 0, 16 * c)), rounded);
+    stmatrix_x4(at_byte_offset(to, shifted_offset(offset, 0, 16 * c + 32)), errors);
   }
 }
 
@@ -411,7 +406,7 @@ __device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const u32 right[2] = {b[product == 1][2 * m], b[product == 1][2 * m + 1]};
-      multiply_halves(d[m], a[product == 0], right, T{});
+      mma_m16n8k16(d[m], a[product == 0], right, T{});
     }
 }
 
@@ -452,13 +447,13 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
   const int left_offset = left_operand_offset(lane);
   const int key_offset = swizzled_offset(lane, 2 * second_block);  // of key `lane`'s row at its block's first query
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
   if (first) ring.next();
 #pragma unroll 1
   for (int chunk = first; chunk * CHUNK < tokens; chunk += 2) {
     auto& in = s.stages[ring.stage];
     const auto& gates = s.gates[ring.stage];
-    barrier_wait(s.scores_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.scores_ready[ring.stage], ring.parity);
     float x[16];
     substitute(x, in.minus_beta_M, lane);
     const auto store_split_row = [&](Panel<T>& to, const float (&row)[8], int offset) {
@@ -467,8 +462,8 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
       for (int m = 0; m < 4; ++m)
         rounded[m] = pack<T>(row[2 * m], row[2 * m + 1]),
         errors[m] = rounding_errors<T>(rounded[m], row[2 * m], row[2 * m + 1]);
-      *reinterpret_cast<uint4*>(at_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
-      *reinterpret_cast<uint4*>(at_offset(to, offset ^ 64)) = {errors[0], errors[1], errors[2], errors[3]};
+      *reinterpret_cast<uint4*>(at_byte_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
+      *reinterpret_cast<uint4*>(at_byte_offset(to, offset ^ 64)) = {errors[0], errors[1], errors[2], errors[3]};
       __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
     };
 #pragma unroll
@@ -484,9 +479,9 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
       if (second_block)
         for (int part = 0; part < 2; ++part) {
           const int offset = key_offset ^ 32 ^ 16 * half ^ 64 * part;
-          *reinterpret_cast<uint4*>(at_offset(in.inverse_to_end, offset)) = {0, 0, 0, 0};
+          *reinterpret_cast<uint4*>(at_byte_offset(in.inverse_to_end, offset)) = {0, 0, 0, 0};
           if constexpr (S::PASS == BACKWARD_TOKENS)  // other passes do not read N12
-            *reinterpret_cast<uint4*>(at_offset(in.inverse, offset)) = {0, 0, 0, 0};
+            *reinterpret_cast<uint4*>(at_byte_offset(in.inverse, offset)) = {0, 0, 0, 0};
         }
     }
     __syncwarp();
@@ -496,9 +491,9 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     float y[2][4] = {};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      ldmatrix_x4(left[part], at_offset(in.inverse, shifted_offset(left_offset, 0, 32 * part)));
-      ldmatrix_x4(right[part],
-                  at_offset(in.minus_beta_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
+      ldmatrix_x4(left[part], at_byte_offset(in.inverse, shifted_offset(left_offset, 0, 32 * part)));
+      ldmatrix_x4(right[part], at_byte_offset(in.minus_beta_M,
+                                              shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
     }
     multiply_split<T>(y, left, right);
     split<T>(left[0], left[1], y);
@@ -506,7 +501,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     const int offset = IS_BACKWARDS<S> ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
-      ldmatrix_x4_trans(right[part], at_offset(in.inverse, shifted_offset(offset, 16, 16 + 32 * part)));
+      ldmatrix_x4_trans(right[part], at_byte_offset(in.inverse, shifted_offset(offset, 16, 16 + 32 * part)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) y[0][m] = y[1][m] = 0.f;
     multiply_split<T>(y, left, right);
@@ -518,8 +513,8 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
       for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? to_end.y : to_end.x;
     }
     store_split<T, 1>(in.inverse_to_end, shifted_offset(left_offset, 0, 16), y);
-    fence_async();
-    barrier_arrive(s.inverse_ready[ring.stage]);
+    fence_proxy_async();
+    mbarrier_arrive(s.inverse_ready[ring.stage]);
     ring.next(), ring.next();
   }
 }
@@ -536,11 +531,11 @@ template <typename T> __device__ __forceinline__ void store_transposed(T (*to)[6
   Operand pairs;
   each_two([&](int i, int s, int m) { pairs[s][m] = pack<T>(x[i], x[i + 1]); });
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, offset + 16 * 128 * s), pairs[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_byte_offset(*to, offset + 16 * 128 * s), pairs[s]);
 }
 template <typename T> __device__ __forceinline__ void load_transposed(Operand& x, T (*from)[64], int offset) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, offset + 16 * 128 * s));
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_byte_offset(*from, offset + 16 * 128 * s));
 }
 
 // wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte, for
@@ -577,7 +572,7 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 // errors in columns 48 to 63; FORWARD without beta, as -M21: see `invert`. BACKWARD_TOKENS stores no A, and
 // -M diag(beta) in place of -diag(beta) M, in the block below the diagonal, too. left_offset: left_operand_offset.
 template <class S>
-__device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, Values& d, int lane, int warp,
+__device__ __forceinline__ void store_scores(S& s, const RingPosition<S::STAGES>& ring, Values& d, int lane, int warp,
                                              int left_offset) {
   using T = typename S::T;
   // pair_offset: of the two elements of float32 rows at `row`, column 2 (lane % 4).
@@ -586,9 +581,9 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows of A; rows 16 to 31 of M
   auto& in = s.stages[ring.stage];
   if constexpr (S::PASS == SUMMARY) {
-    if (has_queries) return barrier_arrive(s.scores_ready[ring.stage]);
+    if (has_queries) return mbarrier_arrive(s.scores_ready[ring.stage]);
   }
-  barrier_wait(s.decays_ready[ring.stage], ring.parity);
+  mbarrier_wait(s.decays_ready[ring.stage], ring.parity);
   const auto& gates = s.gates[ring.stage];
   const float (&row_factors)[CHUNK] = has_queries ? gates.query_factors : gates.key_factors;
   const float factors[2] = {row_factors[row], row_factors[row + 8]};
@@ -597,7 +592,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   float x[4][4];
   // The two elements from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
   const auto pair_at = [&](float (&matrix)[CHUNK][32], int n, int h) {
-    return reinterpret_cast<float2*>(at_offset(matrix, (pair_offset ^ 32 * n) + 8 * 128 * h));
+    return reinterpret_cast<float2*>(at_byte_offset(matrix, (pair_offset ^ 32 * n) + 8 * 128 * h));
   };
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n)
@@ -627,22 +622,23 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
       for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
     u32 rounded[4], errors[4];
     split<T>(rounded, errors, x);
-    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
-    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), errors);
+    stmatrix_x4(at_byte_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
+    stmatrix_x4(at_byte_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), errors);
   }
-  barrier_arrive(s.scores_ready[ring.stage]);
+  mbarrier_arrive(s.scores_ready[ring.stage]);
 }
 
 // Computes the scores of a chunk, and stores them; for a warpgroup. It waits for the chunk's `full` and decays_ready,
 // and arrives at scores_ready.
 template <class S>
-__device__ __forceinline__ void make_scores(S& s, const Ring<S::STAGES>& ring, int lane, int warp, int left_offset) {
+__device__ __forceinline__ void make_scores(S& s, const RingPosition<S::STAGES>& ring, int lane, int warp,
+                                            int left_offset) {
   Values d;
-  barrier_wait(s.full[ring.stage], ring.parity);
+  mbarrier_wait(s.full[ring.stage], ring.parity);
   wgmma_fence();
   start_scores(d, s.stages[ring.stage]);
   wgmma_wait<0>();
-  wgmma_keep(d);
+  wgmma_fence_operand(d);
   store_scores(s, ring, d, lane, warp, left_offset);
 }
 
@@ -658,8 +654,9 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
       u32 A[2][4], inverse[2][4];
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        ldmatrix_x4(A[part], at_offset(in.A, shifted_offset(left_offset, row, 16 * c + 32 * part)));
-        ldmatrix_x4(inverse[part], at_offset(in.inverse, shifted_offset(right_offset, column, 16 * c + 32 * part)));
+        ldmatrix_x4(A[part], at_byte_offset(in.A, shifted_offset(left_offset, row, 16 * c + 32 * part)));
+        ldmatrix_x4(inverse[part],
+                    at_byte_offset(in.inverse, shifted_offset(right_offset, column, 16 * c + 32 * part)));
       }
       multiply_split<T>(B, A, inverse);
     }
@@ -706,7 +703,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
   const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
   const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
             left_offset = left_operand_offset(lane);
-  Ring<S::STAGES> ring, scores_ring;
+  RingPosition<S::STAGES> ring, scores_ring;
 #pragma unroll 1
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
     make_scores(s, scores_ring, lane, warp, left_offset);
@@ -721,12 +718,12 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
     const bool has_scores = (chunk + 2) * CHUNK < tokens;
     if (SCORES_DURING_W) {
-      if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
+      if (has_scores) mbarrier_wait(s.full[scores_ring.stage], scores_ring.parity);
       wgmma_fence();
       // Without a branch: the last two chunks compute their own scores again, which are not used.
       start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
-    barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
     u64 inverse_to_end = wgmma_tile(in.inverse_to_end, 16, 1024),
         minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
     forget(inverse_to_end), forget(minus_BE);  // see stage_descriptor
@@ -735,11 +732,11 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, false);
     wgmma_commit();
     compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left_offset);
-    fence_async();
+    fence_proxy_async();
     wgmma_wait<0>();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
-    if (SCORES_DURING_W) wgmma_keep(d);
+    for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(z[p]);
+    if (SCORES_DURING_W) wgmma_fence_operand(d);
     store_transposed(in.Z[0], channel_offset, z[0]);  // overwrites M
 #pragma unroll
     for (int c = 0; c < CHUNK / 16; ++c) {
@@ -748,7 +745,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 #pragma unroll
       for (int p = 0; p < PANELS; ++p) {
         u32 q[4];
-        ldmatrix_x4_trans(q, at_offset(in.queries_keys[p], channel_offset + 16 * 128 * c));
+        ldmatrix_x4_trans(q, at_byte_offset(in.queries_keys[p], channel_offset + 16 * 128 * c));
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const int i = 4 * (2 * c + m / 2) + m % 2 * 2;
@@ -757,7 +754,8 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
         }
       }
     }
-    barrier_sync(1, OPERAND_THREADS);  // all warps have written minus_BE, and read A, the queries and inverse_to_end
+    named_barrier_sync(1,
+                       OPERAND_THREADS);  // all warps have written minus_BE, and read A, the queries and inverse_to_end
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, true);
@@ -770,8 +768,9 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), store_transposed(in.queries_keys[p], channel_offset, w[p]);
-    fence_async();
+    for (int p = 0; p < PANELS; ++p)
+      wgmma_fence_operand(w[p]), store_transposed(in.queries_keys[p], channel_offset, w[p]);
+    fence_proxy_async();
     warp_arrive(s.operands_ready[ring.stage]);
     if (!SCORES_DURING_W && has_scores) make_scores(s, scores_ring, lane, warp, left_offset);
   }
@@ -797,7 +796,7 @@ __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const fl
   for (int c = 0; c < BK / 16; ++c)
 #pragma unroll
     for (int m = 0; m < 4; ++m) rounded[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
-  wgmma_keep(rounded);
+  wgmma_fence_operand(rounded);
 }
 
 // Issues y[column of V, row] = S^T x of 32 rows x, for a state S as round_state leaves it; tile_of(p): the descriptor
@@ -845,15 +844,15 @@ __device__ __forceinline__ void run_roles(S& s, const Args& args, const WorkTile
   constexpr auto ROLES = InRole::ROLES;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < S::STAGES; ++stage) {
-      barrier_init(s.full[stage], 32);  // lanes of the copying warp
-      barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
-      barrier_init(s.scores_ready[stage], OPERAND_THREADS);
-      barrier_init(s.outputs_ready[stage], S::PASS == BACKWARD_TOKENS ? OPERAND_THREADS : CONSUMERS<S::BV>);
-      barrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
+      mbarrier_init(s.full[stage], 32);  // lanes of the copying warp
+      mbarrier_init(s.decays_ready[stage], 32), mbarrier_init(s.inverse_ready[stage], 32);
+      mbarrier_init(s.scores_ready[stage], OPERAND_THREADS);
+      mbarrier_init(s.outputs_ready[stage], S::PASS == BACKWARD_TOKENS ? OPERAND_THREADS : CONSUMERS<S::BV>);
+      mbarrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
     }
-    for (Barrier& full : s.values_full) barrier_init(full, 32);
+    for (MBarrier& full : s.values_full) mbarrier_init(full, 32);
   }
-  fence_async();
+  fence_proxy_async();
   __syncthreads();  // the barriers are initialised
   if (threadIdx.x < CONSUMERS<S::BV>) {
     registers_up<ROLES.consumer>();

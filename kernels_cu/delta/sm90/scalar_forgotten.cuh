@@ -11,15 +11,15 @@
 #include "lanes.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   WorkTile: the block's sequence, head and tokens; CHUNK = 32 tokens; ALL_THREADS: of a block
-//   unpack: two numbers of a word as floats; warp_sum: over a warp; FORGOTTEN_NATS: -48; LOG2E: log2(e)
+//   unpack: two numbers of a word as floats; warp_sum: over a warp; FORGOTTEN_NATS: -48
 
 // The gate, or beta, of a token of the segment.
 template <typename T>
-__device__ __forceinline__ float scalar_at(const Rows<const void>& from, i64 is_float32, const WorkTile& work,
+__device__ __forceinline__ float scalar_at(const StridedRows<const void>& from, i64 is_float32, const WorkTile& work,
                                            int token) {
-  const i64 index = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
+  const i64 index =
+      work.batch * from.batch_stride + work.head * from.head_stride + (work.start + token) * from.token_stride;
   return is_float32 ? static_cast<const float*>(from.p)[index] : to_float(static_cast<const T*>(from.p)[index]);
 }
 

@@ -28,10 +28,7 @@
 
 // From the includes:
 //   shape.H: heads of values
-//   barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
+//   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
 //   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
@@ -59,7 +56,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   float state[BK / 2] = {};
   if (s.from)
     each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -68,10 +65,10 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     Operand v, X;
     Values S_k, o;  // S^T k; W S, then o
     round_state<T, BK>(rounded_state, state);
-    barrier_wait(s.full[ring.stage], ring.parity);
-    barrier_wait(s.values_full[ring.stage], ring.parity);
+    mbarrier_wait(s.full[ring.stage], ring.parity);
+    mbarrier_wait(s.values_full[ring.stage], ring.parity);
     load_transposed(v, in.values[at.warpgroup], at.channel_offset);
-    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
     start_state_product<T>(S_k, rounded_state,
@@ -82,18 +79,18 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_commit();
     decay_state(state, gates.chunk_decay);
     wgmma_wait<1>();
-    wgmma_keep(S_k);
+    wgmma_fence_operand(S_k);
     make_X<T>(X, v, S_k, gates, at.lane);  // X = v - E S^T k
     wgmma_fence();
     start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);  // o += B v
     wgmma_commit();
     start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));  // S += Z^T X
     wgmma_wait<1>();
-    wgmma_keep(o);
+    wgmma_fence_operand(o);
     store_transposed(in.values[at.warpgroup], at.channel_offset, o);
     wgmma_wait<0>();
-    wgmma_keep(state);
-    barrier_arrive(s.outputs_ready[ring.stage]);
+    wgmma_fence_operand(state);
+    mbarrier_arrive(s.outputs_ready[ring.stage]);
   }
   if (s.to) each_transposed<BK>(state, s.to, args, args.shape, at.column, [](float& x, float* to) { *to = x; });
 }

@@ -12,24 +12,22 @@
 #include "delta/sm90/scalar_chunks.cuh"
 
 // From scalar_chunks.cuh and its includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Barrier: an mbarrier; TensorMap: describes an array for copies of boxes
 //   Panel: 32 rows of 128 bytes; Upcoming: decays and betas of later chunks
 
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes of a chunk's tokens and 64 columns, swizzled
-  Rows<const T> q_rows, k_rows, v_rows;
-  Rows<T> o_rows;
-  Rows<const void> g, beta;  // no gate: null
-  Shape shape;               // H is the number of value heads
-  const float* initial;      // null: zeros
-  float* final;              // null: no final state is wanted
-  float* starts;             // join_segments.cu; null: sequences are not cut into segments
-  i64 P;                     // segments of a sequence; in `shape` segments are sequences
-  i64 group;                 // value heads that share a head of queries and keys
-  i64 state_k, state_v;      // the states' strides along K and V, in numbers
-  i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;            // whether the kernel divides queries and keys x by sqrt(|x|^2 + 1e-6)
+  StridedRows<const T> q_rows, k_rows, v_rows;
+  StridedRows<T> o_rows;
+  StridedRows<const void> g, beta;  // no gate: null
+  Shape shape;                      // H is the number of value heads
+  const float* initial;             // null: zeros
+  float* final;                     // null: no final state is wanted
+  float* starts;                    // join_segments.cu; null: sequences are not cut into segments
+  i64 P;                            // segments of a sequence; in `shape` segments are sequences
+  i64 group;                        // value heads that share a head of queries and keys
+  i64 state_k, state_v;             // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
+  i64 normalized;                   // whether the kernel divides queries and keys x by sqrt(|x|^2 + 1e-6)
   double scale;
 };
 
@@ -43,6 +41,6 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Upcoming upcoming;
   const float* from;  // the state that the block starts from; null: zeros
   float* to;          // the memory for the state that it ends with; null: not wanted
-  Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+  MBarrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };

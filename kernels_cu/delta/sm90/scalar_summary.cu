@@ -25,13 +25,8 @@
 #include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
 //   shape.H: heads of values
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(d): d is not read before it
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   each_transposed: calls f for the lane's numbers of a state
 //   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
@@ -46,15 +41,14 @@
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
 //     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
 //   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M
-//   TensorMap: describes an array for copies of boxes
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 template <typename T> struct Args {
   TensorMap k, v;  // boxes of a chunk's tokens and 64 columns, swizzled
-  Rows<const T> k_rows, v_rows;
-  Rows<const void> g, beta;  // no gate: null
-  Shape shape;               // H is the number of value heads; segments are sequences
-  const float* initial;      // null: zeros
+  StridedRows<const T> k_rows, v_rows;
+  StridedRows<const void> g, beta;  // no gate: null
+  Shape shape;                      // H is the number of value heads; segments are sequences
+  const float* initial;             // null: zeros
   float *starts, *F;
   i64* forgets;              // [sequences, P, HV]: whether F is 0; written where F is
   i64 P;                     // segments of a sequence
@@ -73,7 +67,7 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   Gates gates[STAGES];
   Upcoming upcoming;
   float sums[ALL_THREADS<BV> / 32];  // of each warp's tokens, in remembered_chunks
-  Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+  MBarrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
@@ -83,12 +77,12 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
                                                      bool has_values, int column) {
   WorkTile keys = work;
   keys.head /= int(args.group);
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
   // fetch_chunk: all lanes arrive at the barrier, whose phase ends when the copies have arrived.
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& stage = s.stages[ring.stage];
-    if (token >= S::STAGES * CHUNK) barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+    if (token >= S::STAGES * CHUNK) mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
     fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
       for (int panel = 0; panel < S::BK / 64; ++panel) {
         auto& tile = *reinterpret_cast<Panel<typename S::T>(*)[1]>(&stage.queries_keys[panel][CHUNK]);
@@ -112,7 +106,7 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
             left_offset = left_operand_offset(lane);
-  Ring<S::STAGES> ring, scores_ring;
+  RingPosition<S::STAGES> ring, scores_ring;
 #pragma unroll 1
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
     make_scores(s, scores_ring, lane, warp, left_offset);
@@ -124,11 +118,11 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
     const bool has_scores = (chunk + 2) * CHUNK < tokens;
-    if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
+    if (has_scores) mbarrier_wait(s.full[scores_ring.stage], scores_ring.parity);
     wgmma_fence();
     // Without a branch: the last two chunks compute their own scores again, which are not used.
     start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
-    barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
     u64 inverse_to_end = wgmma_tile(in.inverse_to_end, 16, 1024);
     forget(inverse_to_end);  // see stage_descriptor
     wgmma_fence();
@@ -136,10 +130,10 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, false);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(d);
+    wgmma_fence_operand(d);
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]), store_transposed(in.Z[p], channel_offset, z[p]);
-    fence_async();
+    for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(z[p]), store_transposed(in.Z[p], channel_offset, z[p]);
+    fence_proxy_async();
     warp_arrive(s.operands_ready[ring.stage]);
     if (has_scores) store_scores(s, scores_ring, d, lane, warp, left_offset);
   }
@@ -176,7 +170,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   } else if (ends.from) {
     each_transposed<BK>(state, ends.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
   }
-  Ring<S::STAGES> ring;
+  RingPosition<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -185,28 +179,28 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     Operand v = {}, X;
     Values S_k;  // S^T k
     round_state<T, BK>(rounded_state, state);
-    barrier_wait(s.full[ring.stage], ring.parity);
+    mbarrier_wait(s.full[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
     start_state_product<T>(S_k, rounded_state,
                            [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
     wgmma_commit();
-    barrier_wait(s.decays_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.decays_ready[ring.stage], ring.parity);
     decay_state(state, gates.chunk_decay);
     if (!ends.is_F) {
-      barrier_wait(s.values_full[ring.stage], ring.parity);
+      mbarrier_wait(s.values_full[ring.stage], ring.parity);
       load_transposed(v, in.values[at.warpgroup], at.channel_offset);
     }
     wgmma_wait<0>();
-    wgmma_keep(S_k);
+    wgmma_fence_operand(S_k);
     // X = v - E S^T k; then S += X Z.
     make_X<T>(X, v, S_k, gates, lane);
-    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
     start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
     wgmma_wait<0>();
-    wgmma_keep(state);
-    barrier_arrive(s.outputs_ready[ring.stage]);
+    wgmma_fence_operand(state);
+    mbarrier_arrive(s.outputs_ready[ring.stage]);
   }
   const StateLayout layout = {ends.width, 1, int(args.shape.K), ends.width};
   each_transposed<BK>(state, ends.to, layout, layout, column, [](float& x, float* to) { *to = x; });

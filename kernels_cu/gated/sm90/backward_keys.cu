@@ -41,7 +41,7 @@
 // From warpgroup.cuh
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens; warpgroup_panels: a warpgroup's panels of it
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
-//   wgmma_wait<0>       waits for all products; wgmma_keep keeps uses of their results behind it
+//   wgmma_wait<0>       waits for all products; wgmma_fence_operand keeps uses of their results behind it
 //   each_of_state       calls f for the lane's numbers of a state in memory
 // From decays.cuh
 //   Chunk, SubChunk     a lane's numbers of a chunk, of a sub-chunk
@@ -141,7 +141,7 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
   const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
   const auto put = [&](int offset, float score) {
-    *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(score);
+    *reinterpret_cast<float*>(at_byte_offset(s.A, offset)) = score_value(score);
   };
   // within: products of `query` and the two keys of the warp's sub-chunk. across: those of queries lane / 4 and
   // lane / 4 + 8 and keys 2 key_pair and the next, from `queries` and `keys` on. self_score: q . u k of the sub-chunk's
@@ -158,7 +158,7 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   }
   // backward_scores.cuh: products over all channels of the operands that consumers have stored.
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
-  barrier_arrive(s.within);  // the operands of pairs within sub-chunks have been read: dk and dg may overwrite them
+  mbarrier_arrive(s.within);  // the operands of pairs within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
   // A is [key, query] in rows of 128 bytes, swizzled. From the offset of a score with an even key, that of the next key
   // is the offset XOR 16, plus 128 bytes; that of 8 queries later is the offset XOR 32.
@@ -173,7 +173,7 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
 #pragma unroll
   for (int p = 0; p < 4; ++p)
     if (p < 2 || has_16_queries) put((score ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
-  fence_async();
+  fence_proxy_async();
 }
 
 // Starts the product (L_j k_j) dS for dv's columns 64 panel to 64 panel + 63, and does not wait for its result. in.k
@@ -204,7 +204,7 @@ __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Sched
   });
   if (IS_NARROW<T>) {
     wgmma_wait<0>();
-    wgmma_keep(dv);
+    wgmma_fence_operand(dv);
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; ++i) dv[i] *= down;
   }
@@ -214,7 +214,7 @@ __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Sched
   for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, columns[n], scores_tile + n * 32 / 16, true);
   wgmma_commit();
   wgmma_wait<0>();
-  wgmma_keep(dv);
+  wgmma_fence_operand(dv);
   Chunk result;
 #pragma unroll
   for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
@@ -232,15 +232,15 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
   const auto compute_chunk = [&](u32 iteration, int) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and dS for dv, are in shared memory
+    mbarrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and dS for dv, are in shared memory
     const bool by_token = computes_by_token<T>(s, iteration);
     // s.largest is read before this thread arrives at `within`: consumers wait there before they write the row again.
     const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
-    if (by_token) barrier_arrive(s.within);
+    if (by_token) mbarrier_arrive(s.within);
     else make_A<ReadOrder>(s, in, float(args.scale), warp, lane);
-    barrier_arrive(s.scores);
+    mbarrier_arrive(s.scores);
     if (!by_token) {
-      barrier_wait(s.scores, iteration & 1);  // all of A is in shared memory
+      mbarrier_wait(s.scores, iteration & 1);  // all of A is in shared memory
 #pragma unroll 1
       for (int panel = 0; panel < BV / 64; ++panel) {
         Values dv;
@@ -248,7 +248,7 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
         finish_dv(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
       }
     }
-    barrier_arrive(s.done[iteration % STAGES]);
+    mbarrier_arrive(s.done[iteration % STAGES]);
   };
   each_segment<Schedule, true>(args, [&](const Segment& segment, int chunks_before) {
     each_chunk(segment.tokens, chunks_before, compute_chunk);
@@ -289,7 +289,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     } else if (iteration * CHUNK >= tokens) return;
     ChannelStage<T, G, BK>& in = s.channels[stage];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
-    Barrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
+    MBarrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
     fetch_chunk(barrier, place_of(iteration), token_of(iteration), [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(values.v, args.v, args.v_rows, V), f(values.do_, args.do_, args.do_rows, V);
@@ -300,8 +300,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // Copies this warp's array of a chunk's results to memory: dk from q, dv from v, dg from g; warp 3 has none.
   const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, and inputs have been read
-    fence_async();  // orders the consumers' stores before this warp's copies; here, since this warp has time
+    mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, and inputs have been read
+    fence_proxy_async();  // orders the consumers' stores before this warp's copies; here, since this warp has time
     store_chunk(place_of(iteration), token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
       if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
@@ -326,7 +326,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     float products[CHUNK / 2];  // [4n + p]: do . v of the query and key 8n + 2 (lane & 3) + p, p = 0, 1
     // v and do are in shared memory. They were copied after the stage's previous chunk had been stored, so its dA has
     // been read.
-    barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
+    mbarrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(products, in.do_, in.v);
     // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
     const float factor = TF32_CORRECTION * scale;
@@ -344,13 +344,13 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     }
     if (TF32_READ<T, G, BK>) {
       if (iteration)
-        barrier_wait(s.operands, (iteration - 1) & 1);  // s.float_v of the previous iteration has been read
+        mbarrier_wait(s.operands, (iteration - 1) & 1);  // s.float_v of the previous iteration has been read
       put_float_tile<4, T, BV>(s.float_v, in.v, warp, lane);
     }
     if (channel < BK) s.query_sums[iteration & 1][channel] = query_sum;
     if (channel == 0) s.flags[iteration & 1] = flags;
-    fence_async();
-    barrier_arrive(s.dA_stored[iteration % VALUE_STAGES]);
+    fence_proxy_async();
+    mbarrier_arrive(s.dA_stored[iteration % VALUE_STAGES]);
   };
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
@@ -362,10 +362,10 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const float query_sum = has_next ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
     const WarpFlags<BK> flags = has_next ? flags_of(iteration + 1) : 0;
     if (!HAS_SCORE_WARPGROUP<BK>) {
-      barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
-      if (computes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
+      mbarrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
+      if (computes_by_token<T>(s, iteration)) mbarrier_arrive(s.within);  // no scores are needed
       else make_A<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
-      barrier_arrive(s.scores);
+      mbarrier_arrive(s.scores);
     }
     if (has_next) make_dA(iteration + 1, query_sum, flags);
     store(iteration, token);
@@ -423,7 +423,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
     if (HAS_SCORE_WARPGROUP<BK> && iteration)
-      barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
+      mbarrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
   };
   // Computes a chunk. Returns false, after the waits at its start only, if it must be computed token by token.
   const auto compute_chunk = [&](u32 iteration, int token) {
@@ -443,7 +443,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (int h = 0; h < 2; ++h) carried[h] = channel_sum(carried[h]);
     }
     if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
+    mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
     Gates<G, true> gates;
     Operand q, k, keys;       // keys: L_j k_j
     StateOperand<T> queries;  // scale E_i q_i
@@ -457,10 +457,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr int AHEAD = IS_NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) set_decays(n);
-    if (IS_NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; s.largest is complete
-    else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);         // q and g have been read: put_within overwrites them
+    if (IS_NARROW<T>)
+      named_barrier_sync(CONSUMERS_BARRIER, CONSUMERS);           // q and g have been read; s.largest is complete
+    else named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);  // q and g have been read: put_within overwrites them
     // dA, and v for its product with dS, are in shared memory.
-    barrier_wait(s.dA_stored[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
+    mbarrier_wait(s.dA_stored[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     if (computes_by_token<T>(s, iteration)) return false;
     const Scale dS_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     const bool scaled = IS_NARROW<T> && dS_scale.up != 1.f;
@@ -483,7 +484,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, dS, s.float_v, n);
       else
         read_part<BV>(from_state, columns, dS, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores dS for dv
-          if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_offset(s.dS[warpgroup], offset + 2048 * tile), two);
+          if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_byte_offset(s.dS[warpgroup], offset + 2048 * tile), two);
         });
       if (n + AHEAD < SUBCHUNKS) set_decays(n + AHEAD);
       SubChunk queries_within, keys_within, sum = {};
@@ -506,7 +507,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(key_decays[n][i], sum[i], self_terms[i]);
     }
     wgmma_wait<0>();
-    wgmma_keep(from_state);
+    wgmma_fence_operand(from_state);
     if constexpr (TF32_READ<T, G, BK> || HAS_SCORE_WARPGROUP<BK>) {
       wait_for_dv(iteration);
       put_state<T, BV>(s.dS, dS, warpgroup, offset);
@@ -539,7 +540,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     });
     put_across(s.by8[warpgroup], s.by16[warpgroup], queries_across, keys_across, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    barrier_arrive(s.operands);  // decayed queries and keys, and dS for dv, are stored; v for dS has been read
+    mbarrier_arrive(s.operands);  // decayed queries and keys, and dS for dv, are stored; v for dS has been read
 
     Across sums_across = {};  // sums over queries of other sub-chunks, for each key
     const auto sum_across = [&] {
@@ -556,15 +557,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_commit();
     if (first_gate_strong) {
       wgmma_wait<0>();
-      wgmma_keep(dS);
+      wgmma_fence_operand(dS);
       scale_state<BV>(dS, query_scale.down[0], query_scale.down[1]);
     }
     sum_across();
     constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[DV_PANELS + !DV_PANELS];
     if (DV_PANELS) {
-      barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // dS for dv and decayed keys of all warpgroups are in shared memory
-      fence_async();                               // orders these stores before wgmma; here, where it costs less
+      named_barrier_sync(CONSUMERS_BARRIER,
+                         CONSUMERS);  // dS for dv and decayed keys of all warpgroups are in shared memory
+      fence_proxy_async();            // orders these stores before wgmma; here, where it costs less
     }
 #pragma unroll
     for (int panel = 0; panel < DV_PANELS; ++panel) start_dv(dv[panel], s, in, panel);
@@ -604,15 +606,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       carried[h] = state_term[h] + query_sums[h];
     }
     add_query_share(dg, warpgroup_panels(in.query_share, warpgroup), state_term, query_sums, offset, masks.z);
-    barrier_wait(s.within, iteration & 1);  // the queries within sub-chunks have been read: dk and dg overwrite them
+    mbarrier_wait(s.within, iteration & 1);  // the queries within sub-chunks have been read: dk and dg overwrite them
     store_chunk_values(warpgroup_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
-    if (DV_PANELS) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
+    if (DV_PANELS) mbarrier_wait(s.scores, iteration & 1);  // A is in shared memory
 #pragma unroll
     for (int panel = 0; panel < DV_PANELS; ++panel) finish_dv(dv[panel], s, values, panel, dS_scale.down, offset);
     wgmma_wait<0>();
-    wgmma_keep(dS);
-    barrier_arrive(s.done[iteration % STAGES]);
+    wgmma_fence_operand(dS);
+    mbarrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
   // Computes a chunk token by token, after compute_chunk has returned false for it.
@@ -620,15 +622,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_dv(iteration);
-    barrier_arrive(s.operands);
+    mbarrier_arrive(s.operands);
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;  // no thread reads it in this chunk
     const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];
     compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, carried, s.query_sums[iteration & 1],
                                                    reinterpret_cast<float*>(s.dS), in.q, in.k, in.g, in.query_share,
                                                    values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
-    barrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
-    barrier_wait(s.scores, iteration & 1);
-    barrier_arrive(s.done[iteration % STAGES]);
+    mbarrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
+    mbarrier_wait(s.scores, iteration & 1);
+    mbarrier_arrive(s.done[iteration % STAGES]);
   };
   int iteration = chunks_before, token = (segment.tokens - 1) / CHUNK * CHUNK;
   // compute_by_token is rare: it is outside of the inner loop, in which registers are scarce.
@@ -653,13 +655,13 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
     s.segment = segment_of<true>(args.shape, args.P, args.joined);
-    for (Barrier& full : s.full) barrier_init(full, 3 * 32);
-    for (Barrier& done : s.done) barrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
-    for (Barrier& arrived : s.arrived) barrier_init(arrived, 32);
-    for (Barrier& dA_stored : s.dA_stored) barrier_init(dA_stored, 128);
-    barrier_init(s.operands, CONSUMERS<BK>);
-    barrier_init(s.within, 128);
-    barrier_init(s.scores, 128);
+    for (MBarrier& full : s.full) mbarrier_init(full, 3 * 32);
+    for (MBarrier& done : s.done) mbarrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
+    for (MBarrier& arrived : s.arrived) mbarrier_init(arrived, 32);
+    for (MBarrier& dA_stored : s.dA_stored) mbarrier_init(dA_stored, 128);
+    mbarrier_init(s.operands, CONSUMERS<BK>);
+    mbarrier_init(s.within, 128);
+    mbarrier_init(s.scores, 128);
   }
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS<BK>)
     s.A[i / CHUNK][i % CHUNK] = 0.f;  // scores of keys later than the query stay 0
@@ -670,7 +672,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   bool later_growth = false;
   if (args.P > 1) later_growth = __syncthreads_or(later_segment_grows<BK, THREADS<BK>>(args, threadIdx.x));
   if (threadIdx.x == 0) s.kept_ratio[0] = later_growth ? ROUNDING : infinity();  // InTurn: each warp sets one
-  fence_async();
+  fence_proxy_async();
   __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_ratio` are in shared memory
   const int warpgroup = threadIdx.x / 128;
   // A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 200 + 64 + 48 for the four warpgroups

@@ -19,10 +19,10 @@
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, query_share, dk, dv, dg;  // boxes: a chunk's tokens, 128 bytes each, swizzled
-  Rows<const T> q_rows, k_rows, v_rows, do_rows;
-  Rows<const G> g_rows, query_share_rows;
-  Rows<T> dk_rows, dv_rows;
-  Rows<G> dg_rows;
+  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;
+  StridedRows<const G> g_rows, query_share_rows;
+  StridedRows<T> dk_rows, dv_rows;
+  StridedRows<G> dg_rows;
   const float *u, *dht;  // the bonus and the final state's gradient, or null
   const float *ends, *query_sums;
   float* checkpoints;
@@ -92,5 +92,5 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   float kept_ratio[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
   WorkTile segment;                                     // OneEach: the block's; here, since registers are scarce
   ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks, the last one first
-  Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], dA_stored[VALUE_STAGES], operands, within, scores;
+  MBarrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], dA_stored[VALUE_STAGES], operands, within, scores;
 };

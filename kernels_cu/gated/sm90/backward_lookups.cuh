@@ -11,7 +11,7 @@ template <int COUNT, int BK> struct Lookups {
 
   // offset: lane_offset(), which is a different multiple of 16 bytes for every thread of a warpgroup.
   __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {
-    return *reinterpret_cast<uint4*>(at_offset(tables[what == OFFSETS ? warpgroup : what - 1 + BK / 64], offset));
+    return *reinterpret_cast<uint4*>(at_byte_offset(tables[what == OFFSETS ? warpgroup : what - 1 + BK / 64], offset));
   }
 };
 template <int BK> struct Lookups<0, BK> {

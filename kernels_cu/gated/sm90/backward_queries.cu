@@ -37,7 +37,7 @@
 // From warpgroup.cuh
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens; warpgroup_panels: a warpgroup's panels of it
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
-//   wgmma_wait<0>       waits for all products; wgmma_keep keeps uses of their results behind it
+//   wgmma_wait<0>       waits for all products; wgmma_fence_operand keeps uses of their results behind it
 //   each_of_state       calls f for the lane's numbers of a state in memory (`true`: with code of its own for V = BV)
 // From decays.cuh
 //   Chunk, SubChunk     a lane's numbers of a chunk, of a sub-chunk; lane_offset: where they are in a panel
@@ -62,10 +62,10 @@
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, dq, query_share;  // boxes: a chunk's tokens, 128 bytes each, swizzled
-  Rows<const T> q_rows, k_rows, v_rows, do_rows;
-  Rows<const G> g_rows;
-  Rows<T> dq_rows;
-  Rows<G> query_share_rows;
+  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;
+  StridedRows<const G> g_rows;
+  StridedRows<T> dq_rows;
+  StridedRows<G> query_share_rows;
   const float *u, *initial, *dht;  // null: GLA; zero; no gradient of the final state
   float *ends, *query_sums, *du, *checkpoints;
   Shape shape;
@@ -92,7 +92,7 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   Stage<T, G, BK, BV> stages[STAGES];
   ChunkPlaces<Schedule, false, STAGES + 1> places;  // InTurn: at(number): where a copied chunk lies; next(): finds it
   WorkTile segment;                                 // OneEach, RWKV-6: the block's
-  Barrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
+  MBarrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
 };
 
 // ---- a warp that copies chunks -------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     });
   };
   const auto wait_for_results = [&](int iteration) {
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, inputs have been read
-    fence_async();  // orders consumers' stores before this warp's copies; here, since consumers have less time
+    mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, inputs have been read
+    fence_proxy_async();  // orders consumers' stores before this warp's copies; here, since consumers have less time
   };
   if constexpr (Schedule::in_turn) {
     int count = 0;  // of the chunks whose copies have been started
@@ -183,7 +183,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     // Also means that consumers have read dA and float_do of this stage's previous chunk, which are overwritten below:
     // v and do were copied only after the consumers had arrived at `done`.
-    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are in shared memory
+    mbarrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are in shared memory
     // products[n]: do . v of the block's 16 queries and of its keys 8n to 8n + 7, as accumulators [query, key]: [2 half
     // + j] is query lane / 4 + 8 half, key 2 (lane % 4) + j.
     float products[2][4];
@@ -208,8 +208,8 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
       }
     }
     put_float_tile<3, T, BV>(in.float_do, in.do_, block, lane);  // 3: warps that share the rows
-    fence_async();
-    barrier_arrive(s.dA_stored[iteration % STAGES]);
+    fence_proxy_async();
+    mbarrier_arrive(s.dA_stored[iteration % STAGES]);
   }
 }
 
@@ -435,11 +435,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   // used.
   const auto start_chunk = [&](int iteration) {
     if ((iteration - chunks_before) * CHUNK < tokens)
-      barrier_wait(s.dA_stored[iteration % STAGES], iteration / STAGES & 1);  // dA and float_do are stored
+      mbarrier_wait(s.dA_stored[iteration % STAGES], iteration / STAGES & 1);  // dA and float_do are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.float_do);
     if ((iteration - chunks_before) * CHUNK < tokens)
-      barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
+      mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
     if (LOADS_EARLY<ReadOrder, G, BV>)
       operands.template load<!HOLDS_INPUTS<G, BV>>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup],
                                                    offset);
@@ -458,7 +458,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const PairReader dA(in.dA, keys_index, queries_index);
     if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, which start_chunk computes
-    wgmma_keep(from_state);
+    wgmma_fence_operand(from_state);
     set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
     // Stores the warp's byte of query_sums: whether the second pass computes the chunk token by token. One lane stores:
     // `value` is a vote of the warp (exceeds_growth, exceeds_float16), and so the same for all lanes.
@@ -506,11 +506,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       store_query_share(g_panels, results.query_share, unit, offset);
     }
     wgmma_wait<0>();
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     // After the last chunk InTurn reads this stage again, since another segment may be copied to the next one just now.
     // That product's result is not used: float_do may change while it runs.
     start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks_before) * CHUNK < tokens));
-    barrier_arrive(s.done[iteration % STAGES]);
+    mbarrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!by_token && t == 0 && inside[h]) query_sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
@@ -525,7 +525,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
 
   wgmma_wait<0>();
-  wgmma_keep(from_state);
+  wgmma_fence_operand(from_state);
   float end_terms[2] = {};  // this lane's terms of sum_v S dht, S being the state after the last token, in two channels
   // Whether a block of the second pass, which goes backwards, starts at the end of this block's tokens.
   const bool stores_end = args.dht && (!args.joined || segment.last_sequence_head != segment.sequence_head);
@@ -556,12 +556,12 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.arrived[stage], 32);
-      barrier_init(s.full[stage], 32);
-      barrier_init(s.dA_stored[stage], 3 * 32);
-      barrier_init(s.done[stage], CONSUMERS);
+      mbarrier_init(s.arrived[stage], 32);
+      mbarrier_init(s.full[stage], 32);
+      mbarrier_init(s.dA_stored[stage], 3 * 32);
+      mbarrier_init(s.done[stage], CONSUMERS);
     }
-  fence_async();
+  fence_proxy_async();
   __syncthreads();  // barriers are initialised
   // A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 232 + 40 for the three warpgroups of
   // a block if BK = 128, and if BK = BV = 64, 216 + 40 for each of two blocks. Otherwise every warp has enough.

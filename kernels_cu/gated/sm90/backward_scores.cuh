@@ -7,13 +7,13 @@
 // limits    sm_90a; T of bfloat16, float16
 //
 // From the includes:
-//   swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel; at_offset: the address there
+//   swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel
 //   lane_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand
 //   each_neighbours: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of: their register in
 //     an Operand
-//   multiply_halves: a warp's product of 16-bit operands of the last argument's type
+//   mma_m16n8k16: a warp's product of 16-bit operands of the last argument's type
 //   wgmma<type, N, transposed>(d, a, b, adds), wgmma_tile(address, leading, stride), wgmma_fence, wgmma_commit,
-//     wgmma_wait, wgmma_keep: products of a warpgroup, see states.cuh
+//     wgmma_wait, wgmma_fence_operand: products of a warpgroup, see states.cuh
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   }
   wgmma_commit();
   wgmma_wait<0>();
-  wgmma_keep(d);
+  wgmma_fence_operand(d);
 }
 
 // d[query, key] of the 8 keys from row `keys` of x on and 16 queries from row `queries` on. has_16_queries: if false,
@@ -74,12 +74,12 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
   for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels a step
     const int flip = c % 2 * 64;
     u32 a[4], b[4];
-    ldmatrix_x4(b, at_offset(x[c / 2], key ^ flip));
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip));
+    ldmatrix_x4(b, at_byte_offset(x[c / 2], key ^ flip));
+    ldmatrix_x4(a, at_byte_offset(x[c / 2], query ^ flip));
     const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-    multiply_halves(d, a, first, T{});
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip ^ 32));
-    multiply_halves(d_of_second, a, second, T{});
+    mma_m16n8k16(d, a, first, T{});
+    ldmatrix_x4(a, at_byte_offset(x[c / 2], query ^ flip ^ 32));
+    mma_m16n8k16(d_of_second, a, second, T{});
   }
   for (int i = 0; i < 4; ++i) d[i] += d_of_second[i];
 }
@@ -97,8 +97,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
     const int channels = offset ^ c % 2 * 64;
-    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + channels));
-    const float4 k = *reinterpret_cast<const float4*>(at_offset(keys_within[c / 2], channels));
+    const float4 q = *reinterpret_cast<const float4*>(at_byte_offset(in, queries_within<T, G, BK>(c / 2) + channels));
+    const float4 k = *reinterpret_cast<const float4*>(at_byte_offset(keys_within[c / 2], channels));
     const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
     const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
               more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
 // token at that offset XOR 64, a row of 128 bytes later.
 template <class Tiles> __device__ __forceinline__ void put_within(Tiles& tiles, const SubChunk& x, int first, int n) {
   const auto put = [&](int flip, float value) {
-    *reinterpret_cast<float*>(at_offset(tiles, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
+    *reinterpret_cast<float*>(at_byte_offset(tiles, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
   };
   put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }

@@ -25,7 +25,7 @@
 //   Operand             a lane's numbers of a chunk in 16 bits; warpgroup_panels: a warpgroup's panels of a tile
 //   each_of_state       calls f for the lane's numbers of S, two at a time, and their address (`true`: with code of its
 //                       own for V = BV)
-//   wgmma_wait<0>       waits for all products; wgmma_keep keeps uses of their results behind it
+//   wgmma_wait<0>       waits for all products; wgmma_fence_operand keeps uses of their results behind it
 // From decays.cuh
 //   Chunk               a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token p;
 //                       lane_offset: where they are in a panel
@@ -48,8 +48,8 @@
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g;  // boxes: a chunk's tokens, 128 bytes each, swizzled
-  Rows<const T> q_rows, k_rows, v_rows, do_rows;
-  Rows<const G> g_rows;
+  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;
+  StridedRows<const G> g_rows;
   const float *initial, *dht;  // or null
   float *states, *decays;
   Shape shape;
@@ -68,8 +68,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = sizeof(G) == 2 ? 4 : 3;
   Stage<T, G, BK, BV> stages[STAGES];
-  Barrier full[STAGES];
-  Barrier voted[STAGES];  // consumers have read the chunks before the vote, and `wanted` has its result
+  MBarrier full[STAGES];
+  MBarrier voted[STAGES];  // consumers have read the chunks before the vote, and `wanted` has its result
   u32 wanted[STAGES];
 };
 
@@ -99,22 +99,23 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   }
   __device__ __forceinline__ int stage(int n) const { return (copied_before + n) % STAGES; }
   __device__ __forceinline__ void wait(int n) const {
-    barrier_wait(s.full[stage(n)], (copied_before + n) / STAGES & 1);  // the n-th chunk has been copied
+    mbarrier_wait(s.full[stage(n)], (copied_before + n) / STAGES & 1);  // the n-th chunk has been copied
   }
   // The n-th vote: whether any consumer needs another chunk. All consumers vote, at the end of the n-th chunk, whose
-  // product may still run: they have read the chunks before it. barrier_any: a barrier, and whether any is `wanted`.
+  // product may still run: they have read the chunks before it. named_barrier_any: a barrier, and whether any is
+  // `wanted`.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes_before + n) % STAGES;
-    fence_async();  // orders these reads before the next copies to the same stages
-    const bool any = barrier_any(VOTE, CONSUMERS<BK>, wanted);
+    fence_proxy_async();  // orders these reads before the next copies to the same stages
+    const bool any = named_barrier_any(VOTE, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
-    barrier_arrive(s.voted[slot]);
+    mbarrier_arrive(s.voted[slot]);
     return any;
   }
   // Returns the result of the n-th vote to the copying warp.
   __device__ __forceinline__ bool result(int n) const {
     const int slot = (votes_before + n) % STAGES;
-    barrier_wait(s.voted[slot], (votes_before + n) / STAGES & 1);
+    mbarrier_wait(s.voted[slot], (votes_before + n) / STAGES & 1);
     return s.wanted[slot];
   }
   // Whether the walk goes on after the n-th chunk: a consumer needs another one, and the segment has it.
@@ -218,7 +219,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     if (BACKWARDS) decays_from_start(outer_decays, gates, counts);
     else decays_to_end(outer_decays, gates, counts);
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
     each_neighbours([&](int n, int h) {  // n: here a sub-chunk
       const float2 two = unpack<T>(neighbours_of(loaded, n, h));
@@ -239,7 +240,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     }
   }
   wgmma_wait<0>();
-  wgmma_keep(S);
+  wgmma_fence_operand(S);
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= to_border.down[i >> 1 & 1];
   for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : to_border.product(h);
@@ -313,7 +314,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     start_write<T, BV>(S, x, in.values);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, query_scale);
   } while (walk.goes_on(n, walk.vote(n, true)) && ++n);
 }
@@ -357,8 +358,8 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   if (threadIdx.x == 0)
     for (int stage = 0; stage < s.STAGES; ++stage)
-      barrier_init(s.full[stage], 32), barrier_init(s.voted[stage], CONSUMERS<BK>);
-  fence_async();
+      mbarrier_init(s.full[stage], 32), mbarrier_init(s.voted[stage], CONSUMERS<BK>);
+  fence_proxy_async();
   __syncthreads();  // barriers are initialised, also for tensor copies
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
   const int first_channel = blockIdx.x % tiles * BK;

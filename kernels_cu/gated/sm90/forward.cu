@@ -53,21 +53,21 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     s.work = work;
     const bool backwards = threads_copy_rows<Schedule>(args);  // then all threads copy and arrive; else one thread
     for (int group = 0; group < S::GROUPS; ++group)
-      barrier_init(s.gates_copied[group], backwards ? GROUP_THREADS : 1),
-          barrier_init(s.qk_copied[group], backwards ? GROUP_THREADS : 1);
+      mbarrier_init(s.gates_copied[group], backwards ? GROUP_THREADS : 1),
+          mbarrier_init(s.qk_copied[group], backwards ? GROUP_THREADS : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {
       const bool made_here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
-      barrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
-      barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
+      mbarrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
+      mbarrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
     for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot)
-      barrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
+      mbarrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
     if constexpr (Schedule::has_outputs)
       for (int group = 0; group < S::GROUPS; ++group) s.score_operands[group].out_of_float16 = false;
-    if constexpr (!Schedule::has_outputs) barrier_init(s.scan.loaded, 1);
+    if constexpr (!Schedule::has_outputs) mbarrier_init(s.scan.loaded, 1);
     if constexpr (Schedule::K_RANKS > 1)
-      for (Barrier& arrived : s.votes.arrived) barrier_init(arrived, Schedule::K_RANKS);
+      for (MBarrier& arrived : s.votes.arrived) mbarrier_init(arrived, Schedule::K_RANKS);
   }
   if constexpr (Schedule::has_outputs) {
     if (Order::reads_before_write)
@@ -79,7 +79,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     u32* const scores = reinterpret_cast<u32*>(s.operands.A);
     for (int i = threadIdx.x; i < sizeof s.operands.A / sizeof(u32); i += THREADS) scores[i] = 0;
   }
-  fence_async();
+  fence_proxy_async();
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // both blocks' barriers are initialised, and A is zero
   else __syncthreads();                                      // barriers are initialised, and A is zero
   if constexpr (!Schedule::has_outputs) narrow_work<THREADS>(s, args, work);

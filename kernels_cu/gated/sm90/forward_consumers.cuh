@@ -22,7 +22,7 @@
 //   wgmma_tile(address, leading, stride): a descriptor. Adding bytes / 16 to it moves the tile
 //   wgmma_fence: before products that read registers written since the last fence
 //   wgmma_commit: closes a group of products; wgmma_wait<n>: waits until at most n groups are unfinished
-//   wgmma_keep(d): keeps the compiler from moving accesses of d over it
+//   wgmma_fence_operand(d): keeps the compiler from moving accesses of d over it
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
 //   GATES_PER_TOKEN: 4, or 1 for ScalarDecay. SPLIT_SCORES: whether a score is stored as two numbers
@@ -195,7 +195,7 @@ __device__ __forceinline__ void put_output_row(T* tile, const float (&o)[16], in
 // tokens in memory.
 template <typename T>
 __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
-                                            Barrier& loaded) {
+                                            MBarrier& loaded) {
   const int thread = opaque(threadIdx.x) % 128, piece = thread % 8;
 #pragma unroll 1
   for (int row = thread / 8; row < CHUNK; row += 16)
@@ -260,8 +260,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Starts copying a chunk of v; for one thread of the warpgroup.
   __device__ __forceinline__ void fetch(u32 chunk) {
     const u32 slot = chunk % SLOTS;
-    Barrier& loaded = s.values_copied[warpgroup][slot];
-    barrier_expect(loaded, sizeof s.v[0][0]);
+    MBarrier& loaded = s.values_copied[warpgroup][slot];
+    mbarrier_arrive_and_expect(loaded, sizeof s.v[0][0]);
     tensor_load(s.v[warpgroup][slot], args.v, loaded, first_column(), work.start + chunk * CHUNK, work.head,
                 work.batch);
   }
@@ -271,8 +271,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     const u32 slot = chunk % SLOTS, token = chunk * CHUNK;
     if (token >= tokens) return;
     const T* const from = args.v_rows.row(work.batch, work.head, work.start + token) + first_column();
-    copy_values(s.v[warpgroup][slot], from, args.v_rows.t, int(tokens - token), int(args.shape.V) - first_column(),
-                s.values_copied[warpgroup][slot]);
+    copy_values(s.v[warpgroup][slot], from, args.v_rows.token_stride, int(tokens - token),
+                int(args.shape.V) - first_column(), s.values_copied[warpgroup][slot]);
   }
 
   // Starts the products o = A v + q S and then, in a group of their own, S <- diag(decay) S + k^T v. SegmentState has
@@ -286,7 +286,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, GATES, PART_OPERANDS, T>(o, S, v, s.operands, decays, stage,
                                                                                     lane);
     else decay_state<GATES>(S, decays, thread), total_decay *= decays[thread % BK];
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     wgmma_fence();
     u64 k = wgmma_tile(s.operands.k[stage], CHUNK * 128, 1024);
     forget(k);
@@ -297,14 +297,14 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 
   // Orders this thread's reads of a stage before the next copy to it by the other block of the cluster.
   __device__ __forceinline__ void order_reads_before_peer_copy() const {
-    if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
+    if constexpr (Schedule::CLUSTER_SIZE > 1) fence_proxy_async();
   }
 
   // Tells the blocks that made a chunk's operands that this warp has read them; for one lane of a warp.
   __device__ __forceinline__ void release(u32 chunk, u32 stage) {
     order_reads_before_peer_copy();
     const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();
-    if (made_here) barrier_arrive(s.empty[stage]);
+    if (made_here) mbarrier_arrive(s.empty[stage]);
     if (Schedule::K_RANKS > 1 || !made_here) arrive_at_peer(s.empty[stage]);
   }
 
@@ -316,22 +316,22 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // the compiler sees that lanes agree
     forget(thread);  // addresses are computed again, since registers to hold them are too few
     if constexpr (K_RANKS > 1) forget(warpgroup);
-    barrier_wait(s.values_copied[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);  // v is in its slot
+    mbarrier_wait(s.values_copied[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);  // v is in its slot
     T* const values = slot_of(chunk);
     if (token + CHUNK > tokens) {  // rows after the end may hold NaN, and 0 times NaN is NaN
       each_piece([&](int row, int piece) {
         if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(values, row, piece)) = {0, 0, 0, 0};
       });
-      barrier_sync(VALUES + warpgroup, 128);  // all warps see zeros in these rows
+      named_barrier_sync(VALUES + warpgroup, 128);  // all warps see zeros in these rows
     }
     ldmatrix_x4_trans(v[0], matrix_row(values, 0));
     ldmatrix_x4_trans(v[1], matrix_row(values, 16));
-    barrier_wait(s.full[stage], chunk / STAGES & 1);  // the stage's operands are complete
+    mbarrier_wait(s.full[stage], chunk / STAGES & 1);  // the stage's operands are complete
     start_products(stage);
 
     if constexpr (!Schedule::has_outputs) {
-      fence_async();                          // orders these reads before the next copy of v
-      barrier_sync(VALUES + warpgroup, 128);  // every warp has read v: its slot may be filled again
+      fence_proxy_async();                          // orders these reads before the next copy of v
+      named_barrier_sync(VALUES + warpgroup, 128);  // every warp has read v: its slot may be filled again
     }
     if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !threads_copy_rows<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
@@ -340,7 +340,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     __syncwarp();
     if constexpr (Schedule::has_outputs) {  // o overwrites v, which is in registers
       wgmma_wait<1>();                      // o is complete; the products of S may be under way
-      wgmma_keep(o);
+      wgmma_fence_operand(o);
       forget(thread);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -353,7 +353,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     // Lane 0 reads the header, since lane 0 releases the stage after that.
     const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.headers[stage].row[0] != WHOLE_CHUNK);
     wgmma_wait<0>();  // S is complete, and the stage's operands have been read
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     if (thread % 32 == 0) release(chunk, stage);
     return one_by_one;
   }
@@ -367,15 +367,15 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 #pragma unroll 1
     for (int fill = 1; row & MORE_FILLS; ++fill) {
       const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);
-      barrier_wait(s.full[stage], chunk / STAGES + fill & 1);
+      mbarrier_wait(s.full[stage], chunk / STAGES + fill & 1);
       forget(thread);
       start_products(stage);
       wgmma_wait<0>();
-      wgmma_keep(S);
+      wgmma_fence_operand(S);
       // Lane 0 reads the header, since lane 0 releases the stage after that; the other lanes get the row from it.
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.headers[stage].row[0] : 0, 0);
       if constexpr (Schedule::has_outputs) {
-        wgmma_keep(o);
+        wgmma_fence_operand(o);
         // If K_RANKS > 1 `thread` is computed again, to save registers, and so is the slot if gates are float32. Where
         // other instances did so, one version of the assembler ran products one after the other.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
@@ -392,8 +392,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Stores a chunk of o in memory, from the slot of v.
   __device__ __forceinline__ void store(u32 chunk) {
     if constexpr (Schedule::has_outputs) {
-      fence_async();
-      barrier_sync(VALUES + warpgroup, 128);  // all warps' columns of o are in shared memory: one thread may store them
+      fence_proxy_async();
+      named_barrier_sync(VALUES + warpgroup,
+                         128);  // all warps' columns of o are in shared memory: one thread may store them
       const u32 token = chunk * CHUNK;
       T* const from = slot_of(chunk);
       if (token + CHUNK > tokens || threads_copy_rows<Schedule>(args)) {
@@ -401,7 +402,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
         const i64 columns = args.shape.V - first_column();
         each_piece([&](int row, int piece) {
           if (token + row < tokens && 8 * piece < columns)
-            *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
+            *reinterpret_cast<uint4*>(to + row * args.o.token_stride + 8 * piece) =
                 *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
         });
       } else if (thread == 0) {
@@ -447,7 +448,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     consumer.store_mark(chunk, mask);
     bool one_by_one = false;
-    if constexpr (ConsumerOf::K_RANKS == 1) barrier_sync(VALUES + consumer.warpgroup, 128);
+    if constexpr (ConsumerOf::K_RANKS == 1) named_barrier_sync(VALUES + consumer.warpgroup, 128);
     do {
       one_by_one = consumer.compute_chunk(chunk);
       if (__builtin_expect(one_by_one, false)) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
     const bool has_channel = thread < BK && args.channel + thread < args.shape.K;
     const auto fetch = [&](int stop) {  // starts copying the gates of the chunks before `stop`, the last one first
       const int count = min(stop, BOXES);
-      barrier_expect(s.scan.loaded, count * u32(sizeof(Box)));
+      mbarrier_arrive_and_expect(s.scan.loaded, count * u32(sizeof(Box)));
       for (int box = 0; box < count; ++box)
         tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), work.start + (stop - 1 - box) * CHUNK,
                     work.head, work.batch);
@@ -49,7 +49,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
     for (u32 batch = 0; stop; ++batch) {
       const int count = min(stop, BOXES);
       float sums_here[8] = {};  // over this thread's rows of the batch, of its 8 channels
-      barrier_wait(s.scan.loaded, batch & 1);
+      mbarrier_wait(s.scan.loaded, batch & 1);
       for (int box = 0; box < count && row < ROWS; ++box)
         for (int i = row; i < CHUNK; i += ROWS) {
           if ((stop - 1 - box) * CHUNK + i >= work.tokens) continue;
@@ -69,8 +69,8 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       if (row < ROWS && thread % 32 < ROW_THREADS)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = sums_here[c];
-      fence_async();    // orders these reads before the next copies of gates
-      __syncthreads();  // sums are in shared memory, and all gates have been read
+      fence_proxy_async();  // orders these reads before the next copies of gates
+      __syncthreads();      // sums are in shared memory, and all gates have been read
       stop -= count;
       if (thread == 0 && stop) fetch(stop);
       if (has_channel)
@@ -79,9 +79,9 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       const bool gives_up =
           largest_gate > 0.f || has_channel && !(sum * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
       const bool remembered =
-          barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
-      if (remembered && !barrier_any(VALUES, THREADS, gives_up)) continue;
-      if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
+          named_barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
+      if (remembered && !named_barrier_any(VALUES, THREADS, gives_up)) continue;
+      if (stop) mbarrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
       return remembered ? 0 : stop * CHUNK;
     }
     return 0;

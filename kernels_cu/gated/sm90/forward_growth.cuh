@@ -117,12 +117,12 @@ template <typename T> __device__ __forceinline__ bool exceeds_growth(float scala
 template <int K_RANKS>
 __device__ __forceinline__ void send_vote(Votes<K_RANKS>& votes, int rank, int stage, bool grows) {
   votes.grows[rank][stage][0] = grows;
-  fence_async();
+  fence_proxy_async();
   copy_to_peer(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.arrived[stage]);
-  barrier_arrive(votes.arrived[stage]);
+  mbarrier_arrive(votes.arrived[stage]);
 }
 template <int K_RANKS> __device__ __forceinline__ bool wait_for_votes(Votes<K_RANKS>& votes, int stage, u32 parity) {
-  barrier_wait(votes.arrived[stage], parity);
+  mbarrier_wait(votes.arrived[stage], parity);
   return votes.grows[0][stage][0] | votes.grows[1][stage][0];
 }
 
@@ -157,10 +157,10 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     }
   };
   const float scalar_gate = load_scalar_gate(s, args, coord, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
-  barrier_wait(s.qk_copied[coord.group], parity);
+  mbarrier_wait(s.qk_copied[coord.group], parity);
   // Step 0 stores zeros. With STEPS of 2 token n has steps 2n + 1 (decay) and 2n + 2 (write and read), else step n + 1.
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
-    if (fills + step) barrier_wait(s.empty[stage], fills + step - 1 & 1);
+    if (fills + step) mbarrier_wait(s.empty[stage], fills + step - 1 & 1);
     const int token = (step - 1) / STEPS, i = token % BC;
     const bool decays = STEPS == 1 || step % STEPS == 1, writes = STEPS == 1 || step % STEPS == 0;
     if (step == 0) {
@@ -169,7 +169,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
           const bool second = (index ^ index / 8) & 16;  // whether `index` is in the tile's columns of stage 1
           if (!s.SHARED || second == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[index] = 0;
         }
-      barrier_sync(PRODUCERS + coord.group, THREADS);  // the stage's scores are zero before a score is stored
+      named_barrier_sync(PRODUCERS + coord.group, THREADS);  // the stage's scores are zero before a score is stored
       for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);
       put_decays(header.decay[rank], coord.channel, ones);
     } else {
@@ -195,11 +195,11 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       if (coord.subchunk == token / BC) put_decays(header.decay[rank], coord.channel, decay);
     }
     if (coord.thread == 0) header.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE_FILLS : 0);
-    fence_async();
-    barrier_sync(PRODUCERS + coord.group, THREADS);  // the step's operands are in shared memory: they may be sent
+    fence_proxy_async();
+    named_barrier_sync(PRODUCERS + coord.group, THREADS);  // the step's operands are in shared memory: they may be sent
     if constexpr (HAS_OUTPUTS && Schedule::CLUSTER_SIZE > 1)
       if (coord.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
-    if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);
+    if (step < STEPS * CHUNK) mbarrier_arrive(s.full[stage]);
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
   fetch_gates(s, args, coord.thread, coord.group, next, s.work.tokens);

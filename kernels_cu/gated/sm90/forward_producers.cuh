@@ -79,8 +79,8 @@
 //                  its own key from self_scores, with the key before it from `direct`. All others: products of
 //                  score_operands
 //   ScoreShare::N  the sub-chunks whose scores a warp computes, 4 / warps of the group
-// From ptx.cuh: store_if(stores, to, x): a store without a branch; barrier_any: a named barrier, which returns whether
-// its argument is true for any thread
+// From ptx.cuh: store_if(stores, to, x): a store without a branch; named_barrier_any: a named barrier, which returns
+// whether its argument is true for any thread
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -361,9 +361,9 @@ enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 //    8  barrier of the group: operands are stored, q and k have been read; so have the decays, which 1 stores again
 //    9  the next chunk's q and k are copied over this chunk's; operands are sent to the cluster's other block
 //   10  scores are stored; cluster: barrier of the group, then scores are sent
-// A fence_async is between a group's own accesses and a later copy from or to the same memory: after 1 for 3, before 8
-// for 9, in 10 for the scores. The second vote of 2 reads gates once more, after the fence for 3. No fence orders these
-// reads; they have ended before the vote's barrier, because the vote is computed from what they read.
+// A fence_proxy_async is between a group's own accesses and a later copy from or to the same memory: after 1 for 3,
+// before 8 for 9, in 10 for the scores. The second vote of 2 reads gates once more, after the fence for 3. No fence
+// orders these reads; they have ended before the vote's barrier, because the vote is computed from what they read.
 template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
@@ -377,7 +377,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   const auto& in = s.inputs[coord.group];
   auto& score_operands = s.score_operands[coord.group];
   auto& header = s.headers[job.stage];
-  Barrier& full = s.full[job.stage];
+  MBarrier& full = s.full[job.stage];
   const auto& decays = s.decays[coord.group];
   const float scale = float(args.scale);
   float a[BC][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
@@ -397,10 +397,10 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     for (int c = 0; c < GATES; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[coord.group], coord, decay);
-  if constexpr (GATES == 4) fence_async();  // orders these reads before the next copy of gates
+  if constexpr (GATES == 4) fence_proxy_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
   // score_operands.
-  bool grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
+  bool grows = named_barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
   const bool above_limit = grows;
   // Without SCALES_ROWS, but if BORDER_IS_NARROWER, `grows` stays true, so that the caller calls make_scaled, which
   // makes the chunk with SCALES_ROWS. Otherwise the chunk grows only if a lane has a gate above GATE_LIMIT (1, or 1/8
@@ -410,7 +410,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
     else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
-    grows = barrier_any(PRODUCERS + coord.group, Coord::THREADS, exceeds_here);
+    grows = named_barrier_any(PRODUCERS + coord.group, Coord::THREADS, exceeds_here);
   }
   const auto fetch_next_gates = [&] {
     fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
@@ -444,11 +444,11 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   };
   set_outside(coord.subchunk % 2 == 0, coord.subchunk < 2);  // the decay over all sub-chunks after this one
   const NeighbourDecay<T, Border, GATES> neighbour_decay(border_neighbour);
-  if (job.fills) barrier_wait(s.empty[job.stage], job.fills - 1 & 1);  // consumers have read the stage
+  if (job.fills) mbarrier_wait(s.empty[job.stage], job.fills - 1 & 1);  // consumers have read the stage
   if constexpr (Schedule::K_RANKS > 1) grows = wait_for_votes(s.votes, job.stage, job.fills & 1);
   if (__builtin_expect(grows, false)) return ChunkResult::GROWS;
   if constexpr (Schedule::K_RANKS > 1) fetch_next_gates();
-  barrier_wait(s.qk_copied[coord.group], job.parity);  // q and k are in `in`
+  mbarrier_wait(s.qk_copied[coord.group], job.parity);  // q and k are in `in`
   if (job.partial()) clear_keys(s.inputs[coord.group], coord.first_row, job.partial(), coord.channel);
   constexpr int WARPS = Coord::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
@@ -479,8 +479,9 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
                        q_scales, outside, u, self_scores, direct);
     // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
-    fence_async();                                          // orders these reads before the next copies of q and k
-    barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // all operands are in shared memory; q and k have been read
+    fence_proxy_async();  // orders these reads before the next copies of q and k
+    named_barrier_sync(PRODUCERS + coord.group,
+                       Coord::THREADS);  // all operands are in shared memory; q and k have been read
     const bool out_of_float16 = CHECKS_RANGE && score_operands.out_of_float16;
     fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
@@ -490,14 +491,14 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
-      fence_async();
-      barrier_sync(PRODUCERS + coord.group,
-                   Coord::THREADS);  // all scores are in shared memory: one thread may send them
+      fence_proxy_async();
+      named_barrier_sync(PRODUCERS + coord.group,
+                         Coord::THREADS);  // all scores are in shared memory: one thread may send them
       if (coord.thread == 0) send_scores(s, job.stage, job.rank, full);
     }
   } else {
-    fence_async();                                          // orders these reads before the next copy of k
-    barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // keys and the sub-chunks' decays have been read
+    fence_proxy_async();                                          // orders these reads before the next copy of k
+    named_barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // keys and the sub-chunks' decays have been read
     fetch_next_qk();
   }
   return ChunkResult::MADE;
@@ -513,7 +514,9 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
                                          int chunk, int stage, u32 fills, u32 parity, bool inputs_lost) {
   const ProducerCoord<BK> coord(producer);
   if (inputs_lost) fetch_again(s, args, coord, chunk, parity);
-  else barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have read the decays, which make_chunk stores again
+  else
+    named_barrier_sync(PRODUCERS + coord.group,
+                       coord.THREADS);  // all have read the decays, which make_chunk stores again
   const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
   // true: rows have scales. false: after_overflow, which only asks for them
@@ -558,7 +561,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const u32 fills = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
     const ChunkJob job{group, rank, chunk, chunk + S::MAKERS, tokens, stage, fills, iteration & 1};
     if (GATES_PER_TOKEN<G> == 4) {
-      barrier_wait(s.gates_copied[group], job.parity);
+      mbarrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }
     // false: rows have no scales
@@ -572,7 +575,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       else make_tokens<Order>(s, args, thread, chunk, stage, fills, job.parity);
       next_scalar_gate = load_scalar_gate(s, args, Coord(thread), job.next);
     }
-    fence_async();
-    barrier_arrive(s.full[stage]);
+    fence_proxy_async();
+    mbarrier_arrive(s.full[stage]);
   }
 }

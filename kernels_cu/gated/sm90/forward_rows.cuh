@@ -8,10 +8,9 @@
 
 // From ptx.cuh and forward_schedules.cuh:
 //   store_flipped(base, flip, offset, x): stores x at (base XOR flip) + offset, in bytes
-//   cp_async<16>(to, from, valid): starts copying 16 bytes, or stores zeros if not valid; copies_arrive(barrier): this
-//     thread arrives when its copies by cp_async have ended
-//   barrier_expect: arrives, and announces bytes of copies; tensor_load(to, map, barrier, column, token, head, batch):
-//     starts copying a box; copy_to_peer: starts copying to the same address of the cluster's other block
+//   copies_arrive(barrier): this thread arrives when its copies by cp_async have ended
+//   tensor_load(to, map, barrier, column, token, head, batch): starts copying a box; copy_to_peer: starts copying to
+//     the same address of the cluster's other block
 //   rank_of: this block's number in its cluster
 
 // Sets x to 4 neighbouring values, as float32: of float32, or two registers of 16-bit numbers, or 8 bytes in memory.
@@ -141,14 +140,14 @@ __device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, 
   if constexpr (GATES_PER_TOKEN<G> == 4)
     for (int row = max(first_row, tokens_left); row < first_row + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
-  fence_async();  // orders these stores before the copy of the next chunk to the same place
+  fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
 }
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                         int channel) {
   for (int row = max(first_row, tokens_left); row < first_row + BC; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
-  fence_async();  // orders these stores before the copy of the next chunk to the same place
+  fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
 }
 
 // Starts copying a chunk's rows by all threads of a group, for arrays whose tokens have a negative stride, which tensor
@@ -181,7 +180,7 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
     if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
       const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
       const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
-      copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
+      copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.token_stride, tokens - chunk * CHUNK,
                                             int(args.shape.K - first_channel), thread);
       copies_arrive(s.gates_copied[group]);  // once this thread's copies are complete
       return;
@@ -189,7 +188,7 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
     if (thread) return;
     auto& g = s.inputs[group].g;
     const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
-    barrier_expect(s.gates_copied[group], sizeof g);
+    mbarrier_arrive_and_expect(s.gates_copied[group], sizeof g);
     tensor_load(g, args.g, s.gates_copied[group], channel, work.start + chunk * CHUNK, work.head, work.batch);
   }
 }
@@ -203,34 +202,34 @@ __device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, cons
     constexpr int THREADS = ProducerCoord<BK>::THREADS;
     const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
     const int tokens_left = tokens - chunk * CHUNK, channels = int(args.shape.K - first_channel);
-    const auto start = [&](const Rows<const T>& x) {
+    const auto start = [&](const StridedRows<const T>& x) {
       return x.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
     };
-    copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, tokens_left, channels, thread);
+    copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.token_stride, tokens_left, channels, thread);
     if constexpr (Schedule::has_outputs)
-      copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, tokens_left, channels, thread);
+      copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.token_stride, tokens_left, channels, thread);
     copies_arrive(s.qk_copied[group]);
     return;
   }
   if (thread) return;
   const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
   const i32 row = work.start + chunk * CHUNK, h = work.head, b = work.batch;
-  Barrier& copied = s.qk_copied[group];
+  MBarrier& copied = s.qk_copied[group];
   if constexpr (Schedule::has_outputs) {
-    barrier_expect(copied, sizeof in.k + sizeof in.q);
+    mbarrier_arrive_and_expect(copied, sizeof in.k + sizeof in.q);
     tensor_load(in.k, args.k, copied, channel, row, h, b);
     tensor_load(in.q, args.q, copied, channel, row, h, b);
   } else {
-    barrier_expect(copied, sizeof in.k);
+    mbarrier_arrive_and_expect(copied, sizeof in.k);
     tensor_load(in.k, args.k, copied, channel, row, h, b);
   }
 }
 
 // Start copying this block's operands, or scores A, to the same stage of the cluster's other block, where each copy
-// arrives at `full`. For one thread, after a fence_async of each thread and a barrier of the group. rank: if K_RANKS >
-// 1, this block's number in the cluster, which also numbers its channels' operands; else 0.
+// arrives at `full`. For one thread, after a fence_proxy_async of each thread and a barrier of the group. rank: if
+// K_RANKS > 1, this block's number in the cluster, which also numbers its channels' operands; else 0.
 constexpr int SENT = 4;  // the copies of a chunk: q, k, decays and scores
-template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
+template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, MBarrier& full) {
   const auto& q = s.operands.q[stage][rank];
   const auto& k = s.operands.k[stage][rank];
   const auto& header = s.headers[stage];
@@ -242,7 +241,7 @@ template <class S> __device__ __forceinline__ void send_operands(const S& s, int
   constexpr u32 row_bytes = S::K_RANKS == 1 ? sizeof header.row : 0;
   copy_to_peer(header.decay[rank], sizeof header.decay[0] + row_bytes, full);
 }
-template <class S> __device__ __forceinline__ void send_scores(const S& s, int stage, int rank, Barrier& full) {
+template <class S> __device__ __forceinline__ void send_scores(const S& s, int stage, int rank, MBarrier& full) {
   const auto& A = s.operands.A[stage][rank];
   copy_to_peer(A, sizeof A, full);
 }

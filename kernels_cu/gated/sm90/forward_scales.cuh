@@ -96,12 +96,12 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
   // Waits for the next phase of the group's copies to end.
   const auto wait = [&] {
     parity ^= 1;
-    if (GATES_PER_TOKEN<G> == 4) barrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied
-    barrier_wait(s.qk_copied[coord.group], parity);
+    if (GATES_PER_TOKEN<G> == 4) mbarrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied
+    mbarrier_wait(s.qk_copied[coord.group], parity);
   };
   if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();  // the group's next chunk; MAKERS groups take turns
   // The group's threads have waited for the next chunk, and read out_of_float16 in make_chunk.
-  barrier_sync(PRODUCERS + coord.group, coord.THREADS);
+  named_barrier_sync(PRODUCERS + coord.group, coord.THREADS);
   fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
   fetch_qk(s, args, coord.thread, coord.group, chunk, tokens);
   wait();

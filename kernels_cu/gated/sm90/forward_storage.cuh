@@ -25,7 +25,6 @@
 //     or 2 blocks; K_RANKS: blocks that share the channels of every chunk; CHUNK_RANKS: blocks that make chunks in turn
 //   SegmentState: the schedule that computes only final states of parts of segments, and their decays
 //   WorkTile: what a block computes
-//   Rows: a strided array; TensorMap: an array for copies of boxes; Barrier: an mbarrier
 
 // Numbers of named barriers: VALUES + warpgroup joins a consumer warpgroup, PRODUCERS + group a producer group.
 enum NamedBarrier { VALUES = 1, PRODUCERS = 3 };
@@ -82,16 +81,16 @@ template <typename T, typename G> struct Args {
   // Boxes that one copy moves: [CHUNK tokens, BK channels] of q, k and g; [CHUNK tokens, PANEL columns] of v and
   // o_boxes, in the 128-byte swizzle. The same arrays with strides, for threads that copy rows: *_rows and o.
   TensorMap q, k, g, v;
-  Rows<const T> q_rows, k_rows;
-  Rows<const G> g_rows;
-  Rows<const T> v_rows;
+  StridedRows<const T> q_rows, k_rows;
+  StridedRows<const G> g_rows;
+  StridedRows<const T> v_rows;
   TensorMap o_boxes;
-  Rows<T> o;
-  Rows<const float> scalar_gate;  // [B, H, T]: the log gates if G is ScalarDecay
-  const float* u;                 // [H, K]: RWKV-6's bonus; null for GLA
-  const float* initial;           // [N, H, K, V]: a state for each segment, or for each sequence if `segment_states`
-                                  // is given and in SegmentState; null: zero
-  float* final;                   // [N, H, K, V]: a state of each sequence; SegmentState: one of each part; or null
+  StridedRows<T> o;
+  StridedRows<const float> scalar_gate;  // [B, H, T]: the log gates if G is ScalarDecay
+  const float* u;                        // [H, K]: RWKV-6's bonus; null for GLA
+  const float* initial;  // [N, H, K, V]: a state for each segment, or for each sequence if `segment_states`
+                         // is given and in SegmentState; null: zero
+  float* final;          // [N, H, K, V]: a state of each sequence; SegmentState: one of each part; or null
   Shape shape;
   double scale;
   float* decays;  // [N, H, 2, K], written by SegmentState: the product of both rows is a part's decay
@@ -189,13 +188,13 @@ template <typename M, typename B, int BK> struct ScoreOperands<false, M, B, BK> 
 // that operands would overflow, so that both blocks compute the chunk token by token (forward_growth.cuh).
 template <int K_RANKS> struct alignas(16) Votes {
   i32 grows[K_RANKS][2][4];  // the vote is at [rank][stage][0]; 16 bytes are the least that one block copies to another
-  Barrier arrived[2];        // [stage]: both blocks' votes are in shared memory
+  MBarrier arrived[2];       // [stage]: both blocks' votes are in shared memory
 };
 template <> struct Votes<1> {};
 
 // For SegmentState's scan of gates from a segment's end (forward_forgotten.cuh).
 template <bool HAS_OUTPUTS> struct alignas(8) Scan {
-  Barrier loaded;  // a batch of gates is in shared memory
+  MBarrier loaded;  // a batch of gates is in shared memory
   // The factor of `total_decay` for the tokens that are skipped before this part: 0 if there are any, since they are
   // skipped only where the state before them is forgotten; else 1.
   float skipped_decay;
@@ -232,6 +231,6 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   Scan<HAS_OUTPUTS> scan;
   WorkTile work;  // what this block computes; here, since registers are scarce
   // See the top.
-  Barrier gates_copied[GROUPS], qk_copied[GROUPS], values_copied[BV / PANEL][VALUE_SLOTS];
-  Barrier full[STAGES], empty[STAGES];
+  MBarrier gates_copied[GROUPS], qk_copied[GROUPS], values_copied[BV / PANEL][VALUE_SLOTS];
+  MBarrier full[STAGES], empty[STAGES];
 };

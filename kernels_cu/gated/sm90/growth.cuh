@@ -126,7 +126,7 @@ __device__ __forceinline__ void each_column(T (&tile)[PANELS][CHUNK][64], int ro
   const int first = swizzled_offset(row, 0) + lane_of_channel() * 4;
 #pragma unroll
   for (int n = 0; n < PANELS * 8; ++n)
-    f(n, unpack<T>(*reinterpret_cast<const u32*>(at_offset(tile[n / 8], first ^ n % 8 * 16))));
+    f(n, unpack<T>(*reinterpret_cast<const u32*>(at_byte_offset(tile[n / 8], first ^ n % 8 * 16))));
 }
 
 // Sets x[h] to the sum over columns of S times token `row` of the tile, for this lane's two channels.
@@ -375,14 +375,14 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
     put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, dS, key, self_score, do_, row);
     if (row % BC) return;
-    barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
+    named_barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
     for (int number = opaque(threadIdx.x); number < BC * BV; number += THREADS) {
       const float* from = parts + number / BV * (WARPS * BV) + number % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
       value_at(v, row + number / BV, number % BV) = from_float<T>(dv);
     }
-    barrier_sync(barrier, THREADS);  // the parts have been read: the next sub-chunk's may overwrite them
+    named_barrier_sync(barrier, THREADS);  // the parts have been read: the next sub-chunk's may overwrite them
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {

@@ -222,10 +222,10 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
     // The step's row is this many bytes further on than `row`, after an XOR with `flip`.
     const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);
-    const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, (source ^ flip) + down));
+    const uint4 x = *reinterpret_cast<const uint4*>(at_byte_offset(from, (source ^ flip) + down));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
-    *reinterpret_cast<float4*>(at_offset(to, (target ^ flip) + down)) = {a.x, b.x, c.x, d.x};
-    *reinterpret_cast<float4*>(at_offset(to, (target ^ flip ^ 16) + down)) = {a.y, b.y, c.y, d.y};
+    *reinterpret_cast<float4*>(at_byte_offset(to, (target ^ flip) + down)) = {a.x, b.x, c.x, d.x};
+    *reinterpret_cast<float4*>(at_byte_offset(to, (target ^ flip ^ 16) + down)) = {a.y, b.y, c.y, d.y};
   }
 }
 

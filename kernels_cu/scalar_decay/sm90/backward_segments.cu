@@ -28,7 +28,8 @@
 //   low, high           the two numbers of a register; remainder_of: their rounding errors
 //   gate_of             the log gate of a token of the segment, 0 before and after the segment
 //   each_of_state       calls f for the lane's numbers of S, two at a time
-//   wgmma_keep          keeps uses of a product's result, and other uses of its operands' registers, behind the wait
+//   wgmma_fence_operand          keeps uses of a product's result, and other uses of its operands' registers, behind
+//     the wait
 // From backward_tokens.cuh
 //   is_last             whether a segment is its sequence's last one in a direction; slot_of: its index in `states`, of
 //                       `tiles` blocks for each
@@ -38,8 +39,8 @@ constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the includ
 
 struct Args {
   TensorMap q, k, v, do_;  // boxes of a chunk's tokens and 128 bytes, swizzled
-  Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
-  Rows<const float> g;
+  StridedRows<const bf16> q_rows, k_rows, v_rows, do_rows;
+  StridedRows<const float> g;
   const float *initial, *dht;  // null: zero
   float *states, *decays;
   Shape shape;
@@ -57,7 +58,7 @@ template <int BV> struct alignas(1024) Stage {
 constexpr int STAGES = 4, CONSUMERS = 128;  // chunks in shared memory at a time; threads of the consumer warpgroup
 template <int BV> struct Shared {
   Stage<BV> stages[STAGES];
-  Barrier full[STAGES], done[STAGES];
+  MBarrier full[STAGES], done[STAGES];
 };
 
 // Copies the segment's chunks to their stages, and stores their decays; for one warp.
@@ -78,7 +79,7 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
       const int iteration = first_turn + stage;
       if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
-      if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
+      if (first_turn) mbarrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
       // For each f(tile, tensor map, rows, width, first column), copies the chunk by the tensor map, or from `rows`
       // where a box would reach into another sequence or tokens have a negative stride; all lanes arrive.
       fetch_chunk(s.full[stage], work, first_token_of(iteration), [&](auto f) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
       const float later = __shfl_sync(0xffffffffu, sum, lane + 1 & 31);
       in.decays[lane] = backwards ? float(args.scale) * exp2_approx(sum) : lane == CHUNK - 1 ? 1.f : exp2_approx(later);
       if (lane == (backwards ? CHUNK - 1 : 0)) in.chunk_decay = exp2_approx(sum);
-      barrier_arrive(s.full[stage]);
+      mbarrier_arrive(s.full[stage]);
       gates[stage] = gate_of(args.g, work, first_token_of(iteration + STAGES) + lane);
     }
 }
@@ -122,7 +123,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
   // Waits for a chunk, and sets x + remainder to its keys times their decays, for this warp's 16 channels.
   const auto load = [&](u32(&x)[2][4], u32(&remainder)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
+    mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     float decays[8];
     load_channels(x, in.keys[0]);
     load_token_factors(decays, in.decays);
@@ -144,9 +145,9 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     if ((iteration + 1) * CHUNK < work.tokens)
       load(next_x, next_remainder, iteration + 1);  // while tensor cores multiply
     wgmma_wait<0>();
-    wgmma_keep(S);
-    wgmma_keep(x), wgmma_keep(remainder);
-    barrier_arrive(s.done[iteration % STAGES]);  // loads of the stage are complete, too: products have used them
+    wgmma_fence_operand(S);
+    wgmma_fence_operand(x), wgmma_fence_operand(remainder);
+    mbarrier_arrive(s.done[iteration % STAGES]);  // loads of the stage are complete, too: products have used them
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       x[i / 4][i % 4] = next_x[i / 4][i % 4], remainder[i / 4][i % 4] = next_remainder[i / 4][i % 4];
@@ -165,10 +166,10 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
   Shared<BV>& s = *reinterpret_cast<Shared<BV>*>(dynamic_smem());
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
-      barrier_init(s.done[stage], CONSUMERS);
+      mbarrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
+      mbarrier_init(s.done[stage], CONSUMERS);
     }
-  fence_async();
+  fence_proxy_async();
   __syncthreads();  // the barriers are initialised, and tensor copies see them
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;

@@ -52,7 +52,8 @@
 //   load_channels, store_values: move a warp's 16 columns of a panel
 //   each_transposed(S, state, strides, size, ...): calls f for the lane's numbers of S and their addresses in `state`
 //   gate_of             a token's log gate, 0 outside of the sequence
-//   wgmma_wait<n>       waits until at most n groups of products run; wgmma_keep keeps uses of a result behind it
+//   wgmma_wait<n>       waits until at most n groups of products run; wgmma_fence_operand keeps uses of a result behind
+//     it
 // From weighted_sums_storage.cuh
 //   first_token_of      the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
 //   block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk
@@ -108,7 +109,7 @@ __device__ __forceinline__ void sum_gates(Gates& gates, float gate0, float gate1
 
 // Fills s.gates for each chunk of the sequence, each time after the consumers have finished the stage's previous chunk.
 template <typename G, class S>
-__device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum, const Rows<const G>& gates,
+__device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum, const StridedRows<const G>& gates,
                                                     const WorkTile& work, bool backwards) {
   constexpr int STAGES = S::STAGES;
   const float output_scale = float(sum.output_scale), value_scale = float(sum.value_scale);
@@ -122,10 +123,10 @@ __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum
   load(0);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
-    if (iteration >= STAGES) barrier_wait(s.done[iteration % STAGES], iteration / STAGES - 1 & 1);
+    if (iteration >= STAGES) mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES - 1 & 1);
     sum_gates(s.gates[iteration % STAGES], to_float(gate0), to_float(gate1), lane, output_scale, value_scale,
               backwards);
-    barrier_arrive(s.full[iteration % STAGES]);
+    mbarrier_arrive(s.full[iteration % STAGES]);
     load(iteration + 1);  // early, to hide the loads' latency
   }
 }
@@ -155,9 +156,9 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   float* to = args.token_sums + row * args.shape.T + work.start + 2 * lane;
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration, to += CHUNK) {
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
+    mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 dots = partner_dots(s.stages[iteration % STAGES].partner, lane);
-    barrier_arrive(s.summed[iteration % STAGES]);
+    mbarrier_arrive(s.summed[iteration % STAGES]);
     const int tokens_left = work.tokens - iteration * CHUNK - 2 * lane;
     if (tokens_left > 0) to[0] = dots.x;
     if (tokens_left > 1) to[1] = dots.y;
@@ -215,9 +216,9 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
       prefetch_l2(stretch_state<BK>(args, work, first - STRETCH) + tile * (BV / 16) * (BK / 16 * 32),
                   BV * BK * sizeof(bf16));
     const bool has_first = first + 2 * lane < work.tokens, has_second = first + 2 * lane + 1 < work.tokens;
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
+    mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 key_dots = partner_dots(s.stages[iteration % STAGES].partner, lane);
-    barrier_arrive(s.summed[iteration % STAGES]);
+    mbarrier_arrive(s.summed[iteration % STAGES]);
     float first_term = -key_dots.x, second_term = -key_dots.y;
 #pragma unroll
     for (int p = 0; p < BK / 64; ++p) first_term += first_dots[p], second_term += second_dots[p];
@@ -254,12 +255,12 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
     const int next = iteration + STAGES;
     auto& stage = s.stages[next % STAGES];
     if (iteration >= 0) {
-      barrier_wait((block_serves_gate_gradient<Pass>() ? s.summed : s.done)[iteration % STAGES],
-                   iteration / STAGES & 1);
+      mbarrier_wait((block_serves_gate_gradient<Pass>() ? s.summed : s.done)[iteration % STAGES],
+                    iteration / STAGES & 1);
       if constexpr (HAS_OUTPUTS<Pass>) {
         // Orders the consumers' results, which the barrier has made visible to this warp, before the copy engine's
         // reads. The consumers could do it, too, but have less time.
-        fence_async();
+        fence_proxy_async();
         store_chunk(work, first_token_of(iteration, work, backwards),
                     [&](auto f) { f(stage.v, sum.o, sum.o_rows, sum.V, column, sum.adds_to_o); });
       }
@@ -268,7 +269,7 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
     if constexpr (IN_CLUSTER<Pass, BK, BV>) {
       // Wait until the other block has requested the chunk CLUSTER_LEAD before this one, then tell it of this request.
       const int earlier = next - CLUSTER_LEAD;
-      if (earlier >= 0) barrier_wait(s.requested[earlier % (2 * CLUSTER_LEAD)], earlier / (2 * CLUSTER_LEAD) & 1);
+      if (earlier >= 0) mbarrier_wait(s.requested[earlier % (2 * CLUSTER_LEAD)], earlier / (2 * CLUSTER_LEAD) & 1);
       __syncwarp();  // all lanes have passed the wait, whose barrier the other block may then use again
       if ((threadIdx.x & 31) == 0) arrive_at_peer(s.requested[next % (2 * CLUSTER_LEAD)]);
     }
@@ -368,7 +369,7 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
     const int thread = opaque(threadIdx.x), lane = thread & 31, warp = thread / 32 % 4;  // addresses are not held
     auto& in = s.stages[iteration % STAGES];
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
+    mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     u32 q[BK / 16][4];
     float d[CHUNK / 2];
 #pragma unroll
@@ -381,13 +382,13 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
       wgmma<bf16, CHUNK, false>(d, q[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(d);
+    wgmma_fence_operand(d);
     Gates& gates = s.gates[iteration % STAGES];
     if (ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && backwards)
       store_scores<true, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
     else store_scores<false, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
-    fence_async();  // A has been written by plain stores, and is read by wgmma
-    barrier_arrive(s.scores[iteration % STAGES]);
+    fence_proxy_async();  // A has been written by plain stores, and is read by wgmma
+    mbarrier_arrive(s.scores[iteration % STAGES]);
   }
 }
 
@@ -541,7 +542,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
           each_operand<BK>(S, [&](int c, const u32(&x)[4]) { to[32 * c] = {x[0], x[1], x[2], x[3]}; });
       }
     }
-    barrier_wait(s.full[iteration % STAGES], phase);
+    mbarrier_wait(s.full[iteration % STAGES], phase);
     // read_state multiplies a lane's two columns by decays of their own; here one decay is for all columns.
     const float chunk_decay = gates.chunk_decay, decays[2] = {chunk_decay, chunk_decay};
     Values o;
@@ -559,13 +560,13 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     float factors[CHUNK / 4];
     load_channels(v, in.v[warpgroup]);
     decay_tokens(v, gates.value_factors);
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     wgmma_fence();
     write_state<BK>(S, v, in.k);  // starts S += v k^T
     wgmma_commit();
     if constexpr (HAS_OUTPUTS<Pass>) {
       wgmma_wait<1>();
-      wgmma_keep(o);
+      wgmma_fence_operand(o);
       load_token_factors(factors, gates.output_factors);
       each_two([&](int i, int, int) { o[i] *= factors[i / 4 * 2], o[i + 1] *= factors[i / 4 * 2 + 1]; });
       if constexpr (READS_STRETCH_STATES)
@@ -581,15 +582,15 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       // write_state's product may still run and read the first v. The second one has registers of its own in PTX, as
       // tests/under_way.py checks, and the assembler keeps a product's registers until it is waited for.
       load_channels(v, in.v[warpgroup]);
-      barrier_wait(s.scores[iteration % STAGES], phase);
+      mbarrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
       multiply_pairs<false>(o, v, in.A, true);  // starts o += v A^T: not by key; adds
       wgmma_commit();
     }
     wgmma_wait<0>();
-    wgmma_keep(S);
+    wgmma_fence_operand(S);
     if constexpr (HAS_OUTPUTS<Pass>) {
-      wgmma_keep(o);
+      wgmma_fence_operand(o);
       if constexpr (SERVES_GATE_GRADIENT<Pass>) {
         if (block_serves_gate_gradient<Pass>()) store_dot_products(in.partner[warpgroup], o, end_term);
         add_self_scores(o, in.v[warpgroup], gates.self_scores);
@@ -597,7 +598,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       __syncwarp();  // all lanes have read v, whose place o takes
       store_values(&in.v[warpgroup], o);
     }
-    barrier_arrive(s.done[iteration % STAGES]);
+    mbarrier_arrive(s.done[iteration % STAGES]);
   }
   // SUMS > 1: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only
   // the first segment's last dS is stored, as the gradient of the initial state.
@@ -638,18 +639,18 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.segments >= args.computed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);  // all lanes that move chunks and that sum gates
-      barrier_init(s.scores[stage], 128);
-      barrier_init(s.done[stage], CONSUMERS<BV>);
-      barrier_init(s.summed[stage], 32);
+      mbarrier_init(s.full[stage], 2 * 32);  // all lanes that move chunks and that sum gates
+      mbarrier_init(s.scores[stage], 128);
+      mbarrier_init(s.done[stage], CONSUMERS<BV>);
+      mbarrier_init(s.summed[stage], 32);
     }
   if constexpr (IN_CLUSTER<Pass, BK, BV>)
     if (threadIdx.x == 0)
-      for (Barrier& requested : s.requested) barrier_init(requested, 1);
+      for (MBarrier& requested : s.requested) mbarrier_init(requested, 1);
   // Zeros for the scores of later keys (backwards: of earlier keys) that store_scores never writes.
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
-  fence_async();  // makes the barriers visible to the copy engine, and A to wgmma
+  fence_proxy_async();  // makes the barriers visible to the copy engine, and A to wgmma
   // The barriers are initialised and A is zero, in a cluster in both blocks: there a block arrives at the other's.
   if constexpr (IN_CLUSTER<Pass, BK, BV>) cluster_sync();
   else __syncthreads();

@@ -48,8 +48,8 @@ template <class Pass> __device__ __forceinline__ bool block_serves_gate_gradient
 // One sum: its arrays by their roles (see the head of weighted_sums.cu). K is the width of q and k, V that of v and o.
 struct alignas(64) WeightedSum {
   TensorMap q, k, v, o, partner;  // boxes of a chunk's tokens and 128 bytes, swizzled; o is the partner's gradient
-  Rows<const bf16> q_rows, k_rows, v_rows, partner_rows;
-  Rows<bf16> o_rows;
+  StridedRows<const bf16> q_rows, k_rows, v_rows, partner_rows;
+  StridedRows<bf16> o_rows;
   const float* initial;  // the states before the first token (backwards: after the last), or null for zeros
   float* final;          // the states after the last token (backwards: before the first), or null: not wanted
   i64 K, V;
@@ -61,7 +61,7 @@ struct alignas(64) WeightedSum {
 
 template <class Pass, typename G> struct Args {
   WeightedSum sums[SUMS<Pass>];
-  Rows<const G> g;
+  StridedRows<const G> g;
   Shape shape;
   float* decays;  // Summary: [N, H, 2, K], the decay over all chunks, and 1
   i64 segments;   // the segments into which each of the caller's sequences is cut
@@ -102,8 +102,8 @@ template <class Pass, int BK, int BV> struct Shared {
   static constexpr int STAGES = SERVES_GATE_GRADIENT<Pass> ? BK + BV == 128 ? 2 : 3 : BK + BV == 192 ? 4 : 3;
   Stage<BK, BV, SERVES_GATE_GRADIENT<Pass>> stages[STAGES];
   Gates gates[STAGES];
-  Barrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
-  Barrier requested[2 * CLUSTER_LEAD];  // twice, since the other block may be as far ahead as this one has requested
+  MBarrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
+  MBarrier requested[2 * CLUSTER_LEAD];  // twice, since the other block may be as far ahead as this one has requested
 };
 
 template <int BV> constexpr int CONSUMERS = 2 * BV;

@@ -21,44 +21,32 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(x): the compiler moves no access of x over it: so reads of a result
-//     stay after a wait, and the computation of an operand before one
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(x): the compiler moves no access of x over it: so reads of a result stay after a wait, and the
+//     computation of an operand before one
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
 //   load_tile<64>: starts the copies of a tile, in boxes of 64 tokens
 //   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
-//     own only: so none waits for another
-//   uniform: tells the compiler that a number is the same in all lanes
-//   before_next_copy: fence_async and __syncwarp, which order the warp's plain reads before a later copy
-//   needs_mask, mask_rows: hide tokens that a row does not see. Rows are keys here: key j is seen by the queries j -
-//     right ... j + left, so `right` and `left` are passed in this order
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_proxy_async, and waits
+//     for its own only: so none waits for another
+//   before_next_copy: fence_proxy_async and __syncwarp, which order the warp's plain reads before a later copy
 //   load_rows: 64 rows of a tile as operands
-//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
+//   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
 //   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
 //     produces, with 24; before, it makes the barriers visible
-//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
-//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
 //   wgmma_tile(x, 16, 1024): the descriptor of a tile (see `consume`)
 //   Work, of a tile of keys: `batch`, `head` (of keys), `start`, `tokens`; `other_start`, `other_length`: of the
 //     sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, at least one, and 0 at the end of the
 //     list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the sequence's first
 //     chunk in `statistics`; `ds_index`: from ds_offsets: plus a chunk, it is the number of an entry of a head's ds
 //   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
-//   exp2_approx: 2^x; LOG2E = log2 e; scale_over_cap: scale / cap
-//   copy_bulk: starts copying bytes; store_once: stores 16 bytes that are not read again soon; ScoreGradients: ds of 64
-//     keys and 64 queries
+//   store_once: stores 16 bytes that are not read again soon; ScoreGradients: ds of 64 keys and 64 queries
 
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES;
 
 template <typename T> struct Args {
   TensorMap q, k, v, do_, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16
-  Rows<T> dk_out, dv_out;          // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
+  StridedRows<T> dk_out, dv_out;   // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;               // [rounds, gridDim.x]
   const float* statistics;
   DsEntry* ds;                              // null: ds is not stored
@@ -74,7 +62,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, QUERIES> do_[STAGES];
   alignas(16) float statistics[STAGES][2][QUERIES];  // L, delta
   Work works[2], coming;  // of the tiles in k and v; the entry of args.works that is copied ahead
-  Barrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], do_full[STAGES], do_empty[STAGES];
+  MBarrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], do_full[STAGES], do_empty[STAGES];
 };
 
 // The producing thread: copies the tiles of all of the block's work.
@@ -82,21 +70,21 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
-  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.do_), prefetch_map(args.dk),
-      prefetch_map(args.dv);
-  Ring<2> kv;
-  Ring<S::STAGES> q;
+  prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.do_),
+      prefetch_tensor_map(args.dk), prefetch_tensor_map(args.dv);
+  RingPosition<2> kv;
+  RingPosition<S::STAGES> q;
   while (true) {
     Work work = take_work(s.coming, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
     // From ds_offsets (see Work) to an index in all of args.ds: of the entry of the key tile with query tile 0 of the
     // sequence and the first head that shares the keys.
     work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
-    barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
-    fence_async();  // the consumers' accesses to k and v, which `empty` waits for, precede the copy engine's writes
+    mbarrier_wait(s.empty[kv.stage], kv.parity ^ 1);
+    fence_proxy_async();  // consumers' accesses to k and v, which `empty` waits for, precede the copies
     s.works[kv.stage] = work;
-    if (!work.tiles) return barrier_arrive(s.full[kv.stage]);
-    barrier_expect(s.full[kv.stage], 2 * sizeof s.k[0]);
+    if (!work.tiles) return mbarrier_arrive(s.full[kv.stage]);
+    mbarrier_arrive_and_expect(s.full[kv.stage], 2 * sizeof s.k[0]);
     load_tile<64>(s.k[kv.stage], args.k, s.full[kv.stage], work.start, work.head, work.batch);
     load_tile<64>(s.v[kv.stage], args.v, s.full[kv.stage], work.start, work.head, work.batch);
     kv.next();
@@ -106,15 +94,15 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 #pragma unroll 1
       for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
         const int token = work.other_start + tile * QUERIES;
-        barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
-        fence_async();  // the same for the statistics, which consumers read by ordinary loads
-        barrier_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
+        mbarrier_wait(s.q_empty[q.stage], q.parity ^ 1);
+        fence_proxy_async();  // the same for the statistics, which consumers read by ordinary loads
+        mbarrier_arrive_and_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
         load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
         copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
                   s.q_full[q.stage]);
         // No fence here: only wgmma reads do, and zero_rows fences its own writes.
-        barrier_wait(s.do_empty[q.stage], q.parity ^ 1);
-        barrier_expect(s.do_full[q.stage], sizeof s.do_[0]);
+        mbarrier_wait(s.do_empty[q.stage], q.parity ^ 1);
+        mbarrier_arrive_and_expect(s.do_full[q.stage], sizeof s.do_[0]);
         load_tile<64>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, head, work.batch);
         q.next();
       }
@@ -127,12 +115,12 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
-  const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
+  const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);      // tanh(tanh_scale q . k)
-  Ring<2> kv;
-  Ring<S::STAGES> q;
+  RingPosition<2> kv;
+  RingPosition<S::STAGES> q;
   float scores[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
   constexpr bool IN_REGISTERS = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
@@ -142,30 +130,31 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   int tiles_left, heads_left;  // the current query tile is end - tiles_left; heads_left: with the current one
   int first_diagonal, length;  // query position of the key tile's first row; number of queries of the sequence
 
-  auto release = [&](Barrier& b) {
-    if (lane == 0) barrier_arrive(b);
+  auto release = [&](MBarrier& b) {
+    if (lane == 0) mbarrier_arrive(b);
   };
   auto release_stored_tile = [&] {  // lane 0: once dk and dv have been stored, the producer may copy k and v there
     if (store_pending) {
       tensor_store_wait();
-      barrier_arrive(s.empty[kv.stage ^ 1]);
+      mbarrier_arrive(s.empty[kv.stage ^ 1]);
       store_pending = false;
     }
   };
   auto skip_hidden_tiles = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
     while (tiles_left > 1 &&
            (end - tiles_left) * QUERIES + QUERIES - 1 < first_diagonal + warpgroup_row - int(args.right)) {
-      barrier_wait(s.q_full[q.stage], q.parity);
+      mbarrier_wait(s.q_full[q.stage], q.parity);
       release(s.q_empty[q.stage]);
-      barrier_wait(s.do_full[q.stage], q.parity);
+      mbarrier_wait(s.do_full[q.stage], q.parity);
       release(s.do_empty[q.stage]);
       q.next();
       --tiles_left;
     }
   };
   auto begin_tile = [&](const Work& work) {
-    tiles = tiles_left = uniform(work.tiles), end = uniform(work.first_tile + work.tiles), heads_left = int(args.group);
-    first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
+    tiles = tiles_left = warp_uniform(work.tiles), end = warp_uniform(work.first_tile + work.tiles),
+    heads_left = int(args.group);
+    first_diagonal = warp_uniform(work.diagonal), length = warp_uniform(work.other_length);
     if constexpr (IN_REGISTERS) load_rows(k, s.k[kv.stage], warpgroup_row), load_rows(v, s.v[kv.stage], warpgroup_row);
     skip_hidden_tiles();
   };
@@ -185,13 +174,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     const u64 k_tile = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
               v_tile = wgmma_tile(s.v[kv.stage][0] + warpgroup_row * PANEL, 16, 1024);
     const u64 q_tile = wgmma_tile(s.q[q.stage][0], 16, 1024), do_tile = wgmma_tile(s.do_[q.stage][0], 16, 1024);
-    barrier_wait(s.q_full[q.stage], q.parity);
+    mbarrier_wait(s.q_full[q.stage], q.parity);
     if (valid < QUERIES) zero_rows(s.q[q.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) multiply_columns(scores, k[IN_REGISTERS ? n : 0], k_tile, q_tile, n);
     wgmma_commit();
-    barrier_wait(s.do_full[q.stage], q.parity);
+    mbarrier_wait(s.do_full[q.stage], q.parity);
     if (valid < QUERIES) zero_rows(s.do_[q.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
@@ -238,7 +227,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     each_column([&](int n, float, float delta) { dp[n] -= delta; });
 #pragma unroll
     for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= scores[n];
-    const int tokens = uniform(s.works[kv.stage].tokens);
+    const int tokens = warp_uniform(s.works[kv.stage].tokens);
     if (warpgroup_row + 64 > tokens)  // keys of another sequence: ds may be NaN, which dq would multiply by 0
 #pragma unroll
       for (int n = 0; n < QUERIES / 2; ++n)
@@ -272,25 +261,25 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (CAPPED) each_column([&](int n, float L, float) { scores[n] *= slope_of_cap(scores[n], L, scale); });
     multiply_tile(dv, p, s.do_[q.stage][0], accumulates);
     wgmma_wait<1>();
-    wgmma_keep(dp);
+    wgmma_fence_operand(dp);
   };
   auto end_step = [&] {  // computes ds while dv's product runs, then waits for dv
     differentiate_scores();
     pack_operand(ds, dp);
-    wgmma_keep(ds);      // ds is computed before the wait for dv
-    before_next_copy();  // this warp has read the statistics
+    wgmma_fence_operand(ds);  // ds is computed before the wait for dv
+    before_next_copy();       // this warp has read the statistics
     wgmma_wait<0>();
-    wgmma_keep(dv);
+    wgmma_fence_operand(dv);
     release(s.do_empty[q.stage]);
     store_ds();
   };
 
-  barrier_wait(s.full[0], 0);
-  if (!uniform(s.works[0].tiles)) return;
+  mbarrier_wait(s.full[0], 0);
+  if (!warp_uniform(s.works[0].tiles)) return;
   begin_tile(s.works[0]);
   multiply_keys_and_values();
   wgmma_wait<1>();
-  wgmma_keep(scores);
+  wgmma_fence_operand(scores);
   weigh_scores();
   multiply_do(false);
   end_step();
@@ -307,8 +296,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       if (next_is_new_tile) {
         release_stored_tile();  // before the wait for `full`: the producer needs this stage for the next tile
         kv.next();
-        barrier_wait(s.full[kv.stage], kv.parity);
-        if (!uniform(s.works[kv.stage].tiles)) break;
+        mbarrier_wait(s.full[kv.stage], kv.parity);
+        if (!warp_uniform(s.works[kv.stage].tiles)) break;
         begin_tile(s.works[kv.stage]);
       } else {
         tiles_left = tiles;
@@ -319,15 +308,15 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
     if (!next_is_new_tile) release_stored_tile();  // waits for the stores while products run
     wgmma_wait<CAPPED && D == 128 ? 0 : 2>();      // with a cap, registers are too few for ds's product to run on
-    wgmma_keep(scores);
+    wgmma_fence_operand(scores);
     weigh_scores();
     if (next_is_new_tile) {
       wgmma_wait<0>();
-      wgmma_keep(dk);
+      wgmma_fence_operand(dk);
       finish_tile(kv.stage ^ 1);
     }
     multiply_do(!next_is_new_tile);
-    wgmma_keep(dk);
+    wgmma_fence_operand(dk);
     release(s.q_empty[previous_stage]);
     previous_stage = q.stage;
     end_step();
@@ -335,7 +324,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   }
   multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
   wgmma_wait<0>();
-  wgmma_keep(dk);
+  wgmma_fence_operand(dk);
   finish_tile(kv.stage ^ 1);
   if (lane == 0) tensor_store_wait();
 }
@@ -345,10 +334,10 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 2; ++n) barrier_init(s.full[n], 1), barrier_init(s.empty[n], 8);
+    for (int n = 0; n < 2; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);
     for (int n = 0; n < S::STAGES; ++n) {
-      barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], 8);
-      barrier_init(s.do_full[n], 1), barrier_init(s.do_empty[n], 8);
+      mbarrier_init(s.q_full[n], 1), mbarrier_init(s.q_empty[n], 8);
+      mbarrier_init(s.do_full[n], 1), mbarrier_init(s.do_empty[n], 8);
     }
   }
   consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });

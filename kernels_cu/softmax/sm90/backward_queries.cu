@@ -22,41 +22,30 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(x): the compiler moves no access of x over it: so reads of a result
-//     stay after a wait, and the computation of an operand before one
-//   fence_async: orders accesses before asynchronous copies and wgmma
+//   wgmma_fence_operand(x): the compiler moves no access of x over it: so reads of a result stay after a wait, and the
+//     computation of an operand before one
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
-//     own only: so none waits for another
-//   uniform: tells the compiler that a number is the same in all lanes
-//   before_next_copy: fence_async and __syncwarp, which order the warp's plain reads before a later copy
-//   needs_mask, mask_rows: hide tokens that a row does not see
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_proxy_async, and waits
+//     for its own only: so none waits for another
+//   before_next_copy: fence_proxy_async and __syncwarp, which order the warp's plain reads before a later copy
 //   load_rows: 64 rows of a tile as operands
-//   tanh_of: tanh; slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
+//   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
 //   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
 //     produces, with 24; before, it makes the barriers visible
-//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
-//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
 //   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
 //     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
 //     `diagonal`: the position of the first query among the keys; `statistics_chunk`: the tile's first chunk in
 //     `statistics`
 //   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
-//   exp2_approx: 2^x; LOG2E = log2 e; minus_infinity: -inf; scale_over_cap: scale / cap
-//   matrix_row: the lane's address for ldmatrix; add_dot: adds the products of two pairs; row_sum: over the four lanes
-//     of a row
+//   matrix_row: the lane's address for ldmatrix
 
 constexpr int QUERIES = 128, KEYS = 64;
 
 template <typename T> struct Args {
   TensorMap q, k, v, o, do_, dq;  // boxes of 64 columns and 64 tokens, of dq 16
-  Rows<T> out;                    // dq again, for a warp's 16 rows that are not all tokens of the tile
+  StridedRows<T> out;             // dq again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;              // [rounds, gridDim.x]
   const float *lse, *dlse;        // dlse: or null
   float* statistics;
@@ -70,7 +59,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, KEYS> k[K_STAGES];
   Tile<T, D, KEYS> v[V_STAGES];
   Work works[2], coming;  // of this query tile and the next; the entry of args.works that is copied ahead
-  Barrier full, empty, o_empty, k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+  MBarrier full, empty, o_empty, k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
 // The producing thread: copies the tiles of all of the block's work.
@@ -78,36 +67,36 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
-  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.o), prefetch_map(args.do_),
-      prefetch_map(args.dq);
-  Ring<S::K_STAGES> k;
-  Ring<S::V_STAGES> v;
+  prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.o),
+      prefetch_tensor_map(args.do_), prefetch_tensor_map(args.dq);
+  RingPosition<S::K_STAGES> k;
+  RingPosition<S::V_STAGES> v;
   for (u32 parity = 1;; parity ^= 1) {
     const Work work = take_work(s.coming, next);
-    barrier_wait(s.empty, parity);
-    fence_async();  // the consumers' accesses to q and do, which `empty` waits for, precede the copy engine's writes
-    // The copies of q and do start before `o_empty` is waited for, which ends later; barrier_expect below announces
-    // the bytes of all three.
+    mbarrier_wait(s.empty, parity);
+    fence_proxy_async();  // consumers' accesses to q and do, which `empty` waits for, precede the copies
+    // The copies of q and do start before `o_empty` is waited for, which ends later; mbarrier_arrive_and_expect below
+    // announces the bytes of all three.
     if (work.tiles) {
       load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
       load_tile<64>(s.do_, args.do_, s.full, work.start, work.head, work.batch);
     }
-    barrier_wait(s.o_empty, parity);
-    fence_async();           // the same for o, which `o_empty` waits for
+    mbarrier_wait(s.o_empty, parity);
+    fence_proxy_async();     // the same for o, which `o_empty` waits for
     s.works[parity] = work;  // its previous entry is no longer read: that tile's dq has been stored
-    if (!work.tiles) return barrier_arrive(s.full);
-    barrier_expect(s.full, 3 * sizeof s.q);
+    if (!work.tiles) return mbarrier_arrive(s.full);
+    mbarrier_arrive_and_expect(s.full, 3 * sizeof s.q);
     load_tile<64>(s.o, args.o, s.full, work.start, work.head, work.batch);
     const int head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
       const int token = work.other_start + tile * KEYS;
-      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
-      barrier_expect(s.k_full[k.stage], sizeof s.k[0]);
+      mbarrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
+      mbarrier_arrive_and_expect(s.k_full[k.stage], sizeof s.k[0]);
       load_tile<64>(s.k[k.stage], args.k, s.k_full[k.stage], token, head, work.batch);
       k.next();
-      barrier_wait(s.v_empty[v.stage], v.parity ^ 1);
-      barrier_expect(s.v_full[v.stage], sizeof s.v[0]);
+      mbarrier_wait(s.v_empty[v.stage], v.parity ^ 1);
+      mbarrier_arrive_and_expect(s.v_full[v.stage], sizeof s.v[0]);
       load_tile<64>(s.v[v.stage], args.v, s.v_full[v.stage], token, head, work.batch);
       v.next();
     }
@@ -119,12 +108,12 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
-  const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
+  const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);      // tanh(tanh_scale q . k)
-  Ring<S::K_STAGES> k;
-  Ring<S::V_STAGES> v;
+  RingPosition<S::K_STAGES> k;
+  RingPosition<S::V_STAGES> v;
   u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
   u32 parity = 0;              // of `full` for the current query tile
@@ -132,13 +121,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
 
-  auto release = [&](Barrier& b) {
-    if (lane == 0) barrier_arrive(b);
+  auto release = [&](MBarrier& b) {
+    if (lane == 0) mbarrier_arrive(b);
   };
   auto release_stored_tile = [&] {  // lane 0: once dq has been stored, the producer may copy the next o
     if (store_pending) {
       tensor_store_wait();
-      barrier_arrive(s.o_empty);
+      mbarrier_arrive(s.o_empty);
       store_pending = false;
     }
   };
@@ -176,13 +165,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
         to[0] = L[half], to[CHUNK_QUERIES] = delta[half];
       }
     }
-    first_tile = uniform(work.first_tile), tiles_left = uniform(work.tiles) - 1;
-    first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
+    first_tile = warp_uniform(work.first_tile), tiles_left = warp_uniform(work.tiles) - 1;
+    first_diagonal = warp_uniform(work.diagonal), length = warp_uniform(work.other_length);
     while (tiles_left > 0 && (first_tile + tiles_left) * KEYS > first_diagonal + warpgroup_row + 63 + int(args.right)) {
-      barrier_wait(s.k_full[k.stage], k.parity);  // of a key tile that no query sees
+      mbarrier_wait(s.k_full[k.stage], k.parity);  // of a key tile that no query sees
       release(s.k_empty[k.stage]);
       k.next();
-      barrier_wait(s.v_full[v.stage], v.parity);
+      mbarrier_wait(s.v_full[v.stage], v.parity);
       release(s.v_empty[v.stage]);
       v.next();
       --tiles_left;
@@ -193,14 +182,14 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
     const u64 k_tile = wgmma_tile(s.k[k.stage][0], 16, 1024), v_tile = wgmma_tile(s.v[v.stage][0], 16, 1024);
     const int valid = length - (first_tile + tiles_left) * KEYS;
-    barrier_wait(s.k_full[k.stage], k.parity);
+    mbarrier_wait(s.k_full[k.stage], k.parity);
     if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
       wgmma<T, KEYS, false>(p, q[n], k_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
-    barrier_wait(s.v_full[v.stage], v.parity);
+    mbarrier_wait(s.v_full[v.stage], v.parity);
     if (valid < KEYS) zero_rows(s.v[v.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
@@ -220,7 +209,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   // of its basic block, before the computation that is to run during the product.
   auto wait_for_dq = [&] {
     wgmma_wait<0>();
-    wgmma_keep(dq);
+    wgmma_fence_operand(dq);
   };
   auto weigh_scores = [&] {  // replaces the scores p by weights, times the cap's slope if CAPPED
     if (CAPPED) {
@@ -252,16 +241,16 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     store_pending = lane == 0;
   };
 
-  barrier_wait(s.full, 0);
-  if (!uniform(s.works[1].tiles)) return;
+  mbarrier_wait(s.full, 0);
+  if (!warp_uniform(s.works[1].tiles)) return;
   begin_tile(s.works[1]);
   release(s.o_empty);
   multiply_keys_and_values();
   wgmma_wait<1>();
-  wgmma_keep(p);
+  wgmma_fence_operand(p);
   weigh_scores();
   wgmma_wait<0>();
-  wgmma_keep(dp);
+  wgmma_fence_operand(dp);
   release(s.v_empty[v.stage]);
   v.next();
   int previous_stage = k.stage;  // of the previous key tile, whose product with ds is issued next
@@ -277,22 +266,22 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (next_is_new_tile) {
       release_stored_tile();  // before the wait for `full`: the producer needs the place of o for the next tile
       parity ^= 1;
-      barrier_wait(s.full, parity);
-      if (!uniform(s.works[parity ^ 1].tiles)) break;
+      mbarrier_wait(s.full, parity);
+      if (!warp_uniform(s.works[parity ^ 1].tiles)) break;
       begin_tile(s.works[parity ^ 1]);
     } else --tiles_left;
     multiply_keys_and_values();
     multiply_ds(previous_stage, accumulates);
     if (!next_is_new_tile) release_stored_tile();  // waits for the store while products run
     wgmma_wait<2>();
-    wgmma_keep(p);
+    wgmma_fence_operand(p);
     weigh_scores();
     wgmma_wait<1>();
-    wgmma_keep(dp);
+    wgmma_fence_operand(dp);
     release(s.v_empty[v.stage]);
     v.next();
     differentiate_scores();
-    wgmma_keep(p);  // otherwise the compiler moves `differentiate_scores` after the wait
+    wgmma_fence_operand(p);  // otherwise the compiler moves `differentiate_scores` after the wait
     if (next_is_new_tile) {
       wait_for_dq();
       finish_tile(s.works[parity]);
@@ -314,9 +303,9 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    barrier_init(s.full, 1), barrier_init(s.empty, 8), barrier_init(s.o_empty, 8);
-    for (int n = 0; n < S::K_STAGES; ++n) barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], 8);
-    for (int n = 0; n < S::V_STAGES; ++n) barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], 8);
+    mbarrier_init(s.full, 1), mbarrier_init(s.empty, 8), mbarrier_init(s.o_empty, 8);
+    for (int n = 0; n < S::K_STAGES; ++n) mbarrier_init(s.k_full[n], 1), mbarrier_init(s.k_empty[n], 8);
+    for (int n = 0; n < S::V_STAGES; ++n) mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], 8);
   }
   consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

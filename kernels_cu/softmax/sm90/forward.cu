@@ -21,17 +21,12 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   Rows x: a strided array
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(x): the compiler moves no access of x over it, so that a product's
-//     result is read only after the wait
+//   wgmma_fence_operand(x): the compiler moves no access of x over it, so that a product's result is read only after
+//     the wait
 //   wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16 columns.
 //     a: registers or a descriptor; b: the descriptor of [N, 16], if TRANSPOSED of [16, N]
 //   wgmma_tile(address, leading, stride): a descriptor of a swizzled tile; `stride`: bytes from 8 rows to the next 8;
 //     `leading`, read only if TRANSPOSED: from 64 columns to the next 64
-//   fence_async: orders accesses before asynchronous copies and wgmma
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
 //   load_tile<rows of a box>(tile, map, full, token, head, batch): starts the copies of a tile
@@ -39,10 +34,8 @@
 //     lane multiplies its two by factor0 and factor1, through its rows of the warpgroup's 64 in `tile` from `row` on:
 //     as a box, or by `rows` if some are no tokens of `work`
 //   zero_rows(tile, first, warpgroup): zeros in rows from `first` on, which are other sequences'. Every warpgroup
-//     writes the same zeros to all of these rows, calls fence_async, and waits for its own threads. It need not wait
-//     for other warpgroups, because their stores change nothing
-//   uniform: tells the compiler that a number is the same in all lanes
-//   needs_mask, mask_rows: hide tokens that a row does not see
+//     writes the same zeros to all of these rows, calls fence_proxy_async, and waits for its own threads. It need not
+//     wait for other warpgroups, because their stores change nothing
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). factor:
 //     |scale| log2 e, or, if m is above 2^27 in size, the power of two not below that; shift: m by this factor, or
 //     NONE, a finite number below all scores, while the row has no key. raise(x, scale, slack): sets m to the score of
@@ -53,21 +46,18 @@
 //   row_max, row_sum: over the four lanes of a row
 //   consume_and_produce<N, UP, DOWN>: N warpgroups consume, with UP registers a thread, one thread of another one
 //     produces, with DOWN; before, it makes the barriers visible
-//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
-//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
 //   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
 //     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
 //     `diagonal`: the position of the first query among the keys; `output_batch`: `batch`, or another index for each
 //     part if keys are split
 //   Tile: panels of 64 columns, swizzled; PANEL = 64
-//   LOG2E = log2 e; opaque: hides a value's origin from the compiler
-//   barrier_sync: waits at a named barrier; barrier_pass: arrives there without waiting
+//   opaque: hides a value's origin from the compiler
 
 constexpr float SLACK = 8.f;  // in base 2: weights are at most 2^8
 
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes [tokens, 64 columns] of q [64, 64], k and v [KEYS, 64], o [16, 64]
-  Rows<T> out;           // o again, for a warp's 16 rows that are not all tokens of the tile
+  StridedRows<T> out;    // o again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;     // [rounds, gridDim.x]
   float* lse;            // null: not wanted
   const float* sinks;    // [H]: the sinks' scores, or null
@@ -82,7 +72,7 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
   Tile<T, K, KEYS> k[KEY_STAGES];
   Tile<T, V, KEYS> v[KEY_STAGES];
   Work q_works[QUERY_STAGES], coming;  // coming: the entry of `works` that is copied ahead
-  Barrier q_full[QUERY_STAGES], q_empty[QUERY_STAGES], k_full[KEY_STAGES], k_empty[KEY_STAGES], v_full[KEY_STAGES],
+  MBarrier q_full[QUERY_STAGES], q_empty[QUERY_STAGES], k_full[KEY_STAGES], k_empty[KEY_STAGES], v_full[KEY_STAGES],
       v_empty[KEY_STAGES];
 };
 
@@ -91,14 +81,14 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
 template <typename T, class S> __device__ __forceinline__ void produce(S& s, const Args<T>& args) {
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
-  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.o);
-  Ring<S::KEY_STAGES> k, v;
-  Ring<S::QUERY_STAGES> q;
+  prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.o);
+  RingPosition<S::KEY_STAGES> k, v;
+  RingPosition<S::QUERY_STAGES> q;
   int value_token = -1, value_head = 0, value_batch = 0;  // the tile of v to copy next; token -1: none
   auto fetch_values = [&] {
     if (value_token < 0) return;
-    barrier_wait(s.v_empty[v.stage], v.parity ^ 1);
-    barrier_expect(s.v_full[v.stage], sizeof s.v[0]);
+    mbarrier_wait(s.v_empty[v.stage], v.parity ^ 1);
+    mbarrier_arrive_and_expect(s.v_full[v.stage], sizeof s.v[0]);
     load_tile<S::KEYS>(s.v[v.stage], args.v, s.v_full[v.stage], value_token, value_head, value_batch);
     v.next();
     value_token = -1;
@@ -106,21 +96,21 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
   while (true) {
     const Work work = take_work(s.coming, next);
     fetch_values();  // before the wait for q_empty, which may be long
-    barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
-    fence_async();  // the consumers' accesses to this stage, which q_empty waits for, precede the copy engine's writes
+    mbarrier_wait(s.q_empty[q.stage], q.parity ^ 1);
+    fence_proxy_async();  // consumers' accesses to this stage, which q_empty waits for, precede the copies
     s.q_works[q.stage] = work;
     if (!work.tiles) {
-      barrier_arrive(s.q_full[q.stage]);
+      mbarrier_arrive(s.q_full[q.stage]);
       return;
     }
-    barrier_expect(s.q_full[q.stage], sizeof s.q[0]);
+    mbarrier_arrive_and_expect(s.q_full[q.stage], sizeof s.q[0]);
     load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], work.start, work.head, work.batch);
     q.next();
     const int key_head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
-      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
-      barrier_expect(s.k_full[k.stage], sizeof s.k[0]);
+      mbarrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
+      mbarrier_arrive_and_expect(s.k_full[k.stage], sizeof s.k[0]);
       load_tile<S::KEYS>(s.k[k.stage], args.k, s.k_full[k.stage], work.other_start + tile * S::KEYS, key_head,
                          work.batch);
       k.next();
@@ -136,13 +126,13 @@ template <typename T, int K, int V, bool CAPPED, class S>
 __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   constexpr int KEYS = S::KEYS, WARPGROUPS = S::WARPGROUPS, FIRST_TURN_BARRIER = 4;
   constexpr bool TURNS = WARPGROUPS == 3;  // warpgroups issue their products in turn
-  const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
+  const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);  // |scale| log2 e, of products or tanh
   const bool negative = opaque(u32(args.scale < 0));                      // else the loop would compare float64 again
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
-  Ring<S::KEY_STAGES> k, v;
-  Ring<S::QUERY_STAGES> q;
+  RingPosition<S::KEY_STAGES> k, v;
+  RingPosition<S::QUERY_STAGES> q;
   float scores[KEYS / 2], o[V / 2], sum[2], rescale[2];
   RowMaximum maximum[2];       // of the lane's two rows
   u32 weights[KEYS / 16][4];   // e^(S - m), rounded, as operands A
@@ -154,24 +144,24 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
 
   // With three warpgroups each issues its two products while the others do not.
   auto take_turn = [&] {
-    if (TURNS) barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
+    if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
   };
   auto pass_turn = [&] {
-    if (TURNS) barrier_pass(FIRST_TURN_BARRIER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
+    if (TURNS) named_barrier_arrive(FIRST_TURN_BARRIER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
   };
-  auto release = [&](Barrier& b) {
-    if (lane == 0) barrier_arrive(b);
+  auto release = [&](MBarrier& b) {
+    if (lane == 0) mbarrier_arrive(b);
   };
   auto release_stored_tile = [&] {  // lane 0: once o has been stored, the producer may fill its stage of q again
     if (store_pending) {
       tensor_store_wait();
-      barrier_arrive(s.q_empty[previous_q_stage]);
+      mbarrier_arrive(s.q_empty[previous_q_stage]);
       store_pending = false;
     }
   };
   auto begin_tile = [&](const Work& work) {
-    first_tile = uniform(work.first_tile), tiles_left = uniform(work.tiles) - 1;
-    first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
+    first_tile = warp_uniform(work.first_tile), tiles_left = warp_uniform(work.tiles) - 1;
+    first_diagonal = warp_uniform(work.diagonal), length = warp_uniform(work.other_length);
   };
   // Issues scores = q k^T. Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns
   // QUERIES * 128 / 16 on in q, KEYS * 128 / 16 on in k. Rows of k of other sequences need no zeros: their scores are
@@ -197,7 +187,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   // of its basic block, and would move it before the softmax that is to run during the product.
   auto wait_for_values = [&] {
     wgmma_wait<0>();
-    wgmma_keep(o);
+    wgmma_fence_operand(o);
     release(s.v_empty[v.stage]);
     v.next();
   };
@@ -234,7 +224,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
         }
       sum[half] = partial[0] + partial[1];
     }
-    wgmma_keep(sum);  // otherwise the compiler moves the additions after the wait for o
+    wgmma_fence_operand(sum);  // otherwise the compiler moves the additions after the wait for o
   };
   auto round_weights = [&] {
 #pragma unroll
@@ -259,16 +249,16 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     store_pending = lane == 0;
   };
 
-  barrier_wait(s.q_full[0], 0);
-  if (!uniform(s.q_works[0].tiles)) return;
+  mbarrier_wait(s.q_full[0], 0);
+  if (!warp_uniform(s.q_works[0].tiles)) return;
   begin_tile(s.q_works[0]);
   maximum[0] = maximum[1] = {scale}, sum[0] = sum[1] = 0.f;
   if (TURNS && warpgroup == WARPGROUPS - 1) pass_turn();  // warpgroup 0 may begin
-  barrier_wait(s.k_full[0], 0);
+  mbarrier_wait(s.k_full[0], 0);
   wgmma_fence();
   multiply_keys();
   wgmma_wait<0>();
-  wgmma_keep(scores);
+  wgmma_fence_operand(scores);
   release(s.k_empty[0]);
   k.next();
   weigh_scores();
@@ -282,20 +272,20 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
       release_stored_tile();  // before the wait for q_full: the producer may need this stage for that tile
       previous_q_stage = q.stage;
       q.next();
-      barrier_wait(s.q_full[q.stage], q.parity);
-      if (!uniform(s.q_works[q.stage].tiles)) break;
+      mbarrier_wait(s.q_full[q.stage], q.parity);
+      if (!warp_uniform(s.q_works[q.stage].tiles)) break;
     } else --tiles_left;
-    barrier_wait(s.k_full[k.stage], k.parity);
+    mbarrier_wait(s.k_full[k.stage], k.parity);
     take_turn();
     wgmma_fence();
     multiply_keys();
-    barrier_wait(s.v_full[v.stage], v.parity);
+    mbarrier_wait(s.v_full[v.stage], v.parity);
     multiply_values(accumulates);
     pass_turn();
     if (next_is_new_tile) begin_tile(s.q_works[q.stage]);
     else release_stored_tile();  // waits for the store while products run
     wgmma_wait<1>();
-    wgmma_keep(scores);
+    wgmma_fence_operand(scores);
     release(s.k_empty[k.stage]);
     k.next();
     const float previous_shift[2] = {maximum[0].shift, maximum[1].shift}, previous_sum[2] = {sum[0], sum[1]};
@@ -313,7 +303,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     accumulates = !next_is_new_tile;
     round_weights();
   }
-  barrier_wait(s.v_full[v.stage], v.parity);
+  mbarrier_wait(s.v_full[v.stage], v.parity);
   multiply_values(accumulates);
   wait_for_values();
   finish_tile(previous_q_stage, {maximum[0].shift, maximum[1].shift}, sum);
@@ -327,10 +317,10 @@ __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 12
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   constexpr int WARPS = 4 * S::WARPGROUPS;  // that consume
   if (threadIdx.x == 0) {
-    for (int n = 0; n < S::QUERY_STAGES; ++n) barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], WARPS);
+    for (int n = 0; n < S::QUERY_STAGES; ++n) mbarrier_init(s.q_full[n], 1), mbarrier_init(s.q_empty[n], WARPS);
     for (int n = 0; n < S::KEY_STAGES; ++n) {
-      barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], WARPS);
-      barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], WARPS);
+      mbarrier_init(s.k_full[n], 1), mbarrier_init(s.k_empty[n], WARPS);
+      mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], WARPS);
     }
   }
   constexpr int UP = S::WARPGROUPS == 2 ? 240 : 160, DOWN = S::WARPGROUPS == 2 ? 24 : 32;

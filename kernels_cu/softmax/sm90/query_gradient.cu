@@ -15,21 +15,14 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   Rows x: a strided array; x.row(b, h, t): the address of row t of head h of batch row b; x.t: the stride of rows
-//   Barrier: an mbarrier; barrier_wait(b, parity) returns when the phase of this parity has ended
-//   Ring: a stage and its parity
-//   wgmma_fence: before products whose registers were written; wgmma_commit closes a group of products, wgmma_wait<N>
-//     waits until at most N groups run; wgmma_keep(x): the compiler moves no access of x over it: so reads of a result
-//     stay after a wait, and the computation of an operand before one
+//   wgmma_fence_operand(x): the compiler moves no access of x over it: so reads of a result stay after a wait, and the
+//     computation of an operand before one
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
 //   load_tile: starts the copies of a tile; copy_once: of bytes that are read once; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_async, and waits for its
-//     own only: so none waits for another
-//   uniform: tells the compiler that a number is the same in all lanes
-//   before_next_copy: fence_async and __syncwarp, which order the warp's plain reads before a later copy
-//   TensorMap: describes an array for copies of boxes; barrier_init, barrier_arrive: arrivals of a phase;
-//     barrier_expect: also announces bytes of copies; tensor_store_wait: this thread's stores have read shared memory
+//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_proxy_async, and waits
+//     for its own only: so none waits for another
+//   before_next_copy: fence_proxy_async and __syncwarp, which order the warp's plain reads before a later copy
 //   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
 //     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
 //     `diagonal`: the position of the first query among the keys; `statistics_chunk`: the tile's first chunk of ds;
@@ -40,9 +33,9 @@
 constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
 template <typename T> struct Args {
-  TensorMap k, dq;    // boxes of 64 columns and 64 tokens; of dq 16 tokens
-  Rows<T> out;        // dq again, for a warp's 16 rows that are not all tokens of the tile
-  const Work* works;  // [rounds, gridDim.x]
+  TensorMap k, dq;     // boxes of 64 columns and 64 tokens; of dq 16 tokens
+  StridedRows<T> out;  // dq again, for a warp's 16 rows that are not all tokens of the tile
+  const Work* works;   // [rounds, gridDim.x]
   const DsEntry* ds;
   const i32* ds_offsets;         // of each key tile of 128 keys
   i64 H, group, K, left, right;  // H: heads of queries
@@ -56,7 +49,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   ScoreGradients ds[STAGES][BLOCKS];
   Tile<T, D, QUERIES> dq;
   Work works[2], coming;
-  Barrier work_full[2], work_empty[2], full[STAGES], empty[STAGES];
+  MBarrier work_full[2], work_empty[2], full[STAGES], empty[STAGES];
 };
 
 // Whether one of a block's 64 queries sees one of the 64 keys of a key tile.
@@ -72,14 +65,14 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
-  prefetch_map(args.k), prefetch_map(args.dq);
-  Ring<S::STAGES> k;
-  Ring<2> works;
+  prefetch_tensor_map(args.k), prefetch_tensor_map(args.dq);
+  RingPosition<S::STAGES> k;
+  RingPosition<2> works;
   while (true) {
     const Work work = take_work(s.coming, next);
-    barrier_wait(s.work_empty[works.stage], works.parity ^ 1);
+    mbarrier_wait(s.work_empty[works.stage], works.parity ^ 1);
     s.works[works.stage] = work;
-    barrier_arrive(s.work_full[works.stage]);
+    mbarrier_arrive(s.work_full[works.stage]);
     if (!work.tiles) return;
     works.next();
     const int key_head = int(u32(work.head) / u32(args.group));
@@ -95,8 +88,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       }
       // A sequence without keys has no offset: its dq, which is 0, is written, too.
       const int offset = bits ? args.ds_offsets[work.ds_index + tile / 2] : 0;
-      barrier_wait(s.empty[k.stage], k.parity ^ 1);
-      barrier_expect(s.full[k.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));
+      mbarrier_wait(s.empty[k.stage], k.parity ^ 1);
+      mbarrier_arrive_and_expect(s.full[k.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));
       load_tile<64>(s.k[k.stage], args.k, s.full[k.stage], work.other_start + tile * KEYS, key_head, work.batch);
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
@@ -110,9 +103,9 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 // A consuming warpgroup: two of the four blocks of each of the block's query tiles.
 template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
-  const int warpgroup = uniform(threadIdx.x / 128), lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-  Ring<S::STAGES> k;
-  Ring<2> works;
+  const int warpgroup = warp_uniform(threadIdx.x / 128), lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  RingPosition<S::STAGES> k;
+  RingPosition<2> works;
   float dq[2][D / 2];
   u32 ds[2][KEYS / 16][4];  // of the warpgroup's two blocks, queries as rows
 
@@ -136,9 +129,10 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
   };
 
   while (true) {
-    barrier_wait(s.work_full[works.stage], works.parity);
+    mbarrier_wait(s.work_full[works.stage], works.parity);
     const Work& work = s.works[works.stage];
-    const int tiles = uniform(work.tiles), first = uniform(work.first_tile), length = uniform(work.other_length);
+    const int tiles = warp_uniform(work.tiles), first = warp_uniform(work.first_tile),
+              length = warp_uniform(work.other_length);
     if (!tiles) break;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -149,17 +143,17 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       bool any[2];  // whether each block sees a key; if not, nothing is added: 0 times a key of NaN is NaN
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        any[n] = uniform(sees_keys(work, 2 * warpgroup + n, tile, int(args.left), int(args.right)));
-      barrier_wait(s.full[k.stage], k.parity);
+        any[n] = warp_uniform(sees_keys(work, 2 * warpgroup + n, tile, int(args.left), int(args.right)));
+      mbarrier_wait(s.full[k.stage], k.parity);
       if (length - tile * KEYS < KEYS) zero_rows(s.k[k.stage], length - tile * KEYS, warpgroup);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         if (any[n]) load_ds(n), multiply_ds(n, k.stage);
       before_next_copy();  // a copy may overwrite ds, which plain loads read; k needs no fence, as only wgmma reads it
       wgmma_wait<0>();
-      wgmma_keep(dq[0]);
-      wgmma_keep(dq[1]);
-      if (lane == 0) barrier_arrive(s.empty[k.stage]);
+      wgmma_fence_operand(dq[0]);
+      wgmma_fence_operand(dq[1]);
+      if (lane == 0) mbarrier_arrive(s.empty[k.stage]);
       k.next();
     }
     const float scale = float(args.scale);
@@ -169,7 +163,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     for (int n = 0; n < 2; ++n)
       store_rows(args.dq, args.out, args.K, dq[n], scale, scale, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
     __syncwarp();  // this warp has read the work; no fence, since the producer writes it by plain stores
-    if (lane == 0) barrier_arrive(s.work_empty[works.stage]);
+    if (lane == 0) mbarrier_arrive(s.work_empty[works.stage]);
     works.next();
   }
   if (lane == 0) tensor_store_wait();
@@ -180,8 +174,8 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __gr
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 2; ++n) barrier_init(s.work_full[n], 1), barrier_init(s.work_empty[n], 8);
-    for (int n = 0; n < S::STAGES; ++n) barrier_init(s.full[n], 1), barrier_init(s.empty[n], 8);
+    for (int n = 0; n < 2; ++n) mbarrier_init(s.work_full[n], 1), mbarrier_init(s.work_empty[n], 8);
+    for (int n = 0; n < S::STAGES; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);
   }
   consume_and_produce<2, 240, 24>([&] { consume<T, D>(s, args); }, [&] { produce(s, args); });
 }

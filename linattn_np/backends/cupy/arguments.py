@@ -30,7 +30,7 @@ class StructMember:
 
 
 KINDS = {  # first word of a part of a declaration -> (kind of its members, 8-byte words per member)
-    "rows": ("rows", 4),  # `Rows`: a pointer and three strides, in elements
+    "rows": ("rows", 4),  # `StridedRows`: a pointer and three strides, in elements
     "pointers": ("pointer", 1),
     "integers": ("integer", 1),
     "reals": ("real", 1),
