@@ -262,7 +262,7 @@ def terms_of(X) -> tuple[int, ...]:
 
 def of_models():
     for T in CTYPES:
-        yield rwkv6.Openings.of_prompt(T, 1)
+        yield rwkv6.Openings.of_prompt(T)
         norm = rwkv6.NormShift
         for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
             yield norm(T, *how)
@@ -302,7 +302,6 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
-        yield rwkv6.Openings.of_prompt(X, rwkv7.DOWNS)
         for width in rwkv7.Keys.WIDTHS:
             yield rwkv7.Keys(X, width)
         for S, terms in product(CTYPES, terms_of(X)):

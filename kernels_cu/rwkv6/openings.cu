@@ -1,5 +1,5 @@
-// what      Functions of the data for every token and channel: the log of the decay and, with four MATRICES (RWKV-7),
-//           the learning rate, the gate, and the share of the first layer's value.
+// what      Functions of the data for every token and channel: the log of the decay and, with four MATRICES (RWKV-7's
+//           steps), the learning rate, the gate, and the share of the first layer's value.
 // math      RWKV-6, one matrix: w = -exp(base_w + tanh(low_w) up_w)
 //           RWKV-7: w = -exp(-1/2) sigmoid(base_w + tanh(low_w) up_w);  rate = sigmoid(base_a + low_a up_a)
 //           gate = sigmoid(low_g) up_g;  share = sigmoid(base_v + low_v up_v), or -1 in the first layer
@@ -9,7 +9,7 @@
 // grid      a block for every (one of MATRICES, 16 TILES tokens, 128 channels), MATRICES slowest; 256 threads
 // smem      LowRank: PASS of the rank at a time
 // barriers  two for every PASS: the previous operands have been read | the operands are in shared memory
-// numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
+// numerics  tensor cores (rwkv6/low_rank.cuh), float32
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
@@ -21,18 +21,18 @@
 
 enum Kind { DECAY, RATE, GATE, SHARE };
 
-template <typename T, typename Y> struct Args {
+template <typename T> struct Args {
   const float* low;
   const T* up;
   const float* bases;
-  Y* w;
-  Y* openings;
+  float* w;
+  float* openings;
   i64 tokens, D, R, W, A, G, Q;
 };
 
 // TERMS: of LowRank; TILES: of 16 tokens in a block.
-template <typename T, typename Y, int TERMS, int TILES, int MATRICES, int PASS>
-__global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T, Y> args) {
+template <typename T, int TERMS, int TILES, int MATRICES, int PASS>
+__global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
   auto& s = *reinterpret_cast<LowRank<T, TILES, TERMS, PASS>*>(dynamic_smem());
   launch_next();  // the next kernel may begin

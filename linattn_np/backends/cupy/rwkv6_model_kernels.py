@@ -387,8 +387,8 @@ class ShiftMix(ModelKernel):
 
 
 class Openings(ModelKernel):
-    """The MATRICES quantities of a token that products of low rank compute from its channels, in dtype Y: w, the log of
-    the decay; and, for RWKV-7 alone, three `openings`: the learning rate, the gate, and the share of the first layer's
+    """The MATRICES quantities of a token that products of low rank compute from its channels, in float32: w, the log of
+    the decay; and, in RWKV-7's steps, three `openings`: the learning rate, the gate, and the share of the first layer's
     value. Their ranks are W, A, G and Q; all matrices have R rows."""
 
     file = "rwkv6/openings"
@@ -396,7 +396,6 @@ class Openings(ModelKernel):
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}, {PASS}>",)
     threads = 256
     dtype: np.dtype
-    Y: np.dtype
     PARTS: int
     TILES: int
     MATRICES: int
@@ -409,11 +408,12 @@ class Openings(ModelKernel):
         """The instance for a step: large passes, since a pass waits for memory; blocks of few tokens, as long as two on
         every multiprocessor are enough, or if registers suffice for no more."""
         tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
-        return cls(dtype, FLOAT32, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
+        return cls(dtype, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
 
     @classmethod
-    def of_prompt(cls, dtype, matrices):
-        return cls(dtype, FLOAT32 if matrices == 1 else dtype, 2, 2, matrices)
+    def of_prompt(cls, dtype):
+        """The instance for RWKV-6's prompts."""
+        return cls(dtype, 2, 2, 1)
 
     def blocks(self, tokens, D) -> int:
         return self.MATRICES * low_rank_blocks(self.TILES, tokens, D)

@@ -83,8 +83,11 @@ class DecodeOne(rwkv6.DecodeFew):
 
 
 class Keys(rwkv6.HeadKernel):
-    """For prompts: the operator's keys k, a, b and the value, from the key, its learning rate and the share of the
-    first layer's value."""
+    """For prompts: the operator's w, k, a, b and value, from the time mix's products. Those of low rank, whose bases
+    are `bases`, are the logits of the decay (in `w`), of the learning rate and of the share of the first layer's
+    value."""
 
     file = "rwkv7/keys"
-    arguments = members("pointers k v rate share first a b removal replacement, integers token_heads H N")
+    arguments = members(
+        "pointers k v w rate_logits share_logits first a b bases removal replacement, integers token_heads H N"
+    )

@@ -47,9 +47,9 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def log_decay(self, layer, low):
         """w = -exp(decay + tanh(low) decay_up)."""
-        kernel, arrays = kernels.Openings.of_prompt(self.dtype, 1), {"low": low, "up": layer.decay_up}
+        kernel, arrays = kernels.Openings.of_prompt(self.dtype), {"low": low, "up": layer.decay_up}
         arrays |= {"bases": layer.decay, "w": self.w}
-        # R: the rank; ranks of other products, which the kernel computes for RWKV-7, are 0
+        # R: the rank; ranks of other products, which RWKV-7's steps have, are 0
         self.draft.launch(kernel, kernel.blocks(*self.w.shape), **arrays, R=low.shape[-1], G=0, Q=0)
         return self.w
 

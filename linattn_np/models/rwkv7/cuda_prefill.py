@@ -14,9 +14,9 @@ from ..rwkv import cuda_prompts
 
 
 class MixOperations(cuda_prompts.MixOperations):
-    """The two mixes as launches in a plan. One product computes the first halves of all four low-rank products
-    (`down`), and one kernel the second halves with their activations (`Openings`): w, the log of the decay, and the
-    `openings`, which are the learning rate, the output gate, and the share of the first layer's value.
+    """The two mixes as launches in a plan. The four low-rank products, of the decay, the learning rate, the output gate
+    and the share of the first layer's value, are two batches: `low` is the result of the first matrices (`down`), with
+    its activations, `high` that of the second ones (`up`). `Keys` applies the functions of `high`.
 
     From the base class: `T`, `dtype` (X) and `sizes`; `mixes`, by the name of a norm the arrays for its mixes, for the
     normed x and for d; `results`, the array for each product; `scale`, the factor that o has in float16; `recurrent`
@@ -30,11 +30,11 @@ class MixOperations(cuda_prompts.MixOperations):
         self.mixes = {"ln1": (self.mixed, None, None), "ln2": (self.y, None, None)}
         self.results = {
             "vkr": empty((3, T, D), X),
-            "down": empty((kernels.DOWNS, T, decoder.rank), FLOAT32),
+            "down": empty((kernels.DOWNS, T, decoder.rank), X),
             "ffn_key": empty((1, T, F), X),
             "ffn_value": empty((1, T, D), FLOAT32),
         }
-        self.w, self.openings = empty((T, D), X), empty((3, T, D), X)
+        self.high = empty((kernels.DOWNS, T, D), X)
 
     @staticmethod
     def carried(decoder, T):
@@ -42,19 +42,21 @@ class MixOperations(cuda_prompts.MixOperations):
         return {"first": ((T, decoder.sizes["D"]), decoder.dtype)}
 
     def time_mix(self, layer, x, shift, wkv):
-        T, (D, H, N) = self.T, (self.sizes[axis] for axis in "DHN")
+        T, (H, N) = self.T, (self.sizes[axis] for axis in "HN")
         mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
-        opening, (rate, gate, share) = rwkv6_model_kernels.Openings.of_prompt(self.dtype, kernels.DOWNS), self.openings
-        arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
-        self.draft.launch(opening, opening.blocks(T, D), **arrays, R=low.shape[-1])
-        # makes the operator's k and v in place, and its a and b from k; a, b and o get memory of mixes already read
+        self.activated("Tanh", low[0])
+        self.activated("Sigmoid", low[2])
+        self.draft.product(layer.up.swapaxes(1, 2), low, self.high)
+        w, rate_logits, gate, share_logits = self.high
+        # makes the operator's k, v and w in place, and its a and b from k; a, b and o get memory of mixes already read
         keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]
-        arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.arrays.first, "a": a, "b": b}
+        arrays = {"k": k, "v": v, "w": w, "rate_logits": rate_logits, "share_logits": share_logits, "a": a, "b": b}
+        arrays |= {"first": self.arrays.first, "bases": layer.bases}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T * H), **arrays, token_heads=T * H)
-        self.recurrent(RWKV7, {"r": r, "w": self.w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
+        self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
         arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": self.y}
         arrays |= rwkv6_model_kernels.affine(layer.ln_x)  # its weight and bias
