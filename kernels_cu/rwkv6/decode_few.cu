@@ -41,9 +41,9 @@
 //   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every
 //     `groups`-th row from `group` on; it loads the first of them, `held`, if `busy`
 //   TimeMixScratch: shared memory of a head; time_mix_head: decay, state, group norm and gate of a head
-//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; wait_for_place: the sums that
-//     were there have been read; take_number: waits for one word; normed_words: the words of LN(x); load_words,
-//     settle_words: as take_words, in two steps
+//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; fetch_gated: those of words
+//     times gates; wait_for_place: the sums that were there have been read; take_number: waits for one word;
+//     normed_words: the words of LN(x); load_words, settle_words: as take_words, in two steps
 
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<DecodeFew<T, S, STAGES>, T, S, STAGES> {
   typedef DecodeLayers<DecodeFew, T, S, STAGES> Layers;
@@ -53,14 +53,11 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
   using Layers::Layers;
 
   // Waits for numbers [first, first + count) of the vector that INPUTS (mix number `input`), OUTPUT (y silu(g)) or
-  // FFN_VALUE (activated) multiplies, and stores their operands in the staging area, in rows of `pitch` numbers. With
-  // int8 weights OUTPUT takes at most 2048 numbers: fetch<2, true> would find another unit for the digits of further
-  // ones.
+  // FFN_VALUE (activated) multiplies, and stores their operands in the staging area, in rows of `pitch` numbers.
   __device__ __forceinline__ void fetch(int phase, int input, int first, int pitch, int count) {
     const Word* const words = phase == INPUTS ? args.mixed + input * D : phase == OUTPUT ? args.y : args.activated;
     if (phase != OUTPUT) return Layers::fetch_words(words + first, pitch, count);
-    __syncwarp();  // the warp has read its part of the staging area, which is overwritten
-    Layers::Block::template fetch<2, true>(words + first, args.kvrg_out + 3 * D + first, pitch, count);
+    Layers::fetch_gated(words + first, args.kvrg_out + 3 * D + first, pitch, count);
   }
 
   // Stores `sum`, the result of row m of a tile of MIX_DOWN, INPUTS or FFN_INPUTS, for other blocks.

@@ -102,13 +102,24 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   }
 
   // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
-  // FOURS, the first template argument of `fetch`: groups of four words that a lane waits for at once. With digits
-  // `fetch` takes 1024 FOURS numbers at most: NEIGHBOURS + 4 is 8 then, enough for the 8192 that are staged at most.
-  // Held weights leave registers for fewer. Neither call has gates.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
+    fetch_staged<Block::NEIGHBOURS + (HOLDS ? 1 : 4), false>(words, nullptr, pitch, count);
+  }
+  // The same for the products of words with the words `gates`.
+  __device__ __forceinline__ void fetch_gated(const Word* words, const Word* gates, int pitch, int count) {
+    fetch_staged<DIGITS ? 8 : FEW, true>(words, gates, pitch, count);
+  }
+  // FOURS: groups of four words that a lane waits for at once, or FEW if these are all. Held weights, and gates, leave
+  // registers for fewer. With digits a call of `fetch` must find one unit for all numbers.
+  static constexpr int FEW = 2;
+  static constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits (DecodeFew.staged)
+  template <int FOURS, bool GATED>
+  __device__ __forceinline__ void fetch_staged(const Word* words, const Word* gates, int pitch, int count) {
+    static_assert(!DIGITS || Block::template AT_ONCE<FOURS> >= MOST_DIGITS);
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
-    if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
-    else Block::template fetch<Block::NEIGHBOURS + (HOLDS ? 1 : 4), false>(words, nullptr, pitch, count);
+    if (FOURS == FEW || count <= Block::template AT_ONCE<FEW>)
+      Block::template fetch<FEW, GATED>(words, gates, pitch, count);
+    else Block::template fetch<FOURS, GATED>(words, gates, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------

@@ -100,8 +100,9 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
 
   // Waits for the words of the numbers by which this warp multiplies, of `count` numbers, and stores their operands: of
   // the numbers, or of their products with the gates. A lane waits for FOURS groups of four at a time. With digits
-  // `count` is at most 1024 FOURS: each iteration finds a unit for its numbers, and products take the last one
+  // `count` is at most AT_ONCE<FOURS>: each iteration finds a unit for its numbers, and products take the last one
   // (NEIGHBOURS, LOADS: of words of 4 bytes 4 and 1, of 8 bytes 2 and 2).
+  template <int FOURS> static constexpr int AT_ONCE = FOURS * 4 * THREADS;  // numbers of all warps in an iteration
   template <int FOURS, bool GATED>
   __device__ __forceinline__ void fetch(const Word* words, const Word* gates, int pitch, int count) {
     constexpr int LOADS = 4 / NEIGHBOURS;  // of four

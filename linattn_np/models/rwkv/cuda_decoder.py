@@ -348,7 +348,7 @@ class DecodingStep:
                 **pointers,
                 L=layers,
                 P=self.state.wkv.shape[1],
-                staged=self.staged(kernel, more_shared),  # numbers of an input that fit in it at a time
+                staged=kernel.staged(more_shared),  # numbers of an input that fit in it at a time
                 first=first,
                 last=last,
                 eps=self.decoder.layer_eps,
@@ -356,10 +356,6 @@ class DecodingStep:
             )
 
     # -- what a version defines --------------------------------------------------------------------------------------
-    def staged(self, kernel, area) -> int:
-        """How many numbers of a product's input the single launch takes at a time, of `area` bytes."""
-        return kernel.staged(area)
-
     def time_mix(self, layer, shift, wkv, added) -> Array | None:
         """Adds the steps of a time mix; returns what the next norm must add to the residual x, or None.
 

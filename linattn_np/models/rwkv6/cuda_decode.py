@@ -18,14 +18,11 @@ of dtype X (`mixed_x`, `mixed`, `ffn_mixed`). A product may leave *parts*, array
 from typing import ClassVar
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import RELU_SQUARED, WRITE, NarrowProduct
 from ..rwkv import cuda_decoder
 from ..rwkv.cuda_decoder import matrix_of
 from .cuda_prefill import MixOperations
 from .names import VERSION
-
-UNIT_NUMBERS = 2048  # the gated outputs whose int8 digits have one unit in rwkv6/decode_few.cu
 
 
 class DecodingStep(cuda_decoder.DecodingStep):
@@ -40,14 +37,6 @@ class DecodingStep(cuda_decoder.DecodingStep):
     `decoder.batch` is B; `decoder.dtype`, `decoder.state_dtype` and `decoder.matrices` are the dtypes of products, of
     the state and of the matrices in memory; `decoder.by_rows`: whether products take float32 inputs, row by row.
     """
-
-    def staged(self, kernel, area):
-        """How many numbers of a product's input the single launch takes at a time, of `area` bytes. With int8 matrices
-        and more channels than UNIT_NUMBERS, at most UNIT_NUMBERS: rwkv6/decode_few.cu finds a unit for the digits of
-        each UNIT_NUMBERS gated outputs, but keeps one unit for all that it takes at a time."""
-        numbers = kernel.staged(area)
-        wide = self.decoder.matrices == INT8 and self.decoder.sizes["D"] > UNIT_NUMBERS
-        return min(numbers, UNIT_NUMBERS) if wide else numbers
 
     def time_mix(self, layer, shift, wkv, added):
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
