@@ -147,7 +147,7 @@ constexpr float LARGEST_SUM = 60.f;
 template <int N> __device__ __forceinline__ void multiply_by_half(float (&x)[N], float (&nats)[N], float more) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    nats[i] = fminf(0.5f * (nats[i] + more), 87.f);
+    nats[i] = at_most(0.5f * (nats[i] + more), 87.f);
     x[i] *= decay_of(nats[i]);
   }
 }

@@ -117,7 +117,7 @@ template <typename X, int TERMS> __device__ __forceinline__ constexpr float unit
 // float16 ends at 65504, and a square of 256 is larger.
 template <typename X, int TERMS = 1> constexpr float UNIT_OF_SQUARES = TERMS == 1 ? TERM_STEP<X> : 1.f;
 template <typename X, int TERMS = 1> __device__ __forceinline__ float relu_squared(float x) {
-  return x > 0.f ? x * x * (1.f / UNIT_OF_SQUARES<X, TERMS>) : x != x ? x : 0.f;
+  return x <= 0.f ? 0.f : x * x * (1.f / UNIT_OF_SQUARES<X, TERMS>);  // NaN for NaN
 }
 
 // Stores x, or four neighbouring numbers, as TERMS terms; `apart`: the distance of the terms' arrays.

@@ -23,7 +23,7 @@ struct Elu {
   template <typename R> static __device__ __forceinline__ R slope(R x) { return x > 0 ? 1 : exp_of(x); }
 };
 struct Relu {
-  template <typename R> static __device__ __forceinline__ R value(R x) { return x > 0 ? x : 0; }
+  template <typename R> static __device__ __forceinline__ R value(R x) { return x <= 0 ? 0 : x; }
   template <typename R> static __device__ __forceinline__ R slope(R x) { return x > 0 ? 1 : 0; }
 };
 struct Exp {

@@ -145,5 +145,5 @@ struct RowEnd {
 __device__ __forceinline__ RowEnd row_end(float maximum, float sum, float sink) {
   const float top = max(max(maximum, sink), -3e38f);  // finite even if no key is seen
   const float rescale = exp2_approx(maximum - top), total = fmaf(sum, rescale, exp2_approx(sink - top));
-  return {total > 0.f ? rescale / total : 0.f, top + log2f(total)};
+  return {total == 0.f ? 0.f : rescale / total, top + log2f(total)};
 }

@@ -6,9 +6,12 @@ constexpr float LOG2E = 1.4426950408889634f;
 // exp of a gate, which is a natural logarithm: 0 for -inf, and if the result is below float32's normal numbers.
 __device__ __forceinline__ float decay_of(float gate) { return exp2_approx(gate * LOG2E); }
 
+// The smaller of x and `most`; NaN stays NaN, of which fminf would make `most`.
+__device__ __forceinline__ float at_most(float x, float most) { return x > most ? most : x; }
+
 // x e^sum, as two factors of e^(sum / 2): e^sum may leave float32's range although the result does not.
 __device__ __forceinline__ float grown(float x, float sum) {
-  const float half = exp2_approx(fminf(sum * (0.5f * LOG2E), 127.f));
+  const float half = exp2_approx(at_most(sum * (0.5f * LOG2E), 127.f));
   return x * half * half;
 }
 

@@ -79,7 +79,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       case FFN_INPUTS:
         if (input == 0) {
           m += tile * ROWS;
-          if (m < args.F) put_word(args.activated + m, sum > 0.f ? sum * sum : 0.f, epoch);
+          if (m < args.F) put_word(args.activated + m, relu_squared<float>(sum), epoch);
         } else {
           m += (tile - tiles_of(args.F)) * ROWS;
           if (m < D) put_word(args.gate + m, sigmoid(sum), epoch);

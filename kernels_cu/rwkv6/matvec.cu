@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
       y += sum;
       break;
     case Finish::ReluSquared:
-      y = sum > 0.f ? sum * sum : 0.f;
+      y = relu_squared<float>(sum);
       break;
   }
 }

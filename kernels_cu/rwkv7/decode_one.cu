@@ -67,7 +67,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
   __device__ __forceinline__ void finish(int phase, int tile, int, int m, float sum) {
     if (phase == FFN_INPUTS) {
       m += tile * ROWS;
-      if (m < args.F) put_word(args.activated + m, sum > 0.f ? sum * sum : 0.f, epoch);
+      if (m < args.F) put_word(args.activated + m, relu_squared<float>(sum), epoch);
       return;
     }
     const InputTile of = input_tile_of(args, tile);

@@ -243,7 +243,7 @@ struct Merge {
       R sum = 0;
       for (i64 n = 0; n < args.parts; ++n)
         sum = fma(decay_of(args.lse[n * rows + row] - largest), to_real(args.o.row(n * args.B + b, h, t)[c]), sum);
-      args.out.row(b, h, t)[c] = from_real<T>(total > 0 ? sum / total : R(0));
+      args.out.row(b, h, t)[c] = from_real<T>(total == 0 ? R(0) : sum / total);
     }
     if (args.merged && threadIdx.x % 32 == 0) args.merged[row] = largest + log(total);
   }
