@@ -6,10 +6,12 @@ import mmap
 import numpy as np
 import pytest
 from conftest import Emulated
+from emulator import EmulatedDevice
 from reference import draw, same_bits
 
 from linattn_np import OPS, vjp
 from linattn_np.array_kinds import BFLOAT16
+from linattn_np.backends.cupy.rank_summary import Message
 
 DISTANCE = 2**31 + 2**16  # numbers
 SIZES = {"B": 2, "H": 2, "HK": 2, "T": 70, "S": 70, "K": 64, "V": 64, "N": 2}
@@ -23,10 +25,14 @@ def with_distance(x, axis):
         strides[other] = step
         step *= x.shape[other]
     size = (x.shape[axis] - 1) * strides[axis] + step
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    copy = np.ndarray(x.shape, x.dtype, memory, strides=strides)
+    copy = np.ndarray(x.shape, x.dtype, addresses(size), strides=strides)
     copy[...] = x
     return copy
+
+
+def addresses(size):
+    """So many bytes of zeros."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
 
 
 @pytest.mark.pairwise
@@ -44,3 +50,19 @@ def test_results_and_gradients_are_those_of_contiguous_arrays(kernel_backend, op
         with kernel_backend.in_dispatch():
             results.append([o, *pull(given[-1])])
     assert all(same_bits(found, wanted) for found, wanted in zip(*results, strict=True))
+
+
+def test_a_rank_s_message_of_more_than_2_to_the_32_numbers(device):
+    """Two states of 2^32 numbers each, which it has, and the product of each one's decays."""
+    if not isinstance(device, EmulatedDevice):
+        pytest.skip("the message is 34 GB")
+    K = V = 2**16
+    states = 2 * K * V
+    message = np.frombuffer(addresses(4 * (states + 2)), np.float32)
+    decays = np.zeros((2, 2, K), np.float32)  # of two sequences, in two parts each
+    decays[:, :, 0] = [[0.5, 0.5], [0.5, 0.25]]
+    sizes = {"N": 2, "H": 1, "K": K, "V": V, "parts": 2, "factors": 1, "channels": 1}
+    strides = {"state_stride": 0, "decays_stride": 2 * K}
+    pointers = {"state": None, "decays": device.pointer(decays), "message": device.pointer(message)}
+    device.launch(Message(), 1, Message().pack(**pointers, **strides, **sizes))
+    np.testing.assert_array_equal(message[states:], [0.25, 0.125])

@@ -13,7 +13,7 @@
 // barriers  none
 // numerics  float32
 // source    Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024, section 4
-// limits    the message has less than 2^32 numbers
+// limits    none
 #include "ptx.cuh"
 
 struct Args {
@@ -23,19 +23,19 @@ struct Args {
 };
 
 __global__ void __launch_bounds__(256) gated_message(const Args args) {
-  const u32 size = u32(args.H * args.K * args.V), states = u32(args.N) * size, channels = u32(args.channels);
-  u32 index = blockIdx.x * 256 + threadIdx.x;  // of a number of the message, then of a number of total
+  const i64 size = args.H * args.K * args.V, states = args.N * size;
+  i64 index = i64(blockIdx.x) * 256 + threadIdx.x;  // of a number of the message, then of a number of total
   if (args.state) {
     if (index < states) args.message[index] = args.state[index / size * args.state_stride + index % size];
-    if (index < states || channels == 0) return;
+    if (index < states || args.channels == 0) return;
     index -= states;
   }
   // stride: the distance of the decays of neighbouring heads; `from` moves from part to part.
-  const u32 row = index / channels, n = row / u32(args.H), h = row % u32(args.H), stride = u32(args.factors * args.K);
-  if (n >= u32(args.N)) return;
-  const float* from = args.decays + n * args.decays_stride + h * stride + index % channels;
+  const i64 row = index / args.channels, n = row / args.H, h = row % args.H, stride = args.factors * args.K;
+  if (n >= args.N) return;
+  const float* from = args.decays + n * args.decays_stride + h * stride + index % args.channels;
   float total = 1.f;
-  for (int part = 0; part < int(args.parts); ++part, from += args.H * stride)
-    for (int factor = 0; factor < int(args.factors); ++factor) total *= from[factor * args.K];
+  for (i64 part = 0; part < args.parts; ++part, from += args.H * stride)
+    for (i64 factor = 0; factor < args.factors; ++factor) total *= from[factor * args.K];
   args.message[states + index] = total;
 }
