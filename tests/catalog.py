@@ -268,8 +268,8 @@ def of_models():
             yield norm(T, *how)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
-        for width, bonus in product(rwkv6.GatedNorm.WIDTHS, (False, True)):
-            yield rwkv6.GatedNorm(T, width, bonus)
+        for how in product(rwkv6.GatedNorm.WIDTHS, rwkv6.GatedNorm.DEPTHS, (False, True)):
+            yield rwkv6.GatedNorm(T, *how)
         for threads in model_products.Matvec.THREADS:
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
@@ -302,8 +302,8 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
-        for width in rwkv7.Keys.WIDTHS:
-            yield rwkv7.Keys(X, width)
+        for how in product(rwkv7.Keys.WIDTHS, rwkv7.Keys.DEPTHS):
+            yield rwkv7.Keys(X, *how)
         for S, terms in product(CTYPES, terms_of(X)):
             yield from (how(X, S, terms) for how in (rwkv7.TimeMixOfToken, rwkv7.TimeMixOfHeads))
 

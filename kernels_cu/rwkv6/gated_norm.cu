@@ -1,16 +1,13 @@
 // what      The steps between the recurrence and its output product: group norm over each head, bonus, and gate.
 // math      y = GroupNorm_H(o) silu(gate); with BONUS (RWKV-7) y = (GroupNorm_H(o) + (sum_N r k bonus) v) gate
 // shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS
-// grid      a warp a (token, head), a lane PAIRS pairs of neighbouring channels, the pairs 64 channels apart; 256
-//           threads
+// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 19; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    N even, up to 64 PAIRS
-#include "decode.cuh"
-
-constexpr int THREADS = 256, WARPS = THREADS / 32;
+// limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes
+#include "rwkv6/lanes_of_heads.cuh"
 
 template <typename X> struct Args {
   const X* o;
@@ -26,49 +23,61 @@ template <typename X> struct Args {
   double eps;
 };
 
-template <typename X, int PAIRS, bool BONUS>
+template <typename X, int WIDTH, int GROUPS, bool BONUS>
 __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) {
   launch_next();        // the next kernel may begin
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
-  const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
-  if (row >= args.rows) return;
-  const int lane = threadIdx.x % 32, N = int(args.N);
-  const i64 index = row * N, h = row % args.H * N;
+  const LaneOfHead<WIDTH> lane;
+  const int N = int(args.N);
+  const i64 first_channel = lane.token_head % args.H * N + lane.channel;  // of [H, N]
+  const i64 first = lane.token_head * N + lane.channel;                   // of [T, H, N]
+  const int channels = lane.token_head < args.rows ? N - lane.channel : 0;
   const float inverse_N = 1.f / N;
-  float2 x[PAIRS], gate[PAIRS];
+  // All loads come first, so that the reductions wait for memory once.
+  float x[GROUPS][WIDTH], v[GROUPS][WIDTH], gate[GROUPS][WIDTH], weight[GROUPS][WIDTH], bias[GROUPS][WIDTH];
   float sum = 0.f, bonus_score = 0.f, squares = 0.f;
 #pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    const int j = 2 * (32 * n + lane);
-    x[n] = gate[n] = {};
-    if (j >= N) continue;
-    x[n] = load2(args.o + index + j), gate[n] = load2(args.gate + index + j);
-    sum += x[n].x + x[n].y;
+  for (int n = 0; n < GROUPS; ++n) {
+    const int j = CHANNELS_APART * n;
+    if (j >= channels) continue;
+    load_group(x[n], args.o + first + j);
+    load_group(gate[n], args.gate + first + j);
+    float r[WIDTH], k[WIDTH], bonus[WIDTH];
     if constexpr (BONUS) {
-      const float2 r = load2(args.r + index + j), k = load2(args.k + index + j), bonus = load2(args.bonus + h + j);
-      bonus_score += r.x * k.x * bonus.x + r.y * k.y * bonus.y;
+      load_group(r, args.r + first + j);
+      load_group(k, args.k + first + j);
+      load_group(v[n], args.v + first + j);
+      load_group(bonus, args.bonus + first_channel + j);
+    }
+    load_group(weight[n], args.weight + first_channel + j);
+    load_group(bias[n], args.bias + first_channel + j);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+      sum += x[n][i];
+      if constexpr (BONUS) bonus_score += r[i] * k[i] * bonus[i];
     }
   }
-  const float mean = warp_sum(sum) * inverse_N;
-  if constexpr (BONUS) bonus_score = warp_sum(bonus_score);
+  const float mean = sum_over_lanes<lane.LANES>(sum) * inverse_N;
+  if constexpr (BONUS) bonus_score = sum_over_lanes<lane.LANES>(bonus_score);
 #pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    if (2 * (32 * n + lane) < N) x[n] = {x[n].x - mean, x[n].y - mean};
-    squares += x[n].x * x[n].x + x[n].y * x[n].y;
-  }
-  const float scale = inverse_root(warp_sum(squares) * inverse_N + float(args.eps));
+  for (int n = 0; n < GROUPS; ++n) {
+    if (CHANNELS_APART * n >= channels) continue;
 #pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    const int j = 2 * (32 * n + lane);
-    if (j >= N) continue;
-    const float2 weight = load2(args.weight + h + j), bias = load2(args.bias + h + j);
-    float2 y = {fmaf(x[n].x * scale, weight.x, bias.x), fmaf(x[n].y * scale, weight.y, bias.y)};
-    if constexpr (BONUS) {
-      const float2 v = load2(args.v + index + j);
-      y = {fmaf(bonus_score, v.x, y.x) * gate[n].x, fmaf(bonus_score, v.y, y.y) * gate[n].y};
-    } else {
-      y = {y.x * gate[n].x * sigmoid(gate[n].x), y.y * gate[n].y * sigmoid(gate[n].y)};
+    for (int i = 0; i < WIDTH; ++i) {
+      x[n][i] -= mean;
+      squares += x[n][i] * x[n][i];
     }
-    store2(args.y + index + j, y);
+  }
+  const float scale = inverse_root(sum_over_lanes<lane.LANES>(squares) * inverse_N + float(args.eps));
+#pragma unroll
+  for (int n = 0; n < GROUPS; ++n) {
+    const int j = CHANNELS_APART * n;
+    if (j >= channels) continue;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+      const float normed = fmaf(x[n][i] * scale, weight[n][i], bias[n][i]), g = gate[n][i];
+      x[n][i] = BONUS ? fmaf(bonus_score, v[n][i], normed) * g : normed * silu(g);
+    }
+    store_group(args.y + first + j, x[n]);
   }
 }

@@ -7,16 +7,14 @@
 // shapes    k v w rate_logits share_logits first a b [T, H, N], k, v and w in place; bases [3, H, N] of w, a, v;
 //           removal replacement [H, N]. In the first layer the bases of v are -inf: v stays as it is and is stored in
 //           `first`, which the other layers read
-// grid      a warp a (token, head), a lane PAIRS pairs of neighbouring channels, the pairs 64 channels apart; 256
-//           threads
+// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    N even, up to 64 PAIRS
-#include "decode.cuh"
+// limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes
+#include "rwkv6/lanes_of_heads.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
 constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
 
@@ -35,51 +33,65 @@ template <typename X> struct Args {
   i64 token_heads, H, N;  // token_heads: T H
 };
 
-__device__ __forceinline__ float2 sigmoid(float2 base, float2 x) {
-  return {sigmoid(base.x + x.x), sigmoid(base.y + x.y)};
+// sigmoid, as accurate as results of type X need.
+template <typename X> __device__ __forceinline__ float sigmoid_for(float x) {
+  return sizeof(X) == 4 ? sigmoid(x) : inverse(1.f + exp2_approx(-LOG2E * x));
 }
 
-template <typename X, int PAIRS> __global__ void __launch_bounds__(THREADS) rwkv7_keys(const Args<X> args) {
+template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(THREADS) rwkv7_keys(const Args<X> args) {
   launch_next();        // the next kernel may begin
   wait_for_previous();  // nothing is read before
-  const i64 token_head = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
-  if (token_head >= args.token_heads) return;
-  const int lane = threadIdx.x % 32, N = int(args.N);
-  const i64 D = args.H * N, first = token_head * N, first_channel = token_head % args.H * N;
-  float2 removed[PAIRS], rate[PAIRS];
-  float squares = 0.f;
+  const LaneOfHead<WIDTH> lane;
+  const int N = int(args.N);
+  const i64 first_channel = lane.token_head % args.H * N + lane.channel;  // of [H, N]
+  const i64 first = lane.token_head * N + lane.channel;                   // of [T, H, N]
+  const int channels = lane.token_head < args.token_heads ? N - lane.channel : 0;
+  float removed[GROUPS][WIDTH], rate[GROUPS][WIDTH], squares = 0.f;
 #pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    const int j = 2 * (32 * n + lane);
-    removed[n] = rate[n] = {};
-    if (j >= N) continue;
+  for (int n = 0; n < GROUPS; ++n) {
+    const int j = CHANNELS_APART * n;
+    if (j >= channels) continue;
     const i64 index = first + j, channel = first_channel + j;
-    // All loads come first: the compiler does not move them over the branches of divisions.
-    const float2 k = load2(args.k + index), v = load2(args.v + index), w = load2(args.w + index),
-                 rate_logits = load2(args.rate_logits + index), share_logits = load2(args.share_logits + index),
-                 base_w = load2(args.bases + channel), base_a = load2(args.bases + D + channel),
-                 base_v = load2(args.bases + 2 * D + channel), removal = load2(args.removal + channel),
-                 replacement = load2(args.replacement + channel);
-    const bool is_first_layer = base_v.x < -3e38f;
-    float2 first_v = {};
-    if (!is_first_layer) first_v = load2(args.first + index);
-
-    const float2 decay = sigmoid(base_w, w), share = sigmoid(base_v, share_logits);
-    rate[n] = sigmoid(base_a, rate_logits), removed[n] = {k.x * removal.x, k.y * removal.y};
-    squares += removed[n].x * removed[n].x + removed[n].y * removed[n].y;
-    store2(args.w + index, {-DECAY * decay.x, -DECAY * decay.y});
-    store2(args.k + index,
-           {k.x * fmaf(rate[n].x - 1.f, replacement.x, 1.f), k.y * fmaf(rate[n].y - 1.f, replacement.y, 1.f)});
-    if (is_first_layer) store2(args.first + index, v);
-    else store2(args.v + index, {fmaf(first_v.x - v.x, share.x, v.x), fmaf(first_v.y - v.y, share.y, v.y)});
-  }
-  const float inverse = 1.f / fmaxf(sqrtf(warp_sum(squares)), LEAST_NORM);
+    float k[WIDTH], v[WIDTH], w[WIDTH], share[WIDTH], first_v[WIDTH] = {};
+    float base_w[WIDTH], base_a[WIDTH], base_v[WIDTH], removal[WIDTH], replacement[WIDTH];
+    load_group(k, args.k + index);
+    load_group(v, args.v + index);
+    load_group(w, args.w + index);
+    load_group(rate[n], args.rate_logits + index);
+    load_group(share, args.share_logits + index);
+    load_group(base_v, args.bases + 2 * args.H * N + channel);
+    const bool is_first_layer = base_v[0] < -3e38f;
+    if (!is_first_layer) load_group(first_v, args.first + index);
+    load_group(base_w, args.bases + channel);
+    load_group(base_a, args.bases + args.H * N + channel);
+    load_group(removal, args.removal + channel);
+    load_group(replacement, args.replacement + channel);
+    if (is_first_layer) store_group(args.first + index, v);
 #pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    const int j = 2 * (32 * n + lane);
-    if (j >= N) continue;
-    const float2 kappa = {removed[n].x * inverse, removed[n].y * inverse};
-    store2(args.a + first + j, {-kappa.x, -kappa.y});
-    store2(args.b + first + j, {kappa.x * rate[n].x, kappa.y * rate[n].y});
+    for (int i = 0; i < WIDTH; ++i) {
+      w[i] = -DECAY * sigmoid_for<X>(base_w[i] + w[i]);
+      rate[n][i] = sigmoid_for<X>(base_a[i] + rate[n][i]);
+      removed[n][i] = k[i] * removal[i];
+      squares += removed[n][i] * removed[n][i];
+      k[i] *= fmaf(rate[n][i] - 1.f, replacement[i], 1.f);
+      v[i] = fmaf(first_v[i] - v[i], sigmoid_for<X>(base_v[i] + share[i]), v[i]);
+    }
+    store_group(args.w + index, w);
+    store_group(args.k + index, k);
+    if (!is_first_layer) store_group(args.v + index, v);
+  }
+  const float inverse_norm = 1.f / fmaxf(sqrtf(sum_over_lanes<lane.LANES>(squares)), LEAST_NORM);
+#pragma unroll
+  for (int n = 0; n < GROUPS; ++n) {
+    const int j = CHANNELS_APART * n;
+    if (j >= channels) continue;
+    float a[WIDTH], b[WIDTH];
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+      const float kappa = removed[n][i] * inverse_norm;
+      a[i] = -kappa, b[i] = kappa * rate[n][i];
+    }
+    store_group(args.a + first + j, a);
+    store_group(args.b + first + j, b);
   }
 }

@@ -420,21 +420,27 @@ class Openings(ModelKernel):
 
 
 class HeadKernel(ModelKernel):
-    """The base of kernels whose warps compute one head of one token each; a lane has PAIRS pairs of channels."""
+    """The base of kernels of which some lanes of a warp compute a head of a token: a lane has GROUPS groups of WIDTH
+    neighbouring channels, and the groups are 64 channels apart."""
 
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible PAIRS, for heads of at most 64 PAIRS channels
+    CHANNELS_APART: ClassVar[int] = 64
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 2)  # the possible WIDTH, of which heads have a multiple
+    DEPTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible GROUPS
     threads = 256
     X: np.dtype
-    PAIRS: int
+    WIDTH: int
+    GROUPS: int
 
     @classmethod
     def fitting(cls, X, N, **fields):
-        """The instance with the fewest registers for heads of N channels; `fields`: those of the derived class."""
-        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width), **fields)
+        """The instance with the widest groups, and the fewest, for heads of N channels; `fields`: those of the derived
+        class."""
+        width = next(width for width in cls.WIDTHS if N % width == 0)
+        return cls(X, width, next(groups for groups in cls.DEPTHS if N <= cls.CHANNELS_APART * groups), **fields)
 
     def blocks(self, rows) -> int:
         """Blocks for so many rows, each a head of a token."""
-        return ceil_div(rows * 32, self.threads)
+        return ceil_div(rows * self.CHANNELS_APART // self.WIDTH, self.threads)
 
 
 class GatedNorm(HeadKernel):

@@ -1,0 +1,27 @@
+// what      Shared by kernels of which some lanes of a warp compute a head of a token: these lanes and their channels,
+//           loads and stores. A lane has GROUPS groups of WIDTH neighbouring channels, 2 or 8, and the groups are 64
+//           channels apart: so 64 / WIDTH lanes have a head.
+#include "decode.cuh"
+
+constexpr int THREADS = 256, CHANNELS_APART = 64;  // of groups
+
+// This thread's head, of all tokens' heads, and the first channel of its first group.
+template <int WIDTH> struct LaneOfHead {
+  static constexpr int LANES = CHANNELS_APART / WIDTH;
+  i64 token_head = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES;
+  int channel = int(threadIdx.x) % LANES * WIDTH;
+};
+
+// Eight numbers start on 16 bytes.
+template <int WIDTH, typename X> __device__ __forceinline__ void load_group(float (&x)[WIDTH], const X* from) {
+  if constexpr (WIDTH == 8) load8(x, from);
+  else {
+    const float2 both = load2(from);
+    x[0] = both.x, x[1] = both.y;
+  }
+}
+
+template <int WIDTH, typename X> __device__ __forceinline__ void store_group(X* to, const float (&x)[WIDTH]) {
+  if constexpr (WIDTH == 8) store8(to, x);
+  else store2(to, {x[0], x[1]});
+}
