@@ -33,8 +33,8 @@ template <int BK> struct Shared {
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: the
 // gates' type. GATED: whether columns have gates gv, too. load_tile<tokens, columns, distance of rows, threads>
-// (tensor.cuh) copies tokens to shared memory as floats; what is outside of the array becomes 0, so that gates there
-// are 0 and decays 1.
+// (tensor.cuh) copies tokens to shared memory as floats. Columns outside of the array become 0, so that gates there are
+// 0 and decays 1; rows after the last token are not read.
 template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int THREAD_CHANNELS = BK / WARPS;
@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
   if (ReadOrder::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
   for (i64 token = span.start; token < span.stop; token += TOKENS) {
+    const int tokens = span.stop - token < TOKENS ? int(span.stop - token) : TOKENS;  // of these 16
     load_tile<TOKENS, BK, BK, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
     load_tile<TOKENS, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
     // Copies the 16 tokens' gates to s.a and s.av.
@@ -72,14 +73,14 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
       if (GATED) largest_gate = fmaxf(largest_gate, x);
       x = decay_of(x);
     };
-    for (int index = threadIdx.x; index < TOKENS * BK; index += THREADS) take_exp(s.a[index]);
+    for (int index = threadIdx.x; index < tokens * BK; index += THREADS) take_exp(s.a[index]);
     if constexpr (GATED)
-      for (int index = threadIdx.x; index < TOKENS * BV; index += THREADS) take_exp(s.av[index]);
+      for (int index = threadIdx.x; index < tokens * BV; index += THREADS) take_exp(s.av[index]);
     // Computes the tokens in shared memory. next_state returns a number of the state after a token, from the number
     // before it, the decays of its channel and of its column, and k v.
     const auto run_tokens = [&](auto next_state) {
 #pragma unroll 1
-      for (int r = 0; r < TOKENS; ++r) {  // rows after the last token have k = 0 and decays of 1
+      for (int r = 0; r < tokens; ++r) {
         const float v = s.v[r * BV + lane], av = GATED ? s.av[r * BV + lane] : 1.f;
         float o = 0.f;
 #pragma unroll
@@ -105,10 +106,10 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
       run_tokens(decayed);
     }
     __syncthreads();  // the sums of o are in shared memory; the tiles may be overwritten
-    for (int index = threadIdx.x; index < TOKENS * BV; index += THREADS) {
+    for (int index = threadIdx.x; index < tokens * BV; index += THREADS) {
       const i64 row = token + index / BV, column = v_tile + index % BV;
       const float o = (s.partial[0][index] + s.partial[1][index]) + (s.partial[2][index] + s.partial[3][index]);
-      if (row < span.stop && column < shape.V) args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o);
+      if (column < shape.V) args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o);
     }
   }
   if (args.final && column_exists)
