@@ -70,6 +70,7 @@ def on_every_card():
             (gated.GatedSmallForward, gated.GatedSmallStates, gated.GatedSmallBackward), gated.SMALL_SIZES
         ):
             yield cls(order, T, G, size)
+        yield gated.GatedShortBackward(order, T, G)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)

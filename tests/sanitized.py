@@ -195,6 +195,8 @@ def gradients(rng, run, as_filled):
         for sizes, dtype, gate, gate_dtype, keywords in GRADIENTS:
             arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
             yield run(backward, op, *arrays, **keywords, initial_state=state)
+        arrays, (state,) = drawn(declared, rng, (2, 3, 13, 70, 20), BFLOAT16)  # few tokens
+        yield run(backward, op, *arrays, initial_state=state)
         arrays, (state,) = drawn(declared, rng, UNEVEN_ROWS, BFLOAT16)
         yield as_filled(run, backward, op, *arrays, initial_state=state)
 

@@ -27,7 +27,7 @@ from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, common_bytes
 from .rank_summary import RankSummary
-from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
+from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SHORT, SMALL, TILED
 
 STATE_BYTES = 1 << 27  # the states and gradients of so many bytes may be stored at a time, however small the inputs are
 
@@ -59,7 +59,7 @@ def plan_vjp(problem, device, do, dht, saved=None, summaries=(), gate=OF_CHANNEL
             starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_backward_segments()
         tiles, partial_du = launch_hopper(draft, backward, cut, summaries, starts)
     else:
-        launch = {TILED: launch_tile_by_tile, SMALL: launch_small, PORTABLE: launch_portable}[cut.way]
+        launch = LAUNCH_OF_WAY[cut.way]
         tiles, partial_du = launch(draft, backward, cut)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
@@ -185,6 +185,18 @@ def launch_small(draft, backward, cut):
     arrays["step_states"] = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
     draft.launch(main, main.blocks(N * P * H), **read, **written, **common, **arrays, P=P)
     return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
+
+
+def launch_short(draft, backward, cut):
+    """Launches the kernel for short sequences, which runs on every card; returns (its tile sizes, du of each sequence
+    or None)."""
+    problem, (kernel,) = backward.problem, cut.kernels
+    N, H, K = problem.shape("N H K")
+    partial_du = draft.empty((N, H, K), FLOAT32) if "u" in problem.arrays else None
+    states = {"initial": draft.initial(problem), "dht": backward.dht, "dh0": backward.dh0}
+    common = {"u": draft.bonus(problem), "partial_du": partial_du, "scale": problem.scale}
+    draft.launch(kernel, N * H, **backward.read, **backward.written, **states, **common, shape=draft.shape(problem))
+    return kernel.tiles, partial_du
 
 
 def memory_of_summaries(draft, problem, P):
@@ -345,3 +357,12 @@ class HopperBackward:
         arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
         self.launch_mapped(kernel, 2 * P * N * H * ceil_div(K, kernel.BK), mapped, **arrays, P=P, **args)
         return states, decays
+
+
+# Of every way but HOPPER, which takes summaries, and COPIED
+LAUNCH_OF_WAY = {
+    TILED: launch_tile_by_tile,
+    SMALL: launch_small,
+    SHORT: launch_short,
+    PORTABLE: launch_portable,
+}

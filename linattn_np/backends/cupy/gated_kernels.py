@@ -471,6 +471,23 @@ class GatedWideForward(TiledKernel):
         return {"BK": self.channels, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
 
 
+class GatedShortBackward(GatedKernel):
+    """All gradients of sequences of at most TOKENS tokens, and du of each sequence: a block computes one head of a
+    sequence."""
+
+    file = "gated/short_backward"
+    arguments = members("rows q k v do_ g dq dk dv dg, pointers? u initial dht dh0 partial_du, shape, reals scale")
+    shared = ("Shared",)
+    threads = 128
+    resident = 3
+    TOKENS: ClassVar[int] = 16
+    constants = (("TOKENS", "TOKENS"),)
+
+    @property
+    def tiles(self):
+        return {"chunk": self.TOKENS}
+
+
 # -- kernels for heads of at most 16 channels and columns, on every card -----------------------------------------------
 SMALL_SIZES = (8, 16)  # the possible D of `GatedSmall`: the most channels and columns of a head
 

@@ -49,6 +49,7 @@ from .gated_kernels import (
     GatedForward,
     GatedForwardSm90,
     GatedSegmentStates,
+    GatedShortBackward,
     GatedSmallBackward,
     GatedSmallForward,
     GatedSmallStates,
@@ -126,6 +127,7 @@ def tf32_products(problem) -> int:
 # -- one problem -------------------------------------------------------------------------------------------------------
 # The ways of computing a pass: each is a set of kernels, and `explain` prints the text.
 SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"
+SHORT = "short sequences"  # one backward kernel for sequences of few tokens
 TILED = "tiles of the state"  # Hopper's own backward kernels, for one tile of 128 channels and columns after the other
 COPIED = "wider copies"  # the same call on copies of its arrays, whose rows are padded to multiples of 16 bytes
 
@@ -140,6 +142,13 @@ def are_small(problem, device) -> bool:
     B, H, T, K, V = problem.shape("B H T K V")
     on_hopper = device.capability == 90 and problem.dtype.itemsize == 2  # Hopper's own kernels need fewer tokens
     return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
+
+
+def are_short(problem, device) -> bool:
+    """Whether a pullback is computed by the kernel for sequences of few tokens: they are that short, and heads are not
+    small."""
+    fits = min(problem.shape("K V")) > 0 and problem.spans.longest <= GatedShortBackward.TOKENS
+    return fits and not are_small(problem, device)
 
 
 def are_wide(problem, device) -> bool:
@@ -447,6 +456,9 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
     saved : as in `gated_backward.plan_vjp`
     summarised : whether the segments are summarised already
     """
+    if are_short(problem, device):
+        kernel = GatedShortBackward(read_order(problem.op), problem.dtype, gate_dtype(problem))
+        return BackwardCut(SHORT, device, kernels=(kernel,))
     backward, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
     if backward.count:
         forward = None  # the pass that computes the states at the segments' starts
@@ -491,10 +503,11 @@ def portable_backward_cut(problem, device, gate):
 
 
 def hoppers_backward_segments(problem, device) -> BackwardSegments:
-    """The segments of Hopper's own backward kernels; NO_PULLBACK if these cannot compute the problem."""
-    if are_small(problem, device) or not fits_hoppers_backward(problem, device, token_arrays(problem)):
+    """The segments of Hopper's own backward kernels; NO_PULLBACK if others compute the problem."""
+    if are_small(problem, device) or are_short(problem, device):
         return NO_PULLBACK
-    return segments_of_pullback(problem, device)
+    fits = fits_hoppers_backward(problem, device, token_arrays(problem))
+    return segments_of_pullback(problem, device) if fits else NO_PULLBACK
 
 
 def segments_of_pullback(problem, device) -> BackwardSegments:
