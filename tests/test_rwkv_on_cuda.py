@@ -627,26 +627,32 @@ def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, kind, dty
         model.forward(tokens, on_cuda(weights).initial_state(2))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("D", [8, 2056, 4104])
-def test_shifts_of_narrow_and_wide_rows(device, D, rng):
-    """Three tokens of two prompts: one goes on where an earlier call ended, the other starts in the middle."""
+@pytest.mark.parametrize("tokens_per_block", [1, 2, 3])
+def test_shifts_of_narrow_and_wide_rows(device, tokens_per_block, D, rng):
+    """Five tokens of two prompts: one goes on where an earlier call ended, the other starts in the middle."""
     x, before, (weight, bias, *maa) = (
-        rng.standard_normal((3, D)),
+        rng.standard_normal((5, D)),
         rng.standard_normal((2, D)),
         rng.standard_normal((4, D)),
     )
     given = {"x": x, "before": before, "weight": weight, "bias": bias, "maa": np.stack(maa)}
     arrays = {name: device.upload(array.astype(np.float32)) for name, array in given.items()}
-    arrays |= {"starts": device.upload(np.array([0, -1, 1])), "ends": device.upload(np.array([-1, 0, 1]))}
-    shapes = {"shift": (2, D), "xx": (3, D), "d": (3, D), "mixed": (2, 3, D)}
+    arrays |= {
+        "starts": device.upload(np.array([0, -1, -1, 1, -1])),
+        "ends": device.upload(np.array([-1, -1, 0, -1, 1])),
+    }
+    shapes = {"shift": (2, D), "xx": (5, D), "d": (5, D), "mixed": (2, 5, D)}
     arrays |= {name: device.empty(shape, np.float32) for name, shape in shapes.items()}
     kernel = kernels.ShiftMix.fitting(np.dtype(np.float32), D)
     at = {name: device.pointer(array) for name, array in arrays.items()}
-    device.launch(kernel, 3, kernel.pack(**at, T=3, D=D, C=2, eps=1e-5))
+    args = kernel.pack(**at, T=5, D=D, C=2, tokens_per_block=tokens_per_block, eps=1e-5)
+    device.launch(kernel, -(-5 // tokens_per_block), args)
     xx = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight + bias
-    d = np.stack([before[0], xx[0], before[1]]) - xx
+    d = np.stack([before[0], *xx[:2], before[1], xx[3]]) - xx
     mixed = xx + d * np.stack(maa)[:, None]
-    for name, wanted in {"xx": xx, "d": d, "shift": xx[1:], "mixed": mixed}.items():
+    for name, wanted in {"xx": xx, "d": d, "shift": xx[[2, 4]], "mixed": mixed}.items():
         np.testing.assert_allclose(host(arrays[name]), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
 
 

@@ -369,13 +369,17 @@ class Widen(ElementwiseKernel):
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
 class ShiftMix(ModelKernel):
-    """`NormShift` for prompts: layer norm, token shift and C mixes of all tokens. A block computes one token. `before`
-    and `shift` are the states at the sequences' starts and ends; `starts` and `ends` say which tokens these are."""
+    """`NormShift` for prompts: layer norm, token shift and C mixes of all tokens. A block computes `tokens_per_block`
+    tokens one after the other. `before` and `shift` are the states at the sequences' starts and ends; `starts` and
+    `ends` say which tokens these are."""
 
     file = "rwkv6/shift_mix"
-    arguments = members("pointers x weight bias maa before shift starts ends xx d mixed, integers T D C, reals eps")
+    arguments = members(
+        "pointers x weight bias maa before shift starts ends xx d mixed, integers T D C tokens_per_block, reals eps"
+    )
     shared = ("Shared",)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
+    RESIDENT: ClassVar[int] = 2  # blocks of a multiprocessor, at most 64 registers a thread
     threads = 512
     X: np.dtype
     EACH: int
@@ -384,6 +388,10 @@ class ShiftMix(ModelKernel):
     def fitting(cls, X, D):
         """The instance with the fewest registers, so that many blocks fit on a multiprocessor."""
         return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
+
+    def tokens_per_block(self, T, multiprocessors) -> int:
+        """So many of T tokens that all blocks run at the same time: a block normalises one token more than it has."""
+        return ceil_div(T, self.RESIDENT * multiprocessors)
 
 
 class Openings(ModelKernel):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
+from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.execute import CompiledPlan, describe_parts, in_one_allocation
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array
@@ -207,9 +208,11 @@ class MixOperations:
         """Adds a layer norm, the token shift and the mixes; returns (mixes xx + d maa, xx, d): xx is the normed x, d
         the previous token's xx minus xx."""
         (T, D), (mixed, xx, d) = x.shape, self.mixes[norm]
+        kernel = kernels.ShiftMix.fitting(mixed.dtype, D)
+        tokens_per_block = kernel.tokens_per_block(T, self.device.multiprocessors)
         self.draft.launch(
-            kernels.ShiftMix.fitting(mixed.dtype, D),
-            T,
+            kernel,
+            ceil_div(T, tokens_per_block),
             x=x,
             **kernels.affine(getattr(layer, norm)),  # its weight and bias
             maa=getattr(layer, maa),
@@ -221,6 +224,7 @@ class MixOperations:
             d=d,
             mixed=mixed,
             C=mixed.shape[0],
+            tokens_per_block=tokens_per_block,
             eps=self.layer_eps,
         )
         return mixed, xx, d
