@@ -127,7 +127,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
       const T* from =
           args.chunk_states + state_index(args.shape, backwards, b, h, chunk, tile * TILE) + i64(column) * TILE;
       for (int i = threadIdx.x * PIECE; i < COLUMNS * TILE; i += THREADS * PIECE)
-        cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i, true);
+        cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i);
     }
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.token_stride, rows,
                                int(args.shape.V) - column, int(args.bytes));

@@ -116,7 +116,7 @@ __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const 
   const T* from = (state ? state_gradients : chunk_states) + state_index(shape, false, b, h, chunk, channel) +
                   i64(column) * TILE + first;
 #pragma unroll
-  for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n, true);
+  for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n);
 }
 
 // Adds S dS, summed over 16 columns of V, for the warp's 16 channels: the diagonal of S dS^T, which tensor cores

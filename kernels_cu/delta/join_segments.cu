@@ -86,7 +86,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         const int row = index / ACROSS, column = index % ACROSS * PIECE;  // of the panel
         const int F_row = row + (BACKWARDS ? from : 0), F_column = column + (BACKWARDS ? 0 : from);
         if (F_row < K && F_column < F_stride)
-          cp_async<16>(s.panels[number % STAGES] + row * LD + column, F + F_row * F_stride + F_column, true);
+          cp_async<16>(s.panels[number % STAGES] + row * LD + column, F + F_row * F_stride + F_column);
       }
     }
     cp_async_commit();

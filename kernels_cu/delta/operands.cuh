@@ -60,9 +60,9 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const float2 (&a)[4]
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float2 &upper = a[2 * half], &lower = a[2 * half + 1];
-    const TwoTf32 left[4] = {two_tf32<false>(upper.x), two_tf32<false>(lower.x), two_tf32<false>(upper.y),
-                             two_tf32<false>(lower.y)};
-    const TwoTf32 right[2] = {two_tf32<false>(b[half].x), two_tf32<false>(b[half].y)};
+    const TwoTf32 left[4] = {two_tf32<CUT_OFF>(upper.x), two_tf32<CUT_OFF>(lower.x), two_tf32<CUT_OFF>(upper.y),
+                             two_tf32<CUT_OFF>(lower.y)};
+    const TwoTf32 right[2] = {two_tf32<CUT_OFF>(b[half].x), two_tf32<CUT_OFF>(b[half].y)};
     mma_tf32(d, {left[0].low, left[1].low, left[2].low, left[3].low}, {right[0].high, right[1].high});
     mma_tf32(d, {left[0].high, left[1].high, left[2].high, left[3].high}, {right[0].low, right[1].low});
     mma_tf32(d, {left[0].high, left[1].high, left[2].high, left[3].high}, {right[0].high, right[1].high});

@@ -27,7 +27,7 @@ template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_
 #pragma unroll
   for (int offset = 0; offset < STOP - FROM; offset += THREADS * 16)
     if (offset + THREADS * 16 <= STOP - FROM || first + offset < STOP)
-      cp_async<16>(static_cast<char*>(to) + first + offset, static_cast<const char*>(from) + first + offset, true);
+      cp_async<16>(static_cast<char*>(to) + first + offset, static_cast<const char*>(from) + first + offset);
 }
 
 // Rounds channels 16 c ... 16 c + 15 of S to T: s is a left operand [columns, channels]; s[0], s[2] and s[1], s[3] are

@@ -62,8 +62,8 @@
 //   Held                 a Left that takes few registers: floats, which `left()` splits or truncates, or bfloat16
 //                        pairs; get(p): the numbers that a product reads
 //   set, take            store a pair: `set` rounds it (or splits it), `take` truncates it
-//   load_left            A from a tile of shared memory: <true>: [depth, row], <false>: [row, depth]
-//   load_right           two B side by side: <true>: [column, depth], <false>: [depth, column]
+//   load_left            A from a tile of shared memory: [row, depth], or, TRANSPOSED, [depth, row]
+//   load_right           two B side by side: [depth, column], or, TRANSPOSED, [column, depth]
 //   load_channels        a tile [16 tokens, 16 channels] by index p
 //   multiply             d += A B for two B; with six arguments two such products, whose instructions take turns;
 //                        multiply_half: for one B, over half of the depth
@@ -451,9 +451,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   Shape states_shape = shape;
   if (Columns::turned) states_shape.K = shape.V, states_shape.V = shape.K;
   const Stored* S_tiles =
-      static_cast<const Stored*>(args.chunk_states) +
-      tile_at(states_shape, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
-  const Stored* dS_tiles = S_tiles + tile_at(states_shape, heads, true, 0, 0, 0, 0, 0);
+      static_cast<const Stored*>(args.chunk_states) + tile_at(states_shape, heads, FORWARDS, b, h - args.first, c,
+                                                              Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
+  const Stored* dS_tiles = S_tiles + tile_at(states_shape, heads, BACKWARDS, 0, 0, 0, 0, 0);
   // The distance in memory from a tile of columns to the next one.
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
   // Loads the columns of step `step` of a stage to index `slot` of the queue.
@@ -505,10 +505,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       }
       if (stage + 1 < column_stages) fetch_states(1, stage + 1, step);
 #pragma unroll
-      for (int m = 0; m < BLOCKS; ++m) {  // <true>: a row of the tile in memory has the columns that are summed over
+      for (int m = 0; m < BLOCKS; ++m) {  // TRANSPOSED: a row of the tile has the columns that are summed over
         RightData<M, Value> do_operand[2], v_operand[2];
-        load_right<true>(do_operand, in.do_ + 16 * m * LDV + 16 * step, LDV);
-        load_right<true>(v_operand, in.v + 16 * m * LDV + 16 * step, LDV);
+        load_right<TRANSPOSED>(do_operand, in.do_ + 16 * m * LDV + 16 * step, LDV);
+        load_right<TRANSPOSED>(v_operand, in.v + 16 * m * LDV + 16 * step, LDV);
         multiply(dq[m], S, do_operand, dk[m], dS, v_operand);
       }
 #pragma unroll
@@ -517,8 +517,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
         LeftData<M, Value> do_rows;
         RightData<M, Value> v_rows[2];
-        load_left<false>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * step, LDV);
-        load_right<true>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * step, LDV);
+        load_left<AS_STORED>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * step, LDV);
+        load_right<TRANSPOSED>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * step, LDV);
         multiply(dA_blocks[x], do_rows, v_rows);
       }
     }
@@ -750,18 +750,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         // dAs: right operands [16 keys, 8 queries] for the block's first and second sub-chunk of queries. The last
         // argument of multiply_half: which sub-chunk of keys, 0 or 1, the product sums over.
         Right<M> dAs[2];
-        load_right<true>(dAs, dA + 16 * m, LDA);
+        load_right<TRANSPOSED>(dAs, dA + 16 * m, LDA);
         multiply_half(over_keys[0], keys.left(), dAs[0], 0);
         multiply_half(over_keys[1], keys.left(), dAs[1], 1);
         multiply_half(over_keys8, border8.left(), dAs[1], 0);
         if (grows(m)) put_pairs(over_keys, pair_sums[m].dq);
         if (in_half) {
-          load_right<true>(dAs, dA + 16 * (m - 1), LDA);
+          load_right<TRANSPOSED>(dAs, dA + 16 * (m - 1), LDA);
           multiply(over_keys16, border16[0].left(), dAs);
         }
 #pragma unroll 1
         for (int other = 0; half && other < BLOCKS / 2; ++other) {
-          load_right<true>(dAs, dA + 16 * other, LDA);
+          load_right<TRANSPOSED>(dAs, dA + 16 * other, LDA);
           multiply(over_keys32, s.pairs.border32[other][threadIdx.x].left(), dAs);
         }
         __syncwarp();  // all lanes have read q of this block, which dq overwrites
@@ -810,18 +810,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         Accumulators over_queries = {}, over_queries16 = {}, over_queries32 = {};
         float over_queries8[4] = {};
         Right<M> dAs[2];  // right operands [16 queries, 8 keys]
-        load_right<false>(dAs, dA + 16 * m, LDA);
+        load_right<AS_STORED>(dAs, dA + 16 * m, LDA);
         multiply_half(over_queries[0], queries.left(), dAs[0], 0);
         multiply_half(over_queries[1], queries.left(), dAs[1], 1);
         multiply_half(over_queries8, border8.left(), dAs[0], 1);
         if (grows(m)) put_pairs(over_queries, pair_sums[m].dk);
         if (!in_half) {
-          load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
+          load_right<AS_STORED>(dAs, dA + 16 * LDA + 16 * m, LDA);
           multiply(over_queries16, border16[1].left(), dAs);
         }
 #pragma unroll 1
         for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
-          load_right<false>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
+          load_right<AS_STORED>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
           multiply(over_queries32, s.pairs.border32[other][threadIdx.x].left(), dAs);
         }
         __syncwarp();  // all lanes have read k of this block, which dk overwrites

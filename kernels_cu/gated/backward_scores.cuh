@@ -21,15 +21,15 @@ constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp dec
 template <typename Stored> using ChannelTokens = Stored[CHANNELS * LD<Stored, CHUNK>];
 
 // d += queries^T keys over 16 channels from c on, for 16 queries and 16 keys. queries, keys: the columns of their first
-// token. As tensor cores take the left operand as [query, channel], its tile is the transpose (<true>); the right one,
-// [channel, key], is not (<false>).
+// token. As tensor cores take the left operand as [query, channel], its tile is TRANSPOSED; the right one,
+// [channel, key], is not.
 template <class M, typename Stored>
 __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
   constexpr int LDT = LD<Stored, CHUNK>;
   Left<M> a;
   Right<M> b[2];
-  load_left<true>(a, queries + c * LDT, LDT);
-  load_right<false>(b, keys + c * LDT, LDT);
+  load_left<TRANSPOSED>(a, queries + c * LDT, LDT);
+  load_right<AS_STORED>(b, keys + c * LDT, LDT);
   multiply(d, a, b);
 }
 
@@ -63,8 +63,8 @@ struct ChunkScores {
     if (warp < 2) add_scores<M>(border16, from.border16 + 16 * (quarter + 1), from.border16 + 16 * quarter, c);
     Left<M> a;
     Right<M> b[2];
-    load_left<true>(a, from.border8 + c * LDT + 16 * warp, LDT);
-    load_right<false>(b, from.border8 + c * LDT + 16 * warp, LDT);
+    load_left<TRANSPOSED>(a, from.border8 + c * LDT + 16 * warp, LDT);
+    load_right<AS_STORED>(b, from.border8 + c * LDT + 16 * warp, LDT);
     multiply(border8, a, b[0]);
   }
 };

@@ -27,7 +27,7 @@
 //   Math<T, PRODUCTS>  how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two tf32
 //                      numbers
 //   Left, RightData    a lane's pairs of A, of B as data are in memory; Left::take stores a pair without rounding
-//   load_right<false>  two B side by side, from a tile [depth, column]
+//   load_right         two B side by side, from a tile [depth, column]
 //   load_channels      x[p] is of channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk p / 2 of 16 tokens
 //   multiply           d += A B for two B
 //   TF32_CORRECTION    the factor that undoes the truncation of an operand
@@ -267,7 +267,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll
       for (int n = 0; n < BV / 8; n += 2) {
         RightData<M, T> b[2];
-        load_right<false>(b, in.values + 16 * m * LD<T, BV> + 8 * n, LD<T, BV>);
+        load_right<AS_STORED>(b, in.values + 16 * m * LD<T, BV> + 8 * n, LD<T, BV>);
         multiply(S[n / 2], a, b);
       }
     }

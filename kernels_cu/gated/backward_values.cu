@@ -21,7 +21,8 @@
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>  how data T are multiplied; Stored: the type of operands in memory
 //   Left, Right        a lane's part of A, of B; RightData: of data as they are in memory
-//   load_left<true>    A from a tile [depth, row]; load_right<false>, load_matrices: two B side by side from a tile
+//   load_left          A from a tile [row, depth] or, TRANSPOSED, [depth, row]; load_right, load_matrices: two B from a
+//     tile
 //                      [depth, column] and from 8 x 8 matrices
 //   load_column        8 channels of 32 tokens: x[m] is this lane's channel and two tokens of sub-chunk m of the four
 //   multiply           d += A B for two B; put_pair: stores two neighbours
@@ -32,7 +33,8 @@
 //   product_over(x, first, end, factor) = factor times x[first ... end - 1]
 // From backward.cuh and others
 //   fetch_rows         starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
-//   tile_at(shape, heads, true, b, h, c, k_tile, v_tile): the index of a tile of dS in chunk_states; matrix_at: of an
+//   tile_at(shape, heads, BACKWARDS, b, h, c, k_tile, v_tile): the index of a tile of dS in chunk_states; matrix_at: of
+//     an
 //                      8 x 8 matrix in a tile; row_place: of a row in a matrix in shared memory
 //   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32 (backward_scores.cuh)
 //   ChannelTokens      a tile [channel, token]; CHANNELS = 32
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(
                                                  vectors);
   };
   const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
-  const Stored* chunk_states =
-      static_cast<const Stored*>(args.chunk_states) + tile_at(shape, heads, true, b, h - args.first, c, 0, first_tile);
+  const Stored* chunk_states = static_cast<const Stored*>(args.chunk_states) +
+                               tile_at(shape, heads, BACKWARDS, b, h - args.first, c, 0, first_tile);
   const auto fetch_state = [&](int n) {
     // A tile of a state [64 channels, 64 columns] is 8 x 8 matrices, a row of eight after the other (backward.cuh): 32
     // channels are PART neighbouring numbers of it. In shared memory the rows of a matrix are at row_place.
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(
       scores.add<M>(from, c);
       Left<M> a;
       Right<M> b[2];
-      load_left<true>(a, from.ends + c * LDT + 16 * warp, LDT);
+      load_left<TRANSPOSED>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
         load_matrices(b, s.dS + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
@@ -280,11 +282,11 @@ __global__ void __launch_bounds__(
   for (int row = 0; row < CHUNK / 16; ++row) {
     if (row < warp) continue;  // uniform in the warp
     Left<M> a;                 // A^T of 16 keys, the warp's, and 16 queries
-    load_left<true>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
+    load_left<TRANSPOSED>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
 #pragma unroll
     for (int x = 0; x < BV / 8; x += 2) {
       RightData<M, T> b[2];
-      load_right<false>(b, s.do_ + 16 * row * LD<T, BV> + 8 * x, LD<T, BV>);
+      load_right<AS_STORED>(b, s.do_ + 16 * row * LD<T, BV> + 8 * x, LD<T, BV>);
       multiply(dv[x / 2], a, b);
     }
   }

@@ -162,6 +162,7 @@ template <class WarpShare> struct OtherHalfDecay {
 
 // For this lane's channels, the decays over the tokens between this span and the start (BEFORE) or the end of its
 // sub-chunk, of its half of the chunk, and of the chunk.
+constexpr bool BEFORE_SPAN = true, AFTER_SPAN = false;
 template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
   float sub_chunk[LANE_CHANNELS], half_chunk[LANE_CHANNELS], chunk[LANE_CHANNELS];
 
@@ -261,6 +262,7 @@ __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, in
 
 // Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. AFTER_MIDDLE:
 // the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are.
+constexpr bool AFTER_MIDDLE = true, BEFORE_MIDDLE = false;
 template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
 __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& coord,
@@ -351,7 +353,7 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   Piece<LANE_CHANNELS, T> q[SPAN];
   load_span<BK>(q, s.q[stage], coord);
   __syncwarp();  // the warp has read its rows: state_q may be their memory, and a PairedSpot another lane's place
-  const BorderDecays<LANE_CHANNELS, true> before(s.span_decays, coord, other, grows);  // true: from the starts
+  const BorderDecays<LANE_CHANNELS, BEFORE_SPAN> before(s.span_decays, coord, other, grows);  // from the starts
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
   for (int c = 0; c < LANE_CHANNELS; ++c) decay[c] = 1.f;
@@ -380,7 +382,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   Piece<LANE_CHANNELS, T> k[SPAN];
   load_span<BK>(k, s.k[stage], coord);
   __syncwarp();  // the warp has read its rows: state_k may be their memory
-  const BorderDecays<LANE_CHANNELS, false> after(s.span_decays, coord, other, grows);  // false: to the ends
+  const BorderDecays<LANE_CHANNELS, AFTER_SPAN> after(s.span_decays, coord, other, grows);  // to the ends
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
   for (int c = 0; c < LANE_CHANNELS; ++c) decay[c] = 1.f;
@@ -422,9 +424,8 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     store_direct_scores<ReadOrder>(s, coord, q, k);
     __syncwarp();  // keeps the compiler from interleaving these steps, which would take more registers
     compute_decays();
-    // true: the span is after the middle of its sub-chunk
-    if (coord.span & 1) store_middle_operands<ReadOrder, true, PRODUCTS>(s, coord, q, k, token_decays);
-    else store_middle_operands<ReadOrder, false, PRODUCTS>(s, coord, q, k, token_decays);
+    if (coord.span & 1) store_middle_operands<ReadOrder, AFTER_MIDDLE, PRODUCTS>(s, coord, q, k, token_decays);
+    else store_middle_operands<ReadOrder, BEFORE_MIDDLE, PRODUCTS>(s, coord, q, k, token_decays);
   } else {
     compute_decays();
   }

@@ -33,8 +33,8 @@ template <typename T, int PRODUCTS> __device__ __forceinline__ float operand_val
   else return __uint_as_float(to_tf32(x));
 }
 
-using LeftBf16 = Pairs<false, bf16, 4>;
-using RightBf16 = Pairs<false, bf16, 2>;
+using LeftBf16 = Pairs<UNSPLIT, bf16, 4>;
+using RightBf16 = Pairs<UNSPLIT, bf16, 2>;
 template <bool SPLIT> using LeftTf32 = Pairs<SPLIT, float, 4>;
 template <bool SPLIT> using RightTf32 = Pairs<SPLIT, float, 2>;
 
@@ -114,7 +114,7 @@ template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // 
   __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row) const {
     ldmatrix_x4_trans(a.words, this->at(tile, row, 0));
   }
-  __device__ __forceinline__ void load(LeftTf32<false>& a, const f16* tile, int row) const {
+  __device__ __forceinline__ void load(LeftTf32<UNSPLIT>& a, const f16* tile, int row) const {
     u32 r[4];
     ldmatrix_x4_trans(r, this->at(tile, row, 0));
 #pragma unroll
@@ -136,6 +136,7 @@ template <int COLS> struct TransposedReader<COLS, float> : Reader<COLS, float> {
 
 // Loads rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on as two right operands, for a sum over
 // rows. INPUTS: the tile holds data that are not rounded to tf32 yet.
+constexpr bool INPUTS = true;
 template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader<COLS, X> {
   __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
       : Reader<COLS, X>(lane & 15, column * int(sizeof(X)) / 16 + (lane >> 4)) {}
@@ -149,7 +150,7 @@ template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader
 #pragma unroll
     for (int i = 0; i < 4; ++i) b[i / 2].words[i % 2] = r[i];
   }
-  __device__ __forceinline__ void load(RightTf32<false> (&b)[2], const f16* tile, int row, int col) const {
+  __device__ __forceinline__ void load(RightTf32<UNSPLIT> (&b)[2], const f16* tile, int row, int col) const {
     u32 r[4];
     ldmatrix_x4_trans(r, this->at(tile, row, col));
 #pragma unroll

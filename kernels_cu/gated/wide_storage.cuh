@@ -17,5 +17,5 @@ template <int NUMBERS, int THREADS, typename T> __device__ __forceinline__ void 
   constexpr int PIECE = 16 / sizeof(T);
   static_assert(NUMBERS % PIECE == 0);
   for (int index = threadIdx.x * PIECE; index < NUMBERS; index += THREADS * PIECE)
-    cp_async<16>(to + index, from + index, true);
+    cp_async<16>(to + index, from + index);
 }

@@ -22,6 +22,7 @@ template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 // x on; zeros from row `stop` and column `width` of x on. vectors: rows start on 16 bytes and are multiples of them,
 // and are copied in the background (cp_async): the caller waits for the copies. All threads of the block call this, and
 // synchronise before they read s.
+constexpr bool WHOLE_PIECES = true;  // of `vectors`
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void fetch_rows(T* s, const StridedRows<const T>& x, i64 batch, i64 head, i64 first_row,
                                            i64 stop, i64 column, i64 width, bool vectors) {
@@ -81,6 +82,7 @@ __device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, 
 // tile_at: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state. A tile
 // consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next eight: matrix_at is the index in a
 // tile of the matrix in matrix row `row` and column `column`, 0 to 7.
+constexpr bool FORWARDS = false, BACKWARDS = true;  // S, or dS
 __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head, i64 chunk,
                                        int k_tile, int v_tile) {
   const i64 k_tiles = (shape.K + TILE - 1) / TILE, v_tiles = (shape.V + TILE - 1) / TILE;

@@ -64,6 +64,7 @@ template <class ReadOrder> struct PairDecays {
 // The factors of a lane's pair of queries and of keys, from and to the sub-chunk's middle, of the decays a of the two
 // tokens. OWN: GLA's scores of tokens with themselves are computed by these factors, too. Without
 // OWN, scores use no factor of query 0 or key 7, since a score's query is later than its key.
+constexpr bool WITH_OWN_PAIR = true;  // of OWN
 template <class ReadOrder, bool OWN = false> struct MiddleFactors {
   static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : LEAST_DECAY;  // e^-16
   // Multiplies queries' factors and divides keys'. Without it GLA's would be e^-80 to e^60 for queries, e^-60 to e^80

@@ -48,7 +48,7 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
 // `take` does the same without rounding: for floats that are rounded already, or that the product may cut off. In place
 // of two floats a pair may be given as a word of two 16-bit numbers, followed by a value of their type.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
-template <int N> struct Pairs<false, bf16, N> {
+template <int N> struct Pairs<UNSPLIT, bf16, N> {
   u32 words[N];
 
   __device__ __forceinline__ void set(int p, float2 x) { words[p] = pack<bf16>(x.x, x.y); }
@@ -61,7 +61,7 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
 
   __device__ __forceinline__ void set(int i, float x) {
     if constexpr (SPLIT) {
-      const TwoTf32 two = two_tf32<false>(x);
+      const TwoTf32 two = two_tf32<CUT_OFF>(x);
       high[i] = two.high, low[i] = two.low;
     } else {
       high[i] = to_tf32(x);
@@ -137,8 +137,8 @@ __device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<A, floa
 #pragma unroll
   for (int product = 0; product < 3; ++product) multiply_part(d, a, b, half, product);
 }
-__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<false, bf16, 4>& a,
-                                              const Pairs<false, bf16, 2>& b, int half) {
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<UNSPLIT, bf16, 4>& a,
+                                              const Pairs<UNSPLIT, bf16, 2>& b, int half) {
   const u32 half_of_b[2] = {half == 0 ? b.words[0] : 0, half == 1 ? b.words[1] : 0};
   mma_bf16(d, a.words, half_of_b);
 }
@@ -149,15 +149,15 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<A, float, 4>
   multiply_half(d, a, b, 0);
   multiply_half(d, a, b, 1);
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16, 4>& a,
-                                         const Pairs<false, bf16, 2>& b) {
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<UNSPLIT, bf16, 4>& a,
+                                         const Pairs<UNSPLIT, bf16, 2>& b) {
   mma_bf16(d, a.words, b.words);
 }
 
 // d[0] += a b[0], d[1] += a b[1]. Instructions for the two results alternate, since an instruction waits for the one
 // before it that adds to the same result.
 template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
-  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+  if constexpr (sizeof(R) == sizeof(Pairs<UNSPLIT, bf16, 2>)) {
     multiply(d[0], a, b[0]);
     multiply(d[1], a, b[1]);
   } else {
@@ -174,7 +174,7 @@ template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[
 template <class L, class R>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
                                          const R (&y)[2]) {
-  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+  if constexpr (sizeof(R) == sizeof(Pairs<UNSPLIT, bf16, 2>)) {
     multiply(d, a, b);
     multiply(e, x, y);
   } else {
@@ -192,10 +192,14 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
 
 // ---- operands from shared memory: rows of a tile are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes
 
+// How a tile holds a matrix.
+constexpr bool AS_STORED = false, TRANSPOSED = true;
+
 // Calls f(m, this lane's pair of matrix m) for the four 8 x 8 matrices of a 16 x 16 tile. Matrix 0 is the upper left
-// one, 3 the lower right one. Matrix 1 is below matrix 0 (DOWN) or to its right. With g and t as above a lane's pair of
-// a matrix is in row g at columns 2t and 2t + 1, or, TRANSPOSED, in column g at rows 2t and 2t + 1. If E has 16 bits, f
-// gets the pair as a word, followed by a value of type E, else as float2.
+// one, 3 the lower right one. Matrix 1 is below matrix 0 (DOWN_FIRST) or to its right. With g and t as above a lane's
+// pair of a matrix is in row g at columns 2t and 2t + 1, or, TRANSPOSED, in column g at rows 2t and 2t + 1. If E has 16
+// bits, f gets the pair as a word, followed by a value of type E, else as float2.
+constexpr bool DOWN_FIRST = true, RIGHT_FIRST = false;
 template <bool DOWN, bool TRANSPOSED, typename E, class F>
 __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   const int lane = threadIdx.x & 31, first = lane >> 3 & 1, second = lane >> 4;
@@ -231,8 +235,9 @@ __device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
 // Loads a tile [16 tokens, 16 channels] by channels: x[p] are the tokens 8 (p / 2) + 2t and the next of channel
 // g + 8 (p % 2).
 template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[4], const E* tile, int ld) {
-  if constexpr (sizeof(E) == 2) each_matrix<false, true>(tile, ld, [&](int m, u32 two, E e) { x[m] = unpack(two, e); });
-  else each_matrix<false, true>(tile, ld, [&](int m, float2 two) { x[m] = two; });
+  if constexpr (sizeof(E) == 2)
+    each_matrix<RIGHT_FIRST, TRANSPOSED>(tile, ld, [&](int m, u32 two, E e) { x[m] = unpack(two, e); });
+  else each_matrix<RIGHT_FIRST, TRANSPOSED>(tile, ld, [&](int m, float2 two) { x[m] = two; });
 }
 
 // Stores a pair at neighbouring places of a tile, aligned to the pair's size.

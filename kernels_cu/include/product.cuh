@@ -12,7 +12,7 @@ template <bool SPLIT, int N> struct Operand {
   u32 low[EXACT ? N : 1];
 
   __device__ __forceinline__ void set(int i, float x) {
-    const TwoTf32 two = two_tf32<true>(x);
+    const TwoTf32 two = two_tf32<ROUNDED>(x);
     high[i] = two.high;
     if constexpr (EXACT) low[i] = two.low;
   }
@@ -25,7 +25,7 @@ template <typename T, int N> struct Data {
 
   __device__ __forceinline__ void set(int i, float x) { high[i] = __float_as_uint(x); }
 };
-template <int N> struct Data<float, N> : Operand<true, N> {};
+template <int N> struct Data<float, N> : Operand<SPLIT, N> {};
 
 // d[16, 8] += a[16, 8] b[8, 8]; with g = lane / 4, t = lane % 4: d holds rows g, g + 8 and columns 2t, 2t + 1.
 template <class A, class B> __device__ __forceinline__ void multiply(float (&d)[4], const A& a, const B& b) {

@@ -276,7 +276,7 @@ __device__ __forceinline__ void store_flipped(void* base, int flip, int offset, 
 }
 
 // Starts copying BYTES (4, 8 or 16, both addresses aligned to them) to shared memory; stores zeros if not valid.
-template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
+template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid = true) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   const u32 dst = u32(__cvta_generic_to_shared(smem_dst));
   const int read = valid ? BYTES : 0;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void before_next_copy() {
 // thread.
 __device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
   for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
-    cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n, true);
+    cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n);
   cp_async_commit();
   next += gridDim.x;
 }

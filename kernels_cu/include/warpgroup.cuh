@@ -11,6 +11,8 @@
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
+constexpr bool FORWARDS = false, BACKWARDS = true;  // the direction of a walk over tokens, or segments
+
 // From the includes:
 //   tensor_load, tensor_store_or_add: start copying, or adding, a box; add_piece: starts adding 16 bytes to memory, in
 //     a group that commit_adds closes; tensor_store_wait: until such copies and additions have read shared memory
@@ -244,6 +246,7 @@ __device__ __forceinline__ auto warpgroup_panels(X (&tile)[PANELS][CHUNK][PANEL<
 // 8, so that both or neither do. `state`: the state in memory; `channel`: the first of this lane's two channels, 64
 // warpgroup + 16 warp + g; the other one is 8 later. S[4n + 2h], S[4n + 2h + 1] are columns 8n + 2t and the next of
 // channel + 8h. HAS_FULL_PATH: if V is BV, code without a branch for each pair is used.
+constexpr bool HAS_FULL_PATH = true;
 template <int BV, bool HAS_FULL_PATH = false, typename P, class F>
 __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
@@ -289,6 +292,7 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
 // product is made in parts of PART times 16 columns, two parts under way at a time, so that registers hold the bfloat16
 // numbers of two parts only. When the function returns, the last parts are still under way: the caller must call
 // wgmma_wait before it reads x or overwrites `tokens`.
+constexpr bool READ_FIRST = true;
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
@@ -314,11 +318,10 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      // 16 columns, 32 bytes, of the panel's rows; each eight rows are 1024 bytes after the eight before. wgmma's last
-      // template argument: false, since a row of the tile is a token, a column of the product.
-      const u64 b = wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
-      wgmma<bf16, CHUNK, false>(x, rounded[part & 1][n], b, tile > 0);
-      if (EXACT) wgmma<bf16, CHUNK, false>(x, remainders[part & 1][n], b, true);
+      // 16 columns, 32 bytes, of the panel's rows. K_MAJOR: a row of the tile is a token, a column of the product.
+      const u64 b = k_major_tile(tokens[tile / 4]) + tile % 4 * 32 / 16;
+      wgmma<bf16, CHUNK, K_MAJOR>(x, rounded[part & 1][n], b, tile > 0);
+      if (EXACT) wgmma<bf16, CHUNK, K_MAJOR>(x, remainders[part & 1][n], b, ACCUMULATE);
     }
     wgmma_commit();
   };
@@ -338,23 +341,23 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
 
 // Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller calls wgmma_fence
 // before, wgmma_commit after, and waits: it may put several such products into one group, where read_state closes its
-// groups itself. The tile's rows are what is summed over: wgmma's last template argument is true, panels are
-// CHUNK * 128 bytes apart, and a step takes 16 rows.
+// groups itself. MN_MAJOR: the tile's rows are what is summed over; a step takes 16 of them.
 template <int BV>
 __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x, bf16 (&tokens)[BV / 64][CHUNK][64]) {
-  const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
+  const u64 b = mn_major_tile(tokens, CHUNK * 128);
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
+  for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, MN_MAJOR>(S, x[s], b + s * 16 * 128 / 16, ACCUMULATE);
 }
 
 // Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller fences, commits and waits,
 // as for write_state. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i
 // x[channel, i] pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may
 // have the remainders of the pairs in columns 0 to 31.
+constexpr bool BY_QUERY = false, BY_KEY = true;
 template <bool BY_KEY, bool REMAINDERS = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
   static_assert(!REMAINDERS || CHUNK == 32);
-  const u64 b = wgmma_tile(pairs, 16, 1024) + (REMAINDERS ? 64 / 16 : 0);
+  const u64 b = k_major_tile(pairs) + (REMAINDERS ? 64 / 16 : 0);
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s)
     wgmma<bf16, CHUNK, BY_KEY>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);

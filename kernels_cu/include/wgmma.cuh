@@ -7,14 +7,21 @@
 // The descriptor of a tile in shared memory. The tile's rows have 128 bytes, and eight rows lie side by side in 1024
 // bytes, in which address bits 4-6 are XORed with bits 7-9 (the 128-byte swizzle). Adding bytes / 16 to the descriptor
 // moves the tile by `bytes` bytes.
-//   B[N][DEPTH]: a row has DEPTH numbers of one n. Each eight rows lie `stride` bytes after the eight before;
-//   `leading` is not read
-//   TRANSPOSED, B[DEPTH][N]: a row has 64 columns n of one depth. Each eight rows lie `stride` bytes after the eight
-//   before, and each 64 columns `leading` bytes after the 64 before
-__device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride) {
+//   K_MAJOR, B[N][DEPTH]: a row has DEPTH numbers of one n. Each eight rows lie `eight_rows` bytes after the eight
+//   before
+//   MN_MAJOR, B[DEPTH][N]: a row has 64 columns n of one depth. Each 64 columns lie `panel` bytes after the 64 before
+constexpr bool K_MAJOR = false, MN_MAJOR = true;
+__device__ __forceinline__ u64 tile_descriptor(const void* p, u32 leading, u32 eight_rows) {
   const u32 address = u32(__cvta_generic_to_shared(p)) & 0x3ffff;
-  return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+  return address >> 4 | u64(leading >> 4) << 16 | u64(eight_rows >> 4) << 32 | 1ull << 62;
 }
+__device__ __forceinline__ u64 k_major_tile(const void* p, u32 eight_rows = 1024) {
+  return tile_descriptor(p, 16 /* is not read */, eight_rows);
+}
+__device__ __forceinline__ u64 mn_major_tile(const void* p, u32 panel) { return tile_descriptor(p, panel, 1024); }
+
+// Whether a product replaces what d holds, or is added to it.
+constexpr bool OVERWRITE = false, ACCUMULATE = true;
 
 // To be called before the first product, and before a product of which `a` or `d` was written since the last call.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -41,14 +48,14 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(u32 (&a)[N]
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Starts D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D if it accumulates; `b` is the descriptor of the tile B, TRANSPOSED
-// if the tile is B[DEPTH][N]. DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never
-// transposed. Warp w of the warpgroup holds rows 16 w to 16 w + 15 of A and of D. With A and D for these 16 rows,
-// g = lane / 4 and t = lane % 4, a lane has
+// Starts D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D if it accumulates; `b` is the descriptor of the tile B, which is
+// K_MAJOR or MN_MAJOR. DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is K_MAJOR. Warp w
+// of the warpgroup holds rows 16 w to 16 w + 15 of A and of D. With A and D for these 16 rows, g = lane / 4 and t =
+// lane % 4, a lane has
 //   tf32:       a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]
 //   bf16, f16:  a = A[g][2t,+1], A[g+8][2t,+1], A[g][2t+8,+9], A[g+8][2t+8,+9], the first of two in the lower half
 //   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
-template <class Format, int N, bool TRANSPOSED>
+template <class Format, int N, bool B_MAJOR>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
 
 // WGMMA defines one of these functions. types: the instruction's depth and types; tail: its last number, whether B is
@@ -90,8 +97,8 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
 #undef WGMMA
 
 // The same product with both operands in shared memory: `a` is the descriptor of the tile A[64][DEPTH], which is laid
-// out as B[N][DEPTH] is. In bf16 and f16 only; N is 16, 24, 32, 64, 72, 96, 128 or 144, and 64 if B is TRANSPOSED.
-template <class Format, int N, bool TRANSPOSED>
+// out as B[N][DEPTH] is. In bf16 and f16 only; N is 16, 24, 32, 64, 72, 96, 128 or 144, and 64 if B is MN_MAJOR.
+template <class Format, int N, bool B_MAJOR>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
 // As above; a_ is the number of a's descriptor. WGMMA_TILES_OF: for both formats.

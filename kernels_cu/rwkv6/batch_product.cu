@@ -131,8 +131,7 @@ template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][
 
 // Computes a warpgroup's 64 rows of the block's part of y, with columns for each term of each vector: of a warp's 16
 // rows a lane has lane / 4 and 8 later, sums[4n + 2h + p] is row lane / 4 + 8h, column 8n + 2 (lane % 4) + p. Columns
-// are [TERMS][COLUMNS]. wgmma_tile: rows of 128 bytes, each eight 1024 bytes after the eight before; a step takes 16 of
-// K, 32 bytes.
+// are [TERMS][COLUMNS]. A step takes 16 of K, 32 bytes.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
   typedef typename S::X X;
@@ -151,13 +150,13 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < S::DEPTH / 16; ++k)
-        wgmma<X, N, false>(sums, a[k], wgmma_tile(vectors[k / IN_BOX], 16, 1024) + k % IN_BOX * 32 / 16, true);
+        wgmma<X, N, K_MAJOR>(sums, a[k], k_major_tile(vectors[k / IN_BOX]) + k % IN_BOX * 32 / 16, ACCUMULATE);
     } else {
       mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
-      const u64 w = wgmma_tile(weights, 16, 1024), x = wgmma_tile(vectors, 16, 1024);
+      const u64 w = k_major_tile(weights), x = k_major_tile(vectors);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < IN_BOX; ++k) wgmma<X, N, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
+      for (int k = 0; k < IN_BOX; ++k) wgmma<X, N, K_MAJOR>(sums, w + k * 32 / 16, x + k * 32 / 16, ACCUMULATE);
     }
     wgmma_commit();
     // No overlap: weights arrive more slowly, and the stage should be free soon. int8 weights have been read, too, by

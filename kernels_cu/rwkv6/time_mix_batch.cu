@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   constexpr int PIECE = 16 / sizeof(T);
   for (int n = tid; n < W * (N / PIECE); n += THREADS) {
     const int w = n / (N / PIECE), j = n % (N / PIECE) * PIECE;
-    cp_async<16>(s_up + w * N + j, args.up + w * D + head_offset + j, true);
+    cp_async<16>(s_up + w * N + j, args.up + w * D + head_offset + j);
   }
   cp_async_commit();
   S* const state = b < B ? args.state_of(b, h, N) : nullptr;

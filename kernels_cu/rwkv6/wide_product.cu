@@ -111,8 +111,8 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
 }
 
 // Computes the products of a warpgroup's 64 vectors with the block's rows: of a warp's 16 vectors a lane has lane / 4
-// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p. wgmma_tile: rows of 128 bytes,
-// each eight 1024 bytes after the eight before; a step takes 16 of K, 32 bytes.
+// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p. A step takes 16
+// of K, 32 bytes.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
   const int lane = threadIdx.x & 31, first_vector = threadIdx.x / 128 * 64;
@@ -130,11 +130,10 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(s.w_full[step % S::W_STAGES], step / S::W_STAGES & 1);
     mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
-    const u64 w = wgmma_tile(s.w[step % S::W_STAGES], 16, 1024),
-              x = wgmma_tile(s.x[step % S::X_STAGES][first_vector], 16, 1024);
+    const u64 w = k_major_tile(s.w[step % S::W_STAGES]), x = k_major_tile(s.x[step % S::X_STAGES][first_vector]);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, S::ROWS, false>(sums, x + k * 32 / 16, w + k * 32 / 16, true);
+    for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, S::ROWS, K_MAJOR>(sums, x + k * 32 / 16, w + k * 32 / 16, ACCUMULATE);
     wgmma_commit();
     wgmma_wait<1>();  // the step before has been read; this one runs on while the next stages are waited for
     if (step > 0) release(step - 1);

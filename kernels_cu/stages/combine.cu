@@ -40,18 +40,18 @@ template <typename T> struct Shared {
 
 // sums[16 rows of the warp, 64] += left[64, 32] right[32, 64], of left the warp's 16 rows. sums[n] is columns 8n to 8n
 // + 7: with g = lane / 4 and t = lane % 4, [0] and [1] are row g and columns 2t and 2t + 1, [2] and [3] row g + 8.
-// load_rounded (copies.cuh) sets operands from 16 x 16 numbers; <false>: none is transposed.
+// load_rounded (copies.cuh) sets operands from 16 x 16 numbers.
 template <typename T, typename E>
 __device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Stage<T>& in, const E* right) {
   const int warp = threadIdx.x >> 5;
 #pragma unroll
   for (int j = 0; j < STEP; j += 16) {
     LeftOf<T> a;
-    load_rounded<false>(a, in.left + 16 * warp * LD<float, STEP> + j, LD<float, STEP>);
+    load_rounded<AS_STORED>(a, in.left + 16 * warp * LD<float, STEP> + j, LD<float, STEP>);
 #pragma unroll
     for (int tile = 0; tile < TILE / 8; tile += 2) {
       RightOf<T> b[2];
-      load_rounded<false>(b, right + j * LD<E, TILE> + 8 * tile, LD<E, TILE>);
+      load_rounded<AS_STORED>(b, right + j * LD<E, TILE> + 8 * tile, LD<E, TILE>);
       multiply(sums[tile], a, b[0]);
       multiply(sums[tile + 1], a, b[1]);
     }

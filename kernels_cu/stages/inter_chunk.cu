@@ -109,16 +109,15 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
 #pragma unroll
         for (int x = 0; x < 4; ++x) S[tile][x] *= decays[x >> 1];
     }
-    // S += k^T v over the step's tokens; load_rounded (copies.cuh) <true>: of the tile k [token, channel] the
-    // transpose.
+    // S += k^T v over the step's tokens. load_rounded: copies.cuh.
 #pragma unroll 1
     for (int j = 0; j < STEP; j += 16) {
       LeftOf<T> a;
-      load_rounded<true>(a, in.k + j * LD<float, TILE> + 16 * warp, LD<float, TILE>);
+      load_rounded<TRANSPOSED>(a, in.k + j * LD<float, TILE> + 16 * warp, LD<float, TILE>);
 #pragma unroll
       for (int tile = 0; tile < TILE / 8; tile += 2) {
         RightOf<T> b[2];
-        load_rounded<false>(b, in.v + j * LD<T, TILE> + 8 * tile, LD<T, TILE>);
+        load_rounded<AS_STORED>(b, in.v + j * LD<T, TILE> + 8 * tile, LD<T, TILE>);
         multiply(S[tile], a, b[0]);
         multiply(S[tile + 1], a, b[1]);
       }

@@ -32,10 +32,10 @@ constexpr int WARP_ROWS = 16;                       // tokens of a warp, whose q
 constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;  // tokens of a sub-chunk, and on each side of its middle
 static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pairs of these tokens");
 
-// Operands of tensor cores (fragments.cuh): Pairs<true, float, N> has N pairs a lane, each number split in two tf32.
+// Operands of tensor cores (fragments.cuh): Pairs<SPLIT, float, N> has N pairs a lane, each number split in two tf32.
 // LeftOf<T> and RightOf<T> (stages/copies.cuh) are split if T is float, else rounded to tf32; `load_rounded` sets
-// either kind from a tile of shared memory: <false> a left operand from 16 rows of queries, <true> two right ones from
-// 16 rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
+// either kind from a tile of shared memory: a left operand from 16 rows of queries, TRANSPOSED two right ones from 16
+// rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
 // A lane has g = lane / 4 and t = lane % 4 throughout.
 
 template <typename T, typename G> struct Args {
@@ -244,10 +244,10 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     // within[1][2, 3]. The end of this function replaces the other numbers.
 #pragma unroll 2
     for (int c = slice; c < slice + 32 * W; c += 16) {
-      Pairs<true, float, 4> left;
-      Pairs<true, float, 2> right[2];
-      load_rounded<false>(left, q + c, ROW<BK>);
-      load_rounded<true>(right, k + c, ROW<BK>);
+      Pairs<SPLIT, float, 4> left;
+      Pairs<SPLIT, float, 2> right[2];
+      load_rounded<AS_STORED>(left, q + c, ROW<BK>);
+      load_rounded<TRANSPOSED>(right, k + c, ROW<BK>);
       multiply(within, left, right);
     }
     __syncwarp();                                  // they have been read
@@ -257,10 +257,10 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
 #pragma unroll 2
     for (int c = slice; c < slice + 32 * W; c += 16) {
-      Pairs<true, float, 4> left;
-      Pairs<true, float, 2> right[2];
-      load_rounded<false>(left, q + c, ROW<BK>);
-      load_rounded<true>(right, k + c, ROW<BK>);
+      Pairs<SPLIT, float, 4> left;
+      Pairs<SPLIT, float, 2> right[2];
+      load_rounded<AS_STORED>(left, q + c, ROW<BK>);
+      load_rounded<TRANSPOSED>(right, k + c, ROW<BK>);
       multiply(border_scores, left, right[0]);
     }
     __syncwarp();  // they have been read
@@ -343,8 +343,9 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
     // queries[m], and a's pair m: of four matrices of 8 rows and 8 channels, m has rows 8 (m % 2) and channels
     // 8 (m / 2) on.
     float2 queries[4], decays[2];  // decays: those from the end of the n-th keys to the start of the queries
-    // <true, false>: matrix 1 is below matrix 0, and none is transposed. x: row g, channels 2t and 2t + 1 of matrix m.
-    each_matrix<true, false>(s.q + warp * WARP_ROWS * ROW<BK> + c, ROW<BK>, [&](int m, float2 x) { queries[m] = x; });
+    // DOWN_FIRST: matrix 1 is below matrix 0. x: row g, channels 2t and 2t + 1 of matrix m.
+    each_matrix<DOWN_FIRST, AS_STORED>(s.q + warp * WARP_ROWS * ROW<BK> + c, ROW<BK>,
+                                       [&](int m, float2 x) { queries[m] = x; });
 #pragma unroll
     for (int half = 0; half < 2; ++half) decays[half] = load_float2(s.gap_decay[warp] + c + 8 * half + 2 * t);
 #pragma unroll
@@ -354,7 +355,7 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
       RightOf<T> b[2];
 #pragma unroll
       for (int m = 0; m < 4; ++m) a.set(m, float2{queries[m].x * decays[m >> 1].x, queries[m].y * decays[m >> 1].y});
-      load_rounded<true>(b, s.k + n * WARP_ROWS * ROW<BK> + c, ROW<BK>);
+      load_rounded<TRANSPOSED>(b, s.k + n * WARP_ROWS * ROW<BK> + c, ROW<BK>);
       multiply(d[n], a, b);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

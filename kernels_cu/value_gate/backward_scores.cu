@@ -160,8 +160,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
     if (n + 1 < channel_parts) fetch(n + 1);
     cp_async_commit();
-    store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width, true);
-    store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width, true);
+    store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width,
+                                     WHOLE_PIECES);
+    store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width,
+                                     WHOLE_PIECES);
     // Adds the products of channels c to c + 15 of s.queries, s.keys and the borders' tiles to the warp's scores.
 #pragma unroll 1
     for (int c = 0; c < CHANNELS; c += 16) { scores.add<M>(s, c); }

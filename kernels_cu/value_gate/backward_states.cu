@@ -131,9 +131,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
       const i64 width[2] = {padded_width(K), padded_width(V)};
       fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, b, head, token, stop, k_tile * TILE,
-                                               width[0], true);
+                                               width[0], WHOLE_PIECES);
       fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, head, token, stop, v_tile * TILE,
-                                               width[1], true);
+                                               width[1], WHOLE_PIECES);
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
         const int side = threadIdx.x / (TILE / 4), index = threadIdx.x % (TILE / 4) * 4;
         const i64 first = (side ? v_tile : k_tile) * TILE + index,
@@ -177,15 +177,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     }
     if (by_token) continue;
     const Stage<Stored>& in = s.stages[step % STAGES];
-    // added[channel, column] += x^T y over the step's tokens. <true>: of the tile x [token, channel] the transpose.
+    // added[channel, column] += x^T y over the step's tokens.
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       LeftData<M, Stored> a;
-      load_left<true>(a, in.x + 16 * m * LD<Stored, TILE> + 16 * warp, LD<Stored, TILE>);
+      load_left<TRANSPOSED>(a, in.x + 16 * m * LD<Stored, TILE> + 16 * warp, LD<Stored, TILE>);
 #pragma unroll
       for (int n = 0; n < TILE / 8; n += 2) {
         RightData<M, Stored> b[2];
-        load_right<false>(b, in.y + 16 * m * LD<Stored, TILE> + 8 * n, LD<Stored, TILE>);
+        load_right<AS_STORED>(b, in.y + 16 * m * LD<Stored, TILE> + 8 * n, LD<Stored, TILE>);
         multiply(added[n / 2], a, b);
       }
     }

@@ -207,7 +207,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
     }
     // Last, outputs read the values of their own sub-chunk. within: sums of scores times these values, which have their
     // factors to the sub-chunk's middle (MiddleFactors.keys), but not the outputs' from it (.queries); if `grows`, with
-    // all decays, added one by one. <..., true>: a token's own value takes both factors, too. So they must be inverse
+    // all decays, added one by one. WITH_OWN_PAIR: a token's own value takes both factors, too. So they must be inverse
     // to each other and finite: a gate below -16 counts as -16.
     float within[2][4] = {};
     if (grows) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
     } else {
       Left<Math<T, PRODUCTS>> middle;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) middle.set(p, MiddleFactors<AfterWrite, true>(decays[p]).keys * x[p]);
+      for (int p = 0; p < 4; ++p) middle.set(p, MiddleFactors<AfterWrite, WITH_OWN_PAIR>(decays[p]).keys * x[p]);
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
         load_scores<LDA>(scores, s.A, 16 * m + BC * sub, 16 * m, DISTANCE);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       float (&to)[4] = o[m][p >> 1];
       const int row = 2 * (p & 1);  // of to[row] and to[row + 1]: the lane's two tokens in column g + 8 (p % 2)
       const float2 start = PairDecays<AfterWrite>(decays[p]).start,
-                   factor = grows ? float2{1.f, 1.f} : MiddleFactors<AfterWrite, true>(decays[p]).queries;
+                   factor = grows ? float2{1.f, 1.f} : MiddleFactors<AfterWrite, WITH_OWN_PAIR>(decays[p]).queries;
       to[row] = start.x * to[row] + factor.x * within[p >> 1][row];
       to[row + 1] = start.y * to[row + 1] + factor.y * within[p >> 1][row + 1];
     }

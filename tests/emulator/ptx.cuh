@@ -256,7 +256,7 @@ inline void store_flipped(void* at, int flip, int offset, u32 x, emulator::Where
 }
 
 template <int BYTES>
-void cp_async(void* smem_dst, const void* gmem_src, bool valid, emulator::Where where = emulator::here()) {
+void cp_async(void* smem_dst, const void* gmem_src, bool valid = true, emulator::Where where = emulator::here()) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   emulator::Thread& self = *emulator::current;
   EMULATOR_CHECK(emulator::in_shared(smem_dst, BYTES),

@@ -31,12 +31,19 @@ template <int N> void finish(void* const*) {
 
 }  // namespace emulator
 
-inline u64 wgmma_tile(const void* p, u32 leading, u32 stride, emulator::Where where = emulator::here()) {
+constexpr bool K_MAJOR = false, MN_MAJOR = true, OVERWRITE = false, ACCUMULATE = true;
+inline u64 tile_descriptor(const void* p, u32 leading, u32 stride, emulator::Where where) {
   EMULATOR_CHECK(emulator::in_shared(p, 16) && (leading | stride) % 16 == 0 && (leading | stride) < 1 << 18,
-                 "wgmma_tile: an address or a distance no multiple of 16, or not in shared memory (%s:%d)", where.file,
-                 where.line);
+                 "a tile's descriptor: an address or a distance no multiple of 16, or not in shared memory (%s:%d)",
+                 where.file, where.line);
   const u64 address = static_cast<const unsigned char*>(p) - emulator::shared_memory;
   return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+}
+inline u64 k_major_tile(const void* p, u32 eight_rows = 1024, emulator::Where where = emulator::here()) {
+  return tile_descriptor(p, 16, eight_rows, where);
+}
+inline u64 mn_major_tile(const void* p, u32 panel, emulator::Where where = emulator::here()) {
+  return tile_descriptor(p, panel, 1024, where);
 }
 
 inline void wgmma_fence(emulator::Where where = emulator::here()) {

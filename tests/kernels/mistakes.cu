@@ -90,14 +90,14 @@ struct MissingCommit {
 
 struct MisalignedCopy {
   __device__ static float run(float* s, const float* in) {
-    cp_async<16>(s + threadIdx.x, in, true);
+    cp_async<16>(s + threadIdx.x, in);
     return 0;
   }
 };
 
 struct CopyBeforeStart {
   __device__ static float run(float* s, const float* in) {
-    cp_async<16>(s - 4, in, true);
+    cp_async<16>(s - 4, in);
     return 0;
   }
 };
@@ -203,7 +203,7 @@ struct TilePastEnd {
   __device__ static float run(float* s, const float* in) {
     const u32 a[4] = {};
     float d[8];
-    wgmma<bf16, 16, false>(d, a, wgmma_tile(s, 16, 1024), false);
+    wgmma<bf16, 16, K_MAJOR>(d, a, k_major_tile(s), OVERWRITE);
     wgmma_commit();
     wgmma_wait<0>();
     return d[0];
@@ -214,7 +214,7 @@ struct DivergentTile {
   __device__ static float run(float* s, const float* in) {
     const u32 a[4] = {};
     float d[8];
-    wgmma<bf16, 16, false>(d, a, wgmma_tile(s + threadIdx.x / 16 * 4, 16, 1024), false);
+    wgmma<bf16, 16, K_MAJOR>(d, a, k_major_tile(s + threadIdx.x / 16 * 4), OVERWRITE);
     return d[0];
   }
 };
@@ -223,7 +223,7 @@ struct MissingProductWait {
   __device__ static float run(float* s, const float* in) {
     const u32 a[4] = {};
     float d[8];
-    wgmma<bf16, 16, false>(d, a, wgmma_tile(s, 16, 1024), false);
+    wgmma<bf16, 16, K_MAJOR>(d, a, k_major_tile(s), OVERWRITE);
     wgmma_commit();
     wgmma_wait<1>();
     return d[0];

@@ -16,9 +16,9 @@ __global__ void __launch_bounds__(32) tf32_product(const Tf32ProductArgs args) {
   const i64 tile = blockIdx.x;
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
 
-  cp_async<16>(s_a + 4 * lane, args.a + tile * 128 + 4 * lane, true);
+  cp_async<16>(s_a + 4 * lane, args.a + tile * 128 + 4 * lane);
   cp_async_commit();
-  if (lane < 16) cp_async<16>(s_b + 4 * lane, args.b + tile * 64 + 4 * lane, true);
+  if (lane < 16) cp_async<16>(s_b + 4 * lane, args.b + tile * 64 + 4 * lane);
   cp_async_commit();
 
   cp_async_wait<1>();

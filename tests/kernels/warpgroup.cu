@@ -106,7 +106,7 @@ template <typename Format, int N, bool TRANSPOSED> struct Product {
     constexpr int STEP = (TRANSPOSED ? 16 * 128 : 32) / 16;
     const u32* A = static_cast<const u32*>(args.in);
     put_tile(dynamic_smem(), A + 64 * 32, args.n);
-    const u64 b = wgmma_tile(dynamic_smem(), 64 * 128, 8 * 128);
+    const u64 b = mn_major_tile(dynamic_smem(), 64 * 128);
     u32 a[4][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) get_rows(a[step], A, step);
@@ -129,11 +129,11 @@ template <typename Format, int N> struct TilesProduct {
     const u32* A = static_cast<const u32*>(args.in);
     put_tile(dynamic_smem(), A, ROWS * 32);
     put_tile(second, A + ROWS * 32, args.n);
-    const u64 a = wgmma_tile(dynamic_smem(), 16, 8 * 128), b = wgmma_tile(second, 16, 8 * 128);
+    const u64 a = k_major_tile(dynamic_smem()), b = k_major_tile(second);
     float d[N / 2];
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma<Format, N, false>(d, a + 2 * step, b + 2 * step, step > 0);
+    for (int step = 0; step < 4; ++step) wgmma<Format, N, K_MAJOR>(d, a + 2 * step, b + 2 * step, step > 0);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(d);
@@ -150,7 +150,7 @@ struct Groups {
     registers_down<64>();
     put_tile(dynamic_smem(), A + 64 * 32, args.n);
     registers_up<128>();
-    const u64 b = wgmma_tile(dynamic_smem(), 16, 8 * 128);
+    const u64 b = k_major_tile(dynamic_smem());
     u32 a[2][4];
     get_rows(a[0], A, 0);
     get_rows(a[1], A, 1);
@@ -158,9 +158,9 @@ struct Groups {
     for (int i = 0; i < 16; ++i) second[i] = 1;
     wgmma_fence_operand(second);
     wgmma_fence();
-    wgmma<bf16, 32, false>(first, a[0], b, false);
+    wgmma<bf16, 32, K_MAJOR>(first, a[0], b, OVERWRITE);
     wgmma_commit();
-    wgmma<bf16, 32, false>(second, a[1], b + 2, true);
+    wgmma<bf16, 32, K_MAJOR>(second, a[1], b + 2, ACCUMULATE);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_fence_operand(first);

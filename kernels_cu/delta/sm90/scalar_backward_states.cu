@@ -134,8 +134,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     }
     decay_state(dS, gates.chunk_decay);
     wgmma_fence();
-    const u64 rows = wgmma_tile(in.queries_keys, sizeof in.queries_keys[0], 1024);  // of W, then of keys
-    start_state_update<T, BK>(dS, do_, rows);                                       // dS += W^T do
+    const u64 rows = mn_major_tile(in.queries_keys, sizeof in.queries_keys[0]);  // of W, then of keys
+    start_state_update<T, BK>(dS, do_, rows);                                    // dS += W^T do
     wgmma_wait<1>();
     wgmma_fence_operand(P), wgmma_fence_operand(rounded_dS);
     if constexpr (OUTPUTS) wgmma_fence_operand(from_do);

@@ -233,15 +233,15 @@ __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
 
 // Starts the product d[64 rows, 64 channels] = tokens[64 rows, BV] states[BV, 64]. tokens: do above dv, or rounding
 // errors of e above e, in panels of 64 columns of V; states: 64 channels of S or dS, transposed: a row of 64 channels
-// for each column of V. Arguments of wgmma_tile: each eight rows are 1024 bytes after the eight before. The caller
-// calls wgmma_commit and waits.
+// for each column of V. The caller calls
+// wgmma_commit and waits.
 template <typename T, int PANELS>
 __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
                                                        T (&states)[64 * PANELS][64]) {
-  u64 rows = wgmma_tile(tokens, 16, 1024), columns = wgmma_tile(states, 16, 1024);
+  u64 rows = k_major_tile(tokens), columns = k_major_tile(states);
 #pragma unroll
   for (int c = 0; c < 4 * PANELS; ++c)
-    wgmma<T, 64, true>(d, rows + c / 4 * (sizeof tokens[0] / 16) + c % 4 * 2, columns + c * (16 * 128 / 16), c > 0);
+    wgmma<T, 64, MN_MAJOR>(d, rows + c / 4 * (sizeof tokens[0] / 16) + c % 4 * 2, columns + c * (16 * 128 / 16), c > 0);
 }
 
 // Calls f(i, x, h) for pairs of this lane's numbers of d [64 rows, 64 channels], a product of the warpgroup: d[i] and
@@ -272,7 +272,7 @@ __device__ __forceinline__ void make_Z(S& s, const RingPosition<S::STAGES>& ring
     Values z;
     load_transposed(keys, in.queries_keys[p] + CHUNK, channel_offset);
     wgmma_fence();
-    start_split_product<T>(z, keys, wgmma_tile(in.inverse_to_end, 16, 1024), false);
+    start_split_product<T>(z, keys, k_major_tile(in.inverse_to_end), false);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(z);
@@ -499,7 +499,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
     {
       Values products, scores;
-      u64 rows = wgmma_tile(s.gradients, 16, 1024), residuals = wgmma_tile(values, 16, 1024);
+      u64 rows = k_major_tile(s.gradients), residuals = k_major_tile(values);
       wgmma_fence();
       start_scores(scores, in);  // [q; k] k^T
 #pragma unroll
@@ -507,8 +507,8 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 #pragma unroll
         for (int c = 0; c < 4 * V_PANELS; ++c) {
           const int offset = c / 4 * int(sizeof values[0] / 16) + c % 4 * 2;
-          wgmma<T, CHUNK, false>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
-                                 rounded || c);
+          wgmma<T, CHUNK, K_MAJOR>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
+                                   rounded || c);
         }
       wgmma_commit();
       wgmma_wait<0>();
@@ -565,7 +565,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
             for_queries[c][errors][m] = has_keys ? for_queries[c][errors][m] : 0;
           }
         }
-      const u64 rows = wgmma_tile(in.queries_keys, 16, 1024);
+      const u64 rows = k_major_tile(in.queries_keys);
       wgmma_fence();
 #pragma unroll
       for (int p = 0; p < PANELS; ++p)
@@ -574,8 +574,8 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const u64 queries = rows + p * (sizeof in.queries_keys[0] / 16) + c * (16 * 128 / 16);
-            wgmma<T, 64, true>(d[p], for_keys[c][errors], queries + CHUNK * 128 / 16, true);
-            wgmma<T, 64, true>(d[p], for_queries[c][errors], queries, true);
+            wgmma<T, 64, MN_MAJOR>(d[p], for_keys[c][errors], queries + CHUNK * 128 / 16, ACCUMULATE);
+            wgmma<T, 64, MN_MAJOR>(d[p], for_queries[c][errors], queries, ACCUMULATE);
           }
       wgmma_commit();
       wgmma_wait<0>();
@@ -636,7 +636,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_fence();
     start_transposed_split_product<T>(e, X, descriptor + descriptor_offset(in, in.inverse));
     wgmma_commit();
-    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
+    start_state_update<T, BK>(state, X, mn_major_tile(in.Z, sizeof in.Z[0]));
     wgmma_wait<1>();
     wgmma_fence_operand(e);
     store_transposed(values + CHUNK, channel_offset, e);

@@ -56,7 +56,7 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "half_products.cuh"
 
 // From the includes:
-//   wgmma_tile: a tile's descriptor; wgmma_fence_operand(d): d is not read before it
+//   wgmma_fence_operand(d): d is not read before it
 //   swizzled_offset, at_byte_offset: the offset of a piece of a panel, and the address there
 //   fetch_chunk, store_chunk: copy a chunk's rows of several arrays; WorkTile: the block's sequence and head
 //   each_two: calls f for a lane's pairs of Values and Operands
@@ -543,7 +543,7 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
 // descriptor_offset(stage, tile) gives the descriptor of a tile in the stage. `forget` hides where the descriptor comes
 // from: else the compiler holds each tile's in registers of its own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
-  u64 descriptor = wgmma_tile(&stage, 16, 1024);
+  u64 descriptor = k_major_tile(&stage);
   forget(descriptor);
   return descriptor;
 }
@@ -560,8 +560,8 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 #pragma unroll
   for (int c = 0; c < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++c) {
     const u64 rows = descriptor + (descriptor_offset(in, in.queries_keys[c / 4]) + c % 4 * 2);
-    wgmma<typename Stage::Element, CHUNK, false>(d, rows, rows + descriptor_offset(in, in.queries_keys[0] + CHUNK),
-                                                 c > 0);
+    wgmma<typename Stage::Element, CHUNK, K_MAJOR>(d, rows, rows + descriptor_offset(in, in.queries_keys[0] + CHUNK),
+                                                   c > 0);
   }
   wgmma_commit();
 }
@@ -676,7 +676,7 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
 template <typename T>
 __device__ __forceinline__ void start_split_product(Values& y, const Operand& x, u64 matrix, bool accumulate) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
+  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, K_MAJOR>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
 
 // Issues y[channel, j] = sum_i x[channel, i] matrix[i, j]; the caller calls wgmma_commit and waits. Order of the four
@@ -685,7 +685,7 @@ template <typename T>
 __device__ __forceinline__ void start_transposed_split_product(Values& y, const Operand& x, u64 matrix) {
 #pragma unroll
   for (int c = 0; c < 4; ++c)
-    wgmma<T, CHUNK, true>(y, x[c % 2], matrix + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
+    wgmma<T, CHUNK, MN_MAJOR>(y, x[c % 2], matrix + c % 2 * (16 * 128 / 16) + c / 2 * (64 / 16), c > 0);
 }
 
 // Makes the operands of all chunks; for a warpgroup. Each lane's part of `keys`, z and w: the warp's 16 channels of
@@ -724,8 +724,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
       start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
     mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
-    u64 inverse_to_end = wgmma_tile(in.inverse_to_end, 16, 1024),
-        minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
+    u64 inverse_to_end = k_major_tile(in.inverse_to_end), minus_BE = k_major_tile(s.minus_BE[chunk & 1]);
     forget(inverse_to_end), forget(minus_BE);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
@@ -804,7 +803,7 @@ __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const fl
 template <typename T, int STEPS, class F>
 __device__ __forceinline__ void start_state_product(Values& y, const u32 (&state)[STEPS][4], F tile_of) {
 #pragma unroll
-  for (int c = 0; c < STEPS; ++c) wgmma<T, CHUNK, false>(y, state[c], tile_of(c / 4) + c % 4 * 2, c > 0);
+  for (int c = 0; c < STEPS; ++c) wgmma<T, CHUNK, K_MAJOR>(y, state[c], tile_of(c / 4) + c % 4 * 2, c > 0);
 }
 
 // state <- E_32 state: lets it decay over the chunk.
@@ -828,7 +827,7 @@ __device__ __forceinline__ void make_X(Operand& X, const Operand& v, const Value
 template <typename T, int BK>
 __device__ __forceinline__ void start_state_update(float (&state)[BK / 2], const Operand& x, u64 rows) {
 #pragma unroll
-  for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, x[c], rows + c * (16 * 128 / 16), true);
+  for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, MN_MAJOR>(state, x[c], rows + c * (16 * 128 / 16), ACCUMULATE);
   wgmma_commit();
 }
 

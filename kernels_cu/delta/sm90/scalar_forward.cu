@@ -84,7 +84,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_fence();
     start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);  // o += B v
     wgmma_commit();
-    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));  // S += Z^T X
+    start_state_update<T, BK>(state, X, mn_major_tile(in.Z, sizeof in.Z[0]));  // S += Z^T X
     wgmma_wait<1>();
     wgmma_fence_operand(o);
     store_transposed(in.values[at.warpgroup], at.channel_offset, o);

@@ -123,7 +123,7 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     // Without a branch: the last two chunks compute their own scores again, which are not used.
     start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
-    u64 inverse_to_end = wgmma_tile(in.inverse_to_end, 16, 1024);
+    u64 inverse_to_end = k_major_tile(in.inverse_to_end);
     forget(inverse_to_end);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     make_X<T>(X, v, S_k, gates, lane);
     mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     wgmma_fence();
-    start_state_update<T, BK>(state, X, wgmma_tile(in.Z, sizeof in.Z[0], 1024));
+    start_state_update<T, BK>(state, X, mn_major_tile(in.Z, sizeof in.Z[0]));
     wgmma_wait<0>();
     wgmma_fence_operand(state);
     mbarrier_arrive(s.outputs_ready[ring.stage]);

@@ -54,7 +54,7 @@
 //   PairReader          products of queries with dA (add_queries); Across: operands at borders of sub-chunks
 //   pair_index, self_weight_at: places in dA; pair_value: a number of it, rounded to tf32
 // From states.cuh
-//   load_state          loads a state; sum_tokens_by_shuffles<false>: sums over earlier tokens
+//   load_state          loads a state; sum_tokens_by_shuffles: sums over earlier tokens
 //   put_float_tile<warps>: a tile in float32; read_part, start_write start products that read dS or add to it
 //   scale_state, decay_state multiply dS by numbers of channels
 //   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`
@@ -106,7 +106,7 @@ __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration
 // other would take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
-  const i64 last = segment_of<true>(args.shape, args.P, args.joined).last_sequence_head, H = args.shape.H;
+  const i64 last = segment_of<BACKWARDS>(args.shape, args.P, args.joined).last_sequence_head, H = args.shape.H;
   const int later = int(args.P - 1 - last / H % args.P);   // later segments of the sequence
   const int threads_each = max(1, COUNT / max(1, later));  // for each later segment
   bool found = false;
@@ -181,12 +181,12 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                          int panel) {
-  const u64 state_tile = wgmma_tile(s.dS[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
+  const u64 state_tile = k_major_tile(s.dS[0][64 * panel]), keys_tile = k_major_tile(in.k);
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c)
-    wgmma<T, CHUNK, false>(dv, state_tile + (c / 4 * BV * 128 + c % 4 * 32) / 16,
-                           keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
+    wgmma<T, CHUNK, K_MAJOR>(dv, state_tile + (c / 4 * BV * 128 + c % 4 * 32) / 16,
+                             keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
   wgmma_commit();
 }
 
@@ -209,9 +209,10 @@ __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Sched
     for (int i = 0; i < CHUNK / 2; ++i) dv[i] *= down;
   }
   wgmma_fence();
-  const u64 scores_tile = wgmma_tile(s.A, 16, 1024);
+  const u64 scores_tile = k_major_tile(s.A);
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, columns[n], scores_tile + n * 32 / 16, true);
+  for (int n = 0; n < SUBCHUNKS; ++n)
+    wgmma<tf32, CHUNK, K_MAJOR>(dv, columns[n], scores_tile + n * 32 / 16, ACCUMULATE);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_fence_operand(dv);
@@ -250,7 +251,7 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
     }
     mbarrier_arrive(s.done[iteration % STAGES]);
   };
-  each_segment<Schedule, true>(args, [&](const Segment& segment, int chunks_before) {
+  each_segment<Schedule, BACKWARDS>(args, [&](const Segment& segment, int chunks_before) {
     each_chunk(segment.tokens, chunks_before, compute_chunk);
   });
 }
@@ -263,7 +264,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   // Not read from s.segment: the compiler would not know that it is the same for all threads.
-  const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
+  const int tokens = Schedule::in_turn ? 0 : segment_of<BACKWARDS>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
@@ -398,7 +399,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto entry_of = [&](Lookup what) {
     return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : computed_entry<ReadOrder, T, G, BK>(what);
   };
-  const Counts<ReadOrder, G, true> computed_counts;
+  const Counts<ReadOrder, G, SECOND_NEGATED> computed_counts;
   const auto counts = [&] {  // which gates count in the decays of this lane's tokens (decays.cuh)
     if constexpr (LOOKUPS<G, BK> > MASKS)
       return LookedUpCounts<ReadOrder, G>{entry_of(FROM_MIDDLE), entry_of(OFFSETS).w, entry_of(MASKS).w};
@@ -444,7 +445,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
     if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
     mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
-    Gates<G, true> gates;
+    Gates<G, SECOND_NEGATED> gates;
     Operand q, k, keys;       // keys: L_j k_j
     StateOperand<T> queries;  // scale E_i q_i
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
@@ -497,7 +498,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
           self_terms[i] = (i % 2 ? weights.y : weights.x) * u_query;
         }
       };
-      decay_within<false, T>(queries_within, keys_within, query_decays[n], key_decays[n], q, k, n, add_self_pair);
+      decay_within<IN_FULL, T>(queries_within, keys_within, query_decays[n], key_decays[n], q, k, n, add_self_pair);
       if (SUM_FIRST) dA.add_queries(sum, queries_within, n, n);
       put_within(in, queries_within, queries_offset, n);
       put_within(s.keys_within, keys_within, keys_offset, n);
@@ -531,8 +532,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       scale_state<BV>(dS, query_scale.up[0], query_scale.up[1]);
       for (int h = 0; h < 2; ++h) to_state[h] *= query_scale.up[h];
     }
-    decay_queries<false, T>(queries_across, q, from_start, decays, to_state, [&](auto... x) { queries.put(x...); });
-    decay_keys<false, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
+    decay_queries<IN_FULL, T>(queries_across, q, from_start, decays, to_state, [&](auto... x) { queries.put(x...); });
+    decay_keys<IN_FULL, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
       const float2 rounded = state_values<T>(x, y);
       neighbours_of(keys, n, h) = pack<T>(x, y);
       dg[n][2 * h] = rounded.x * from_state[4 * n + 2 * h];
@@ -594,7 +595,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     // 128 channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
-    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false>(dg, key_sums);
+    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<BEFORE_TOKEN>(dg, key_sums);
     else sum_earlier_tokens(dg, key_sums, {masks.x, masks.y});
     if (ADDS_LATE) add_across();
 #pragma unroll
@@ -654,7 +655,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    s.segment = segment_of<true>(args.shape, args.P, args.joined);
+    s.segment = segment_of<BACKWARDS>(args.shape, args.P, args.joined);
     for (MBarrier& full : s.full) mbarrier_init(full, 3 * 32);
     for (MBarrier& done : s.done) mbarrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
     for (MBarrier& arrived : s.arrived) mbarrier_init(arrived, 32);
@@ -680,7 +681,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   if (warpgroup < BK / 64) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 184 : 200>();
-    each_segment<Schedule, true>(
+    each_segment<Schedule, BACKWARDS>(
         args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
   } else if (HAS_SCORE_WARPGROUP<BK> && warpgroup == BK / 64) {
     registers_down<64>();

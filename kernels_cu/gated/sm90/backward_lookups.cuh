@@ -25,7 +25,7 @@ template <int BK> struct Lookups<0, BK> {
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
-  const Counts<ReadOrder, G, true> counts;  // true: of gates with MINUS (decays.cuh), which backward_keys.cu has
+  const Counts<ReadOrder, G, SECOND_NEGATED> counts;
   if (what == OFFSETS) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
     // Swaps the middle two of four channels: flips both bits of the channel if they differ.
@@ -52,9 +52,9 @@ template <class ReadOrder, typename G> struct LookedUpCounts {
   __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { b[0] = middle.x, b[1] = middle.y; }
   __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { b[0] = middle.z, b[1] = middle.w; }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
-    Counts<ReadOrder, G, true>::make_operand(b, [&](u32 one) { return read & one; });
+    Counts<ReadOrder, G, SECOND_NEGATED>::make_operand(b, [&](u32 one) { return read & one; });
   }
   __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
-    Counts<ReadOrder, G, true>::make_operand(b, [&](u32 one) { return ~written & one; });
+    Counts<ReadOrder, G, SECOND_NEGATED>::make_operand(b, [&](u32 one) { return ~written & one; });
   }
 };

@@ -90,8 +90,9 @@ constexpr int STAGES = 3;  // chunks in shared memory at a time
 // Schedule: OneEach or InTurn (states.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  ChunkPlaces<Schedule, false, STAGES + 1> places;  // InTurn: at(number): where a copied chunk lies; next(): finds it
-  WorkTile segment;                                 // OneEach, RWKV-6: the block's
+  ChunkPlaces<Schedule, FORWARDS, STAGES + 1>
+      places;        // InTurn: at(number): where a copied chunk lies; next(): finds it
+  WorkTile segment;  // OneEach, RWKV-6: the block's
   MBarrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
 };
 
@@ -148,12 +149,12 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       __syncwarp();
     }
   } else {
-    const WorkTile segment = segment_of<false>(args.shape, args.P, args.joined);
+    const WorkTile segment = segment_of<FORWARDS>(args.shape, args.P, args.joined);
     const WorkTile& work = ReadOrder::reads_before_write ? s.segment : segment;
     const int tokens = segment.tokens;  // unlike s.segment.tokens, the compiler knows that it is equal for all lanes
     if constexpr (ReadOrder::reads_before_write) {
       // The segment is in shared memory: RWKV-6's consumers lack registers, and have fewer if this code takes more.
-      if ((threadIdx.x & 31) == 0) s.segment = segment_of<false>(args.shape, args.P, args.joined);
+      if ((threadIdx.x & 31) == 0) s.segment = segment_of<FORWARDS>(args.shape, args.P, args.joined);
       __syncwarp();
     }
 #pragma unroll 1
@@ -270,7 +271,8 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
       self_terms[i] = u[i / 2] * weighted_key;
     };
     decays_from_middle<CLAMPED>(query_decays, key_decays, tokens.gates, counts, n);
-    decay_within<true, T>(queries, keys, query_decays, key_decays, tokens.queries, tokens.keys, n, add_self_pair);
+    decay_within<AS_MULTIPLIED, T>(queries, keys, query_decays, key_decays, tokens.queries, tokens.keys, n,
+                                   add_self_pair);
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
@@ -307,7 +309,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
   decays_of(decays, tokens.gates);
   if (LOADS_AGAIN) load_operand(keys, k, offset);
   decays_to_end(outer_decays, tokens.gates, counts);
-  decay_keys<true, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
+  decay_keys<AS_MULTIPLIED, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     dA.add_keys(sums_across.by8[x], keys_across.by8[x], 2 * x + 1, 2 * x);
@@ -321,16 +323,16 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
   // gate of GLA's chunk is strong, it first multiplies the queries by a power of 2, `up`, for float16's range; `down`
   // is the inverse. The same rounded values are taken here.
   const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
-  decay_queries<true, T>(queries_across, queries, outer_decays, decays,
-                         {scale * query_scale.up[0], scale * query_scale.up[1]}, [&](int n, int h, float x, float y) {
-                           const float2 rounded = state_values<T>(x, y);
-                           const int i = 2 * h;
-                           results.query_share[n][i] =
-                               fmaf(query_scale.down[h] * rounded.x, from_state[4 * n + i], results.query_share[n][i]);
-                           results.query_share[n][i + 1] =
-                               fmaf(query_scale.down[h] * rounded.y, from_state[4 * n + i + 1],
-                                    results.query_share[n][i + 1]);
-                         });
+  decay_queries<AS_MULTIPLIED, T>(
+      queries_across, queries, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
+      [&](int n, int h, float x, float y) {
+        const float2 rounded = state_values<T>(x, y);
+        const int i = 2 * h;
+        results.query_share[n][i] =
+            fmaf(query_scale.down[h] * rounded.x, from_state[4 * n + i], results.query_share[n][i]);
+        results.query_share[n][i + 1] =
+            fmaf(query_scale.down[h] * rounded.y, from_state[4 * n + i + 1], results.query_share[n][i + 1]);
+      });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
 #pragma unroll
@@ -456,7 +458,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const auto g_panels = warpgroup_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, keys_index, queries_index);
-    if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
+    if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<CLAMPED>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_fence_operand(from_state);
     set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
@@ -495,7 +497,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         units_for(unit, size);
       }
       if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.key_terms, sum);
-      else sum_tokens_by_shuffles<true>(results.query_share, sum);
+      else sum_tokens_by_shuffles<FROM_TOKEN_ON>(results.query_share, sum);
       // G is float16: the share has units only if it exceeds float16's range. convert_to_units puts them into `sum`.
       if (IS_NARROW<G> && exceeds_float16(results.query_share)) {
         convert_to_units(results.query_share, sum);
@@ -530,11 +532,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   // Whether a block of the second pass, which goes backwards, starts at the end of this block's tokens.
   const bool stores_end = args.dht && (!args.joined || segment.last_sequence_head != segment.sequence_head);
   if (stores_end)
-    each_of_state<BV, true>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape, channel,
-                            [&](float& x, float& y, const float* from) {
-                              const float2 two = *reinterpret_cast<const float2*>(from);
-                              end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
-                            });
+    each_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape, channel,
+                                     [&](float& x, float& y, const float* from) {
+                                       const float2 two = *reinterpret_cast<const float2*>(from);
+                                       end_terms[&x - S >> 1 & 1] +=
+                                           x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
+                                     });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float end_sum = channel_sum(end_terms[h]), du_sum = channel_sum(du[h]);
@@ -568,14 +571,14 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   if (threadIdx.x < CONSUMERS) {
     if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 216 : 232>();
-    each_segment<Schedule, false>(
+    each_segment<Schedule, FORWARDS>(
         args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
     return;
   }
   if constexpr (FEW_REGISTERS) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
   if (warp == 3) return move_chunks<ReadOrder>(s, args);
-  each_segment<Schedule, false>(args, [&](const Segment& segment, int chunks_before) {
+  each_segment<Schedule, FORWARDS>(args, [&](const Segment& segment, int chunks_before) {
     make_dA<ReadOrder>(s, segment.tokens, chunks_before, float(args.scale), warp, threadIdx.x & 31);
   });
 }

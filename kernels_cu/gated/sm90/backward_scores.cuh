@@ -12,8 +12,6 @@
 //   each_neighbours: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of: their register in
 //     an Operand
 //   mma_m16n8k16: a warp's product of 16-bit operands of the last argument's type
-//   wgmma<type, N, transposed>(d, a, b, adds), wgmma_tile(address, leading, stride), wgmma_fence, wgmma_commit,
-//     wgmma_wait, wgmma_fence_operand: products of a warpgroup, see states.cuh
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
@@ -42,18 +40,18 @@ __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
 // d[query, key] = a b^T for the 8 queries from 8 w on of warp w, and all keys. A warp has 16 rows of the product,
-// blocks 2w and 2w + 1 of 8 rows. With a stride of 512 bytes, half a block, block 2w starts at byte 1024 w, its first
-// query. Block 2w + 1 is not used. The last one ends 512 bytes behind a's panel: in the next one, or in dA, which
+// blocks 2w and 2w + 1 of 8 rows. With 512 bytes between blocks, half a block, block 2w starts at byte 1024 w, its
+// first query. Block 2w + 1 is not used. The last one ends 512 bytes behind a's panel: in the next one, or in dA, which
 // follows do in ValueStage.
 template <typename T, int PANELS>
 __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
                                               T (&b)[PANELS][CHUNK][64]) {
-  const u64 queries = wgmma_tile(a, 16, 512), keys = wgmma_tile(b, 16, 1024);
+  const u64 queries = k_major_tile(a, 512), keys = k_major_tile(b);
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < PANELS * 4; ++c) {
     const int step = (c / 4 * CHUNK * 128 + c % 4 * 32) / 16;
-    wgmma<T, CHUNK, false>(d, queries + step, keys + step, c > 0);
+    wgmma<T, CHUNK, K_MAJOR>(d, queries + step, keys + step, c > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();

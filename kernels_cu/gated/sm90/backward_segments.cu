@@ -258,7 +258,7 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
   const i64 size = args.shape.K * args.shape.V;
   float* const states = args.states + slot_of(work, backwards, tiles_of<BK>(args.shape)) * size;
   const float* const from = given + (work.sequence / args.P * args.shape.H + work.head) * size;
-  each_of_state<BV, true>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
+  each_of_state<BV, HAS_FULL_PATH>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
     const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
     const float decay = decays[&x - S >> 1 & 1];  // S[4n + 2h + 0, 1] is the lane's channel h
     if (decay != 0.f) x = fmaf(decay, two.x, x), y = fmaf(decay, two.y, y);
@@ -286,7 +286,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
     for (int h = 0; h < 2; ++h) segment_decay[h] *= decays.all(h);
-    Across unused;  // operands of scores, which decay_queries and decay_keys set, too; <false>: not cut off to tf32
+    Across unused;  // operands of scores, which decay_queries and decay_keys set, too
     QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     load_operand(x, in.keys[warpgroup], offset);
@@ -295,11 +295,11 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
       decays_from_start(outer_decays, gates, counts);
       query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
       const float scale = float(args.scale);
-      decay_queries<false, T>(unused, x, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
-                              put);
+      decay_queries<IN_FULL, T>(unused, x, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
+                                put);
     } else {
       decays_to_end(outer_decays, gates, counts);
-      decay_keys<false, T>(unused, x, outer_decays, decays, put);
+      decay_keys<IN_FULL, T>(unused, x, outer_decays, decays, put);
     }
     if (growth) {  // token by token; x may hold infinities, and is replaced by zeros
       if (BACKWARDS)
@@ -342,8 +342,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   } else add_initial_state<BK, BV>(S, decays, args, work, BACKWARDS, channel);
   const i64 slot = slot_of(work, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
             next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
-  each_of_state<BV, true>(S, args.states + next * K * args.shape.V, args.shape, channel,
-                          [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+  each_of_state<BV, HAS_FULL_PATH>(S, args.states + next * K * args.shape.V, args.shape, channel,
+                                   [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = decays[h];
 }
@@ -371,6 +371,6 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
     const Walk walk(s, work);
     const int taken = copy_chunks(walk, args, work, first_channel, backwards, !backwards);
     if (walk.result(taken)) copy_chunks(walk.second(taken), args, work, first_channel, backwards, backwards);
-  } else if (backwards) consume<ReadOrder, true>(s, args, work, first_channel);
-  else consume<ReadOrder, false>(s, args, work, first_channel);
+  } else if (backwards) consume<ReadOrder, BACKWARDS>(s, args, work, first_channel);
+  else consume<ReadOrder, FORWARDS>(s, args, work, first_channel);
 }

@@ -143,7 +143,8 @@ template <> struct GateFormat<float> {
 // registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates ignore MINUS: their
 // halves are rounded values and remainders, which differ.
 constexpr u32 SIGNS = 0x80008000u;
-template <typename G, bool MINUS = false> struct Gates {
+constexpr bool SECOND_NEGATED = true, CLAMPED = true, UNCLAMPED = false;
+template <typename G, bool SECOND_NEGATED = false> struct Gates {
   Operand x;
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int offset) {
@@ -157,11 +158,11 @@ template <typename G, bool MINUS = false> struct Gates {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       a[h] = CLAMPED ? at_least<G>(neighbours_of(x, n, h), GateFormat<G>::LEAST_TWO) : neighbours_of(x, n, h);
-      a[2 + h] = MINUS ? a[h] ^ SIGNS : a[h];
+      a[2 + h] = SECOND_NEGATED ? a[h] ^ SIGNS : a[h];
     }
   }
 };
-template <bool MINUS> struct Gates<float, MINUS> {
+template <bool SECOND_NEGATED> struct Gates<float, SECOND_NEGATED> {
   Chunk x;
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int offset) {
@@ -185,7 +186,7 @@ template <bool MINUS> struct Gates<float, MINUS> {
 // Right operands b [gate, token] of the sums of gates: how often each gate of a sub-chunk counts in the sum for token
 // i = lane / 4: 0, 1, -1, 1/2 or -1/2 times. A lane's register b[half] has gates 2t (its low 16 bits) and 2t + 1. Each
 // use computes its operand from masks, since registers are scarce.
-template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
+template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct Counts {
   using Order = ReadOrder;
   // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads (RWKV-6: up
   // to i - 1); early: gates before the middle, which count -1 times. For mask = written or read, mask ^ early are the
@@ -207,7 +208,7 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   template <class F> static __device__ __forceinline__ void make_operand(u32 (&b)[2], F masked) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      b[half] = masked(GateFormat<G>::ONE[half] * 0x10001u ^ (half && MINUS && sizeof(G) == 2 ? SIGNS : 0));
+      b[half] = masked(GateFormat<G>::ONE[half] * 0x10001u ^ (half && SECOND_NEGATED && sizeof(G) == 2 ? SIGNS : 0));
   }
   // Sums from the middle to the token of `mask`, in which gates before the middle count negatively; `negative`: minus
   // these sums.
@@ -239,20 +240,20 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
 }
 
 // Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums, a SubChunk: log2 of this lane's decays.
-template <typename G, bool MINUS, class F>
-__device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
+template <typename G, bool SECOND_NEGATED, class F>
+__device__ __forceinline__ void sum_gates(const Gates<G, SECOND_NEGATED>& g, const u32 (&b)[2], F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     u32 a[4];
     SubChunk d = {};
-    g.template operand<false>(a, n);
+    g.template operand<UNCLAMPED>(a, n);
     multiply_gates(d, a, b, typename GateFormat<G>::Type{});
     f(n, d);
   }
 }
 // Sets `to` to e^(sum of gates), the decays of this lane's numbers.
-template <typename G, bool MINUS>
-__device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, MINUS>& g, const u32 (&b)[2]) {
+template <typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, SECOND_NEGATED>& g, const u32 (&b)[2]) {
   sum_gates(g, b, [&](int n, const SubChunk& sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sum[i]);
@@ -260,14 +261,14 @@ __device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, MINU
 }
 
 // Set `to` to the decays of queries from the start of their sub-chunk, or to those of keys to its end.
-template <class Counts, typename G, bool MINUS>
-__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
+template <class Counts, typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, SECOND_NEGATED>& g, const Counts& counts) {
   u32 b[2];
   counts.from_start(b);
   exponentiate_sums(to, g, b);
 }
-template <class Counts, typename G, bool MINUS>
-__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
+template <class Counts, typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, SECOND_NEGATED>& g, const Counts& counts) {
   u32 b[2];
   counts.to_end(b);
   exponentiate_sums(to, g, b);
@@ -304,16 +305,19 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& from_s
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// x as an operand in tf32. EXACT: without the 13 bits that products ignore. So if the caller uses the operand in
-// float32 arithmetic, too, as the first pass does for dg, both computations have the same number.
-template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
+// x as an operand in tf32. AS_MULTIPLIED: without the 13 bits that products ignore. So if the caller uses the operand
+// in float32 arithmetic, too, as the first pass does for dg, both computations have the same number.
+constexpr bool AS_MULTIPLIED = true, IN_FULL = false;
+template <bool AS_MULTIPLIED> __device__ __forceinline__ float operand_value(float x) {
+  return AS_MULTIPLIED ? cut_off(x) : x;
+}
 
 // Sets `queries` and `keys` to their factors in sub-chunk n: e^(the sum of gates from the middle to the state that
 // query i reads), and e^-(the sum from the middle through the key's own gate). LOADED_CLAMPED: `gates` were loaded with
 // CLAMPED.
-template <bool LOADED_CLAMPED = false, class Counts, typename G, bool MINUS>
-__device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
-                                                   const Counts& counts, int n) {
+template <bool LOADED_CLAMPED = false, class Counts, typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys,
+                                                   const Gates<G, SECOND_NEGATED>& gates, const Counts& counts, int n) {
   constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
   u32 a[4], b[2];
   SubChunk read = {}, minus_written = {};
@@ -333,7 +337,7 @@ __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& 
 
 // Sets `queries` and `keys` to those of sub-chunk n, q and k, times their factors of decays_from_middle. Calls
 // f(i, query, key) with the numbers without factors, i = 2h + p.
-template <bool EXACT, typename T, class F>
+template <bool AS_MULTIPLIED, typename T, class F>
 __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& query_decays,
                                              const SubChunk& key_decays, const Operand& q, const Operand& k, int n,
                                              F f) {
@@ -344,8 +348,8 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       f(i, p ? query.y : query.x, p ? key.y : key.x);
-      queries[i] = operand_value<EXACT>((p ? query.y : query.x) * query_decays[i]);
-      keys[i] = operand_value<EXACT>((p ? key.y : key.x) * key_decays[i]);
+      queries[i] = operand_value<AS_MULTIPLIED>((p ? query.y : query.x) * query_decays[i]);
+      keys[i] = operand_value<AS_MULTIPLIED>((p ? key.y : key.x) * key_decays[i]);
     }
   }
 }
@@ -361,7 +365,7 @@ struct Across {
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with the lane's two queries of sub-chunk n and
 // channel h, times their decays from the chunk's start and scale[h], for products with a state. outer_decays: those
 // of queries from the start of their sub-chunk; d: decays over whole sub-chunks.
-template <bool EXACT, typename T, class F>
+template <bool AS_MULTIPLIED, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
   each_neighbours([&](int n, int h) {
@@ -370,9 +374,9 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
                 factor = scale[h] * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
-      if (n == 2) to.by16[0][2 * h + p] = operand_value<EXACT>(x[p]);
-      if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.sub[2][h] * x[p]);
+      if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<AS_MULTIPLIED>(x[p]);
+      if (n == 2) to.by16[0][2 * h + p] = operand_value<AS_MULTIPLIED>(x[p]);
+      if (n == 3) to.by16[1][2 * h + p] = operand_value<AS_MULTIPLIED>(d.sub[2][h] * x[p]);
     }
     put(n, h, factor * x[0], factor * x[1]);
   });
@@ -381,7 +385,7 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
 // Stores keys times their decays in `to`, and calls put(n, h, x, y) with the lane's two keys of sub-chunk n and channel
 // h, times their decays to the chunk's end. outer_decays: those of keys to the end of their sub-chunk; d: decays
 // over whole sub-chunks.
-template <bool EXACT, typename T, class F>
+template <bool AS_MULTIPLIED, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
                                            const SubChunkDecays& d, F put) {
   each_neighbours([&](int n, int h) {
@@ -389,9 +393,9 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const C
     const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]}, factor = d.after(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
-      if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.sub[1][h] * x[p]);
-      if (n == 1) to.by16[1][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<AS_MULTIPLIED>(x[p]);
+      if (n == 0) to.by16[0][2 * h + p] = operand_value<AS_MULTIPLIED>(d.sub[1][h] * x[p]);
+      if (n == 1) to.by16[1][2 * h + p] = operand_value<AS_MULTIPLIED>(x[p]);
     }
     put(n, h, factor * x[0], factor * x[1]);
   });

@@ -17,11 +17,9 @@
 #include "wgmma.cuh"
 
 // From the includes, wgmma.cuh:
-//   wgmma<type, N, TRANSPOSED>(d, a, b, accumulate): starts d[64, N] = a b, or d += a b. a is in registers, b is a
-//     descriptor of a swizzled tile: [depth, N] if TRANSPOSED, else [N, depth]
-//   wgmma_tile(address, leading, stride): a descriptor. Adding bytes / 16 to it moves the tile
-//   wgmma_fence: before products that read registers written since the last fence
-//   wgmma_commit: closes a group of products; wgmma_wait<n>: waits until at most n groups are unfinished
+//   wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate): starts d[64, N] = a b, or d += a b. a is in registers, b
+//     is a descriptor of a swizzled tile: [N, depth] if K_MAJOR, else [depth, N]. Adding bytes / 16 to it moves the
+//     tile
 //   wgmma_fence_operand(d): keeps the compiler from moving accesses of d over it
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
@@ -94,11 +92,11 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
   auto& tiles = operands.scores(stage);
 #pragma unroll
   for (int rank = 0; rank < int(sizeof tiles / sizeof tiles[0]); ++rank) {
-    u64 A = wgmma_tile(tiles[rank], 16, 1024) + operands.flip(stage) / 16;
+    u64 A = k_major_tile(tiles[rank]) + operands.flip(stage) / 16;
     forget(A);  // hides A's origin: the compiler would hold every address computed from it in a register
 #pragma unroll
     for (int piece = 0; piece < (SPLIT ? 4 : 2); ++piece)  // 16 columns of the tile: of scores, then of errors
-      wgmma<T, CHUNK, false>(o, v[piece % 2], A + piece * 32 / 16, rank + piece > 0);
+      wgmma<T, CHUNK, K_MAJOR>(o, v[piece % 2], A + piece * 32 / 16, rank + piece > 0);
   }
 }
 
@@ -136,7 +134,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART_OPERANDS;
   constexpr int PANEL_OPERANDS = 4;  // operands that read one panel of q, 128 bytes of channels
   u32 state[2][PART_OPERANDS][4];    // operands of this part and of the next
-  u64 panels = wgmma_tile(operands.q[stage], 16, 1024);
+  u64 panels = k_major_tile(operands.q[stage]);
   forget(panels);
   // Copies a part of S to operands, and decays S.
   const auto copy = [&](int part) {
@@ -154,7 +152,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
     for (int n = 0; n < PART_OPERANDS; ++n) {
       const int tile = part * PART_OPERANDS + n;
       const u64 q = panels + (tile / PANEL_OPERANDS * (CHUNK * 128) + tile % PANEL_OPERANDS * 32) / 16;
-      wgmma<typename Copy::Format, CHUNK, false>(o, state[part & 1][n], q, true);
+      wgmma<typename Copy::Format, CHUNK, K_MAJOR>(o, state[part & 1][n], q, ACCUMULATE);
     }
     wgmma_commit();
   };
@@ -288,10 +286,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     else decay_state<GATES>(S, decays, thread), total_decay *= decays[thread % BK];
     wgmma_fence_operand(S);
     wgmma_fence();
-    u64 k = wgmma_tile(s.operands.k[stage], CHUNK * 128, 1024);
+    u64 k = mn_major_tile(s.operands.k[stage], CHUNK * 128);
     forget(k);
-    wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
-    wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
+    wgmma<T, K_RANKS * BK, MN_MAJOR>(S, v[0], k, ACCUMULATE);
+    wgmma<T, K_RANKS * BK, MN_MAJOR>(S, v[1], k + 16 * 128 / 16, ACCUMULATE);
     wgmma_commit();
   }
 

@@ -364,10 +364,12 @@ enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 // A fence_proxy_async is between a group's own accesses and a later copy from or to the same memory: after 1 for 3,
 // before 8 for 9, in 10 for the scores. The second vote of 2 reads gates once more, after the fence for 3. No fence
 // orders these reads; they have ended before the vote's barrier, because the vote is computed from what they read.
+constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;
 template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
-                                                  float scalar_gate, float& next_scalar_gate, bool after_overflow) {
+                                                  float scalar_gate, float& next_scalar_gate,
+                                                  bool after_overflow = false) {
   using Coord = ProducerCoord<BK>;
   constexpr int GATES = GATES_PER_TOKEN<G>;
   // Scales need BORDER_IS_NARROWER: K_RANKS is then 1, so that no block votes, and NeighbourDecay is IN_FLOAT16.
@@ -519,8 +521,7 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
                        coord.THREADS);  // all have read the decays, which make_chunk stores again
   const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
-  // true: rows have scales. false: after_overflow, which only asks for them
-  if (make_chunk<Order, true>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate, false) !=
+  if (make_chunk<Order, SCALES_ROWS>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate) !=
       ChunkResult::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, fills, parity);
 }
@@ -566,7 +567,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     }
     // false: rows have no scales
     const ChunkResult result =
-        make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, after_overflow);
+        make_chunk<Order, UNSCALED_ROWS>(s, args, coord, job, scalar_gate, next_scalar_gate, after_overflow);
     if (__builtin_expect(result != ChunkResult::MADE, false)) {
       const bool inputs_lost = result == ChunkResult::OUT_OF_FLOAT16;
       after_overflow |= inputs_lost;

@@ -15,10 +15,9 @@
 //           that depends on its largest value before a product reads it (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
 //
-// From wgmma.cuh: wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in registers and b
-// the descriptor wgmma_tile(address, leading, stride) of a swizzled tile; adding bytes / 16 to b moves the tile;
-// TRANSPOSED: the tile is [depth, N], else [N, depth]. wgmma_commit closes a group of products, wgmma_wait<n> waits
-// until n groups are unfinished, wgmma_fence comes before products that read registers written since.
+// From wgmma.cuh: wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in
+// registers and b the descriptor of a swizzled tile, [N, depth] if K_MAJOR, else [depth, N]; adding bytes / 16 to b
+// moves the tile.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
@@ -242,12 +241,12 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
 #pragma unroll
     for (int m = 0; m < 4; ++m)
       columns[n][m] = __float_as_uint(TF32_CORRECTION * S[4 * (part * TILES + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
-  const u64 b = wgmma_tile(tokens, 16, 1024);
+  const u64 b = k_major_tile(tokens);
   wgmma_fence();
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const int tile = part * TILES + n;
-    wgmma<tf32, CHUNK, false>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, tile > 0);
+    wgmma<tf32, CHUNK, K_MAJOR>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, tile > 0);
   }
   wgmma_commit();
 }
@@ -269,12 +268,12 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
     }
     put(part * TILES + n, columns[2 * n]);
   }
-  const u64 b = wgmma_tile(tokens, 16, 1024);
+  const u64 b = k_major_tile(tokens);
   wgmma_fence();
 #pragma unroll
   for (int n = 0; n < 2 * TILES; ++n) {
     const int tile = part * TILES + n / 2;
-    wgmma<bf16, CHUNK, false>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
+    wgmma<bf16, CHUNK, K_MAJOR>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
   }
   wgmma_commit();
 }
@@ -295,12 +294,12 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
     for (int m = 0; m < 4; ++m) columns[first + n][m] = pack<f16>(from[2 * m], from[2 * m + 1]);
     put(part * TILES + n, columns[first + n]);
   }
-  const u64 b = wgmma_tile(tokens, 16, 1024);
+  const u64 b = k_major_tile(tokens);
   wgmma_fence();
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const int tile = part * TILES + n;
-    wgmma<f16, CHUNK, false>(x, columns[first + n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
+    wgmma<f16, CHUNK, K_MAJOR>(x, columns[first + n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
   }
   wgmma_commit();
 }
@@ -314,20 +313,20 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
 #pragma unroll
     for (int m = 0; m < 4; ++m)
       columns[n][m] = __float_as_uint(TF32_CORRECTION * S[4 * n + (m == 1 ? 2 : m == 2 ? 1 : m)]);
-  const u64 b = wgmma_tile(tokens, 16, 1024);
+  const u64 b = k_major_tile(tokens);
   wgmma_fence();
 #pragma unroll
   for (int n = 0; n < BV / 8; ++n)
-    wgmma<tf32, CHUNK, false>(x, columns[n], b + (n / 4 * CHUNK * 128 + n % 4 * 32) / 16, n > 0);
+    wgmma<tf32, CHUNK, K_MAJOR>(x, columns[n], b + (n / 4 * CHUNK * 128 + n % 4 * 32) / 16, n > 0);
   wgmma_commit();
 }
 
 // Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column].
 template <typename T, int BV>
 __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x, T (&tokens)[BV / 64][CHUNK][64]) {
-  const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
+  const u64 b = mn_major_tile(tokens, CHUNK * 128);
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
+  for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, MN_MAJOR>(S, x[s], b + s * 16 * 128 / 16, ACCUMULATE);
 }
 
 // This lane's queries or keys of a chunk as the operand of the product that adds them to a state: rounded to T, and for
@@ -389,6 +388,7 @@ __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
 }
 // sum_earlier_tokens by shuffles, for places where a sum on tensor cores would wait for a product with a state that
 // they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
+constexpr bool FROM_TOKEN_ON = true, BEFORE_TOKEN = false;
 template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   // Of the four lanes with a channel, the neighbour is lane t ^ 1. Whether its tokens count in this lane's sums, and
@@ -412,14 +412,13 @@ template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuf
   }
 }
 
-// Loads the state that a block starts from; zeros if `given` is null. each_of_state<..., true> (warpgroup.cuh): with
-// code of its own for V = BV.
+// Loads the state that a block starts from; zeros if `given` is null.
 template <int BV>
 __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
   if (given)
-    each_of_state<BV, true>(S, given, shape, channel, [](float& x, float& y, const float* from) {
+    each_of_state<BV, HAS_FULL_PATH>(S, given, shape, channel, [](float& x, float& y, const float* from) {
       const float2 two = *reinterpret_cast<const float2*>(from);
       x = two.x, y = two.y;
     });

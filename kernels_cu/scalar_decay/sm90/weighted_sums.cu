@@ -186,7 +186,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int lane = threadIdx.x & 31, T = int(args.shape.T);
   const int query_tiles = tile ? 0 : int(args.dq_tiles);  // tile 0 alone adds q . dq
-  int first = first_token_of(0, work, true);              // the chunk's first token
+  int first = first_token_of(0, work, BACKWARDS);         // the chunk's first token
   const i64 head = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
   const float* from = args.token_sums + head * args.dq_tiles * T + token;
   i64 to = (head * T + token) * tiles + tile;
@@ -379,14 +379,14 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c)
-      wgmma<bf16, CHUNK, false>(d, q[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
+      wgmma<bf16, CHUNK, K_MAJOR>(d, q[c], k_major_tile(in.k[c / 4]) + c % 4 * 32 / 16, c > 0);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(d);
     Gates& gates = s.gates[iteration % STAGES];
     if (ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && backwards)
-      store_scores<true, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
-    else store_scores<false, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
+      store_scores<BACKWARDS, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
+    else store_scores<FORWARDS, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
     fence_proxy_async();  // A has been written by plain stores, and is read by wgmma
     mbarrier_arrive(s.scores[iteration % STAGES]);
   }
@@ -549,8 +549,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     if constexpr (HAS_OUTPUTS<Pass>) {
       // o = S q of the state before the chunk (`true`), then S *= decays. CONVERTED: 16 channels of S at a time;
       // SPLITS_STATE: S is the sum of two numbers, with which the callback, empty here, is called.
-      read_state<BK, true, CONVERTED, SPLITS_STATE<Pass>>(o, S, decays, in.q,
-                                                          [](int, const u32(&)[4], const u32(&)[4]) {});
+      read_state<BK, READ_FIRST, CONVERTED, SPLITS_STATE<Pass>>(o, S, decays, in.q,
+                                                                [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
       for (float& value : S) value *= chunk_decay;
       total_decay *= chunk_decay;
@@ -584,7 +584,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       load_channels(v, in.v[warpgroup]);
       mbarrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
-      multiply_pairs<false>(o, v, in.A, true);  // starts o += v A^T: not by key; adds
+      multiply_pairs<BY_QUERY>(o, v, in.A, ACCUMULATE);  // starts o += v A^T
       wgmma_commit();
     }
     wgmma_wait<0>();

@@ -34,7 +34,6 @@
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
 //   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
 //     produces, with 24; before, it makes the barriers visible
-//   wgmma_tile(x, 16, 1024): the descriptor of a tile (see `consume`)
 //   Work, of a tile of keys: `batch`, `head` (of keys), `start`, `tokens`; `other_start`, `other_length`: of the
 //     sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, at least one, and 0 at the end of the
 //     list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the sequence's first
@@ -162,18 +161,18 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   // registers `a` if IN_REGISTERS, otherwise the tile described by `a_tile`.
   auto multiply_columns = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 a_tile, u64 b_tile, int n) {
     const u64 b = b_tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
-    if constexpr (IN_REGISTERS) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
-    else wgmma<T, QUERIES, false>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
+    if constexpr (IN_REGISTERS) wgmma<T, QUERIES, K_MAJOR>(sum, a, b, n > 0);
+    else wgmma<T, QUERIES, K_MAJOR>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
-  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
+  // Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
   // on in tiles of k and v, QUERIES * 128 / 16 on in tiles of q and do. Each eight rows are 1024 bytes after the eight
   // before. A sequence's last tile has rows of the next sequence, which become zeros. Their L is infinite, their delta
   // is 0.
   auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
-    const u64 k_tile = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
-              v_tile = wgmma_tile(s.v[kv.stage][0] + warpgroup_row * PANEL, 16, 1024);
-    const u64 q_tile = wgmma_tile(s.q[q.stage][0], 16, 1024), do_tile = wgmma_tile(s.do_[q.stage][0], 16, 1024);
+    const u64 k_tile = k_major_tile(s.k[kv.stage][0] + warpgroup_row * PANEL),
+              v_tile = k_major_tile(s.v[kv.stage][0] + warpgroup_row * PANEL);
+    const u64 q_tile = k_major_tile(s.q[q.stage][0]), do_tile = k_major_tile(s.do_[q.stage][0]);
     mbarrier_wait(s.q_full[q.stage], q.parity);
     if (valid < QUERIES) zero_rows(s.q[q.stage], valid, warpgroup);
     wgmma_fence();
@@ -189,10 +188,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   // Issues sum = a tile, or sum += a tile if `accumulates`, for a tile of q or do.
   auto multiply_tile = [&](float (&sum)[D / 2], const u32(&a)[QUERIES / 16][4], const T* tile, bool accumulates) {
-    const u64 b = wgmma_tile(tile, QUERIES * 128, 1024);
+    const u64 b = mn_major_tile(tile, QUERIES * 128);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < QUERIES / 16; ++n) wgmma<T, D, true>(sum, a[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
+    for (int n = 0; n < QUERIES / 16; ++n)
+      wgmma<T, D, MN_MAJOR>(sum, a[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();
   };
   // Rounds x to T, as operand A.

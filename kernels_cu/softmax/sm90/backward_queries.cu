@@ -177,32 +177,32 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --tiles_left;
     }
   };
-  // Descriptors (wgmma_tile) count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
+  // Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
   // on. Each eight rows are 1024 bytes after the eight before.
   auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
-    const u64 k_tile = wgmma_tile(s.k[k.stage][0], 16, 1024), v_tile = wgmma_tile(s.v[v.stage][0], 16, 1024);
+    const u64 k_tile = k_major_tile(s.k[k.stage][0]), v_tile = k_major_tile(s.v[v.stage][0]);
     const int valid = length - (first_tile + tiles_left) * KEYS;
     mbarrier_wait(s.k_full[k.stage], k.parity);
     if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
-      wgmma<T, KEYS, false>(p, q[n], k_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
+      wgmma<T, KEYS, K_MAJOR>(p, q[n], k_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
     mbarrier_wait(s.v_full[v.stage], v.parity);
     if (valid < KEYS) zero_rows(s.v[v.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
-      wgmma<T, KEYS, false>(dp, do_[n], v_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
+      wgmma<T, KEYS, K_MAJOR>(dp, do_[n], v_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
   };
   auto multiply_ds = [&](int stage, bool accumulates) {  // issues dq = ds k, or dq += ds k, for the keys in `stage`
-    const u64 k_tile = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
+    const u64 k_tile = mn_major_tile(s.k[stage][0], KEYS * 128);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < KEYS / 16; ++n)
-      wgmma<T, D, true>(dq, ds[n], k_tile + n * (16 * 128 / 16), n > 0 || accumulates);
+      wgmma<T, D, MN_MAJOR>(dq, ds[n], k_tile + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();
   };
   // Waits for dq. To be called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start

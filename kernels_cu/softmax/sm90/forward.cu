@@ -23,10 +23,8 @@
 // From the includes:
 //   wgmma_fence_operand(x): the compiler moves no access of x over it, so that a product's result is read only after
 //     the wait
-//   wgmma<type, N, TRANSPOSED>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16 columns.
-//     a: registers or a descriptor; b: the descriptor of [N, 16], if TRANSPOSED of [16, N]
-//   wgmma_tile(address, leading, stride): a descriptor of a swizzled tile; `stride`: bytes from 8 rows to the next 8;
-//     `leading`, read only if TRANSPOSED: from 64 columns to the next 64
+//   wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16
+//     columns. a: registers or a descriptor; b: the descriptor of a swizzled tile, [N, 16] if K_MAJOR, else [16, N]
 //   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
 //     waits for the entry, starts to copy the next one, and returns it
 //   load_tile<rows of a box>(tile, map, full, token, head, batch): starts the copies of a tile
@@ -167,20 +165,20 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   // QUERIES * 128 / 16 on in q, KEYS * 128 / 16 on in k. Rows of k of other sequences need no zeros: their scores are
   // masked. Those of v do, since 0 times NaN is NaN.
   auto multiply_keys = [&] {
-    const u64 a = wgmma_tile(s.q[q.stage][0] + warpgroup_row * PANEL, 16, 1024),
-              b = wgmma_tile(s.k[k.stage][0], 16, 1024);
+    const u64 a = k_major_tile(s.q[q.stage][0] + warpgroup_row * PANEL), b = k_major_tile(s.k[k.stage][0]);
 #pragma unroll
     for (int n = 0; n < K / 16; ++n)
-      wgmma<T, KEYS, false>(scores, a + n / 4 * (S::QUERIES * 128 / 16) + n % 4 * 2,
-                            b + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
+      wgmma<T, KEYS, K_MAJOR>(scores, a + n / 4 * (S::QUERIES * 128 / 16) + n % 4 * 2,
+                              b + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
   };
   auto multiply_values = [&](bool accumulates) {  // issues o = weights v, or o += weights v
     if (valid_values < KEYS) zero_rows(s.v[v.stage], valid_values, warpgroup);
-    const u64 b = wgmma_tile(s.v[v.stage][0], KEYS * 128, 1024);
+    const u64 b = mn_major_tile(s.v[v.stage][0], KEYS * 128);
     wgmma_fence();  // again, since zero_rows is in a branch: the compiler may have moved registers of weights and o
 #pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n) wgmma<T, V, true>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
+    for (int n = 0; n < KEYS / 16; ++n)
+      wgmma<T, V, MN_MAJOR>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();
   };
   // To be called at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait to the start

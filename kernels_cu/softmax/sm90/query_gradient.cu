@@ -120,11 +120,11 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     }
   };
   auto multiply_ds = [&](int n, int stage) {  // issues dq += ds k for block n
-    const u64 k_tile = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
+    const u64 k_tile = mn_major_tile(s.k[stage][0], KEYS * 128);
     wgmma_fence();
 #pragma unroll
     for (int key = 0; key < KEYS / 16; ++key)
-      wgmma<T, D, true>(dq[n], ds[n][key], k_tile + key * (16 * 128 / 16), true);
+      wgmma<T, D, MN_MAJOR>(dq[n], ds[n][key], k_tile + key * (16 * 128 / 16), ACCUMULATE);
     wgmma_commit();
   };
 
