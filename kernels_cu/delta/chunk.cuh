@@ -41,8 +41,9 @@ __device__ __forceinline__ void put_split_pair(T* to, float x, float y) {
 // Stores zeros in the gaps between the rows of a matrix in global memory, LDA - BT numbers after each row, since copies
 // of the matrix read them, too. All threads of a block call this.
 template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
-  constexpr int PIECE = 16 / sizeof(T), PIECES = (Matrix<T>::LDA - BT) / PIECE;  // of a gap
-  for (int n = threadIdx.x; n < 2 * BT; n += THREADS) {
+  constexpr int GAP = Matrix<T>::LDA - BT, PIECE = 16 / sizeof(T), PIECES = GAP / PIECE;  // of a gap
+  static_assert(GAP % PIECE == 0);
+  for (int n = threadIdx.x; n < Matrix<T>::NUMBERS * BT * PIECES; n += THREADS) {
     const int row = n / PIECES;
     *reinterpret_cast<uint4*>(M.x + row / BT * M.REST + row % BT * M.LDA + BT + n % PIECES * PIECE) = uint4{};
   }
@@ -90,6 +91,7 @@ __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, i
 // 2t + p of y.
 template <int COLS, typename T>
 __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, const T* y, int row, int column) {
+  static_assert(COLS % 32 == 0);
   const RowsReader<COLS, T> right;
   const LeftReader<COLS, T> left;
 #pragma unroll
@@ -124,6 +126,7 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
 // which has BT / WARPS rows i. In row i lane j has D_ij, the decay from after token j through token i; 0 for j > i.
 // `decay`: of token `lane`. A barrier must follow.
 template <int WARPS, class Decays> __device__ __forceinline__ void set_decays(Decays& s, float decay) {
+  static_assert(BT == 32 && BT % WARPS == 0);  // a lane for each token, and as many rows for each warp
   constexpr int ROWS = BT / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
   const float next = __shfl_down_sync(0xffffffffu, decay, 1);

@@ -96,6 +96,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     // AK is written while block_decays is still read: AB, which takes no less memory, keeps the two apart.
+    static_assert(sizeof(float[BLOCKS][BK]) <= sizeof(float[BT][LD]));
     float block_decays[BLOCKS][BK];
     struct {
       float AB[BT][LD], AK[BT][LD];  // Aab' and Aak'

@@ -138,11 +138,12 @@ __device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
 
 // To be called after thread 0 has initialised the block's barriers. The first WARPGROUPS warpgroups call consume(),
 // with UP registers a thread; one thread of the next warpgroup calls produce(), with DOWN. A multiprocessor has 512 for
-// every thread of a warpgroup's 128: WARPGROUPS UP + DOWN is at most that.
+// every thread of a warpgroup's 128.
 template <int WARPGROUPS, int UP, int DOWN, class Consume, class Produce>
 __device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
-  if (threadIdx.x == 0) fence_proxy_async();  // makes the barriers visible to the copy engine
-  __syncthreads();                            // makes the barriers visible to all threads
+  static_assert(WARPGROUPS * UP + DOWN <= 512);  // else registers_up would wait for ever
+  if (threadIdx.x == 0) fence_proxy_async();     // makes the barriers visible to the copy engine
+  __syncthreads();                               // makes the barriers visible to all threads
   if (threadIdx.x < 128 * WARPGROUPS) {
     registers_up<UP>();
     consume();

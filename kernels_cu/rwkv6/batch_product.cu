@@ -56,6 +56,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   // Stages of weights that are being copied at a time until the previous kernel has ended. With more, its loads would
   // wait.
   static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
+  static_assert(FLIGHT <= STAGES && X_STAGES <= STAGES);  // the steps that copies wait for are still in the ring
   union {
     struct {
       T w[STAGES][SHARES][ROWS][DEPTH];  // in the 128-byte swizzle

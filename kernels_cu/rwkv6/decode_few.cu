@@ -158,6 +158,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     const int split = tid / CHANNELS, channel = tid % CHANNELS;
     Layers::wait_for_place(tile_count),
         Layers::wait_for_place(tile_count + 1);  // both places have been read: `mix` has their memory
+    static_assert(sizeof(float[SPLITS][CHANNELS]) <= sizeof s.tile_sums);
     auto& mix = reinterpret_cast<float (&)[SPLITS][CHANNELS]>(s.tile_sums);
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {

@@ -21,6 +21,7 @@ constexpr int COPIERS = 3;  // warps that copy weights
 constexpr int FLIGHT = 3;   // stages that are being copied at a time
 
 template <int STAGES> struct Shared {
+  static_assert(FLIGHT <= STAGES);
   // Even rows first, then odd rows: so reads of neighbouring rows have no bank conflicts.
   unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
   MBarrier full[STAGES], empty[STAGES];

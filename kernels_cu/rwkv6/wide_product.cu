@@ -45,6 +45,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   // Stages of weights that are being copied at a time until the previous kernel has ended. With more, its loads would
   // wait.
   static constexpr int FLIGHT = HALVES == 1 ? 2 : W_STAGES;
+  static_assert(FLIGHT <= W_STAGES);  // the step that a copy waits for is still in the ring
   static_assert(W_STAGES % HALVES == 0, "the same block always copies to a stage");
 };
 

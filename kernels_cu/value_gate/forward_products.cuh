@@ -97,6 +97,7 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
                                                        const ColumnsReader<BV, G>& gates,
                                                        const ColumnsReader<BV, T>& values,
                                                        const float (&sub_chunk_decays)[2][SUBS]) {
+  static_assert(SUBS == CHUNK<T> / BC);
   const int t = opaque(threadIdx.x & 3);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
   const float chunk_decays[2] = {product_over(sub_chunk_decays[0], 0, SUBS),

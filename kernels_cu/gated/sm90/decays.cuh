@@ -134,6 +134,29 @@ template <> struct GateFormat<float> {
   using Type = bf16;
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
+// The normal number with these bits, in a 16-bit type that has FRACTION bits of fraction.
+template <int FRACTION> constexpr float number_of(u32 bits) {
+  const int exponent = int((bits & 0x7fffu) >> FRACTION) - (1 << (14 - FRACTION)) + 1;
+  float x = 1.f + float(bits % (1u << FRACTION)) / float(1u << FRACTION);
+  for (int n = 0; n < exponent; ++n) x *= 2.f;
+  for (int n = 0; n > exponent; --n) x *= 0.5f;
+  return bits & 0x8000u ? -x : x;
+}
+// Whether the numbers in both halves of a register are x.
+template <int FRACTION> constexpr bool is_twice(u32 two, float x) {
+  return number_of<FRACTION>(two & 0xffffu) == x && number_of<FRACTION>(two >> 16) == x;
+}
+// Whether the factors ONE sum to `sum`, and HALVES halves both.
+template <int FRACTION, class Format> constexpr bool counts_once(Format, float sum) {
+  const float error = number_of<FRACTION>(Format::ONE[0]) + number_of<FRACTION>(Format::ONE[1]) - sum;
+  return error * error < 1e-10f && Format::HALVES == 1u << FRACTION && Format::ONE[0] & Format::ONE[1] & Format::HALVES;
+}
+static_assert(is_twice<7>(GateFormat<bf16>::LEAST_TWO, LEAST_GATE));
+static_assert(is_twice<7>(GateFormat<bf16>::FORGOTTEN_GATE_TWO, FORGOTTEN_GATE));
+static_assert(is_twice<10>(GateFormat<f16>::LEAST_TWO, LEAST_GATE));
+static_assert(is_twice<10>(GateFormat<f16>::FORGOTTEN_GATE_TWO, FORGOTTEN_GATE));
+static_assert(counts_once<7>(GateFormat<bf16>{}, LOG2E) && counts_once<10>(GateFormat<f16>{}, LOG2E));
+static_assert(counts_once<7>(GateFormat<float>{}, 2.f));
 
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
 // are multiplied by log2 e. A product of gates and Counts, of depth 16, sums a sub-chunk's 8 gates twice, once for each
