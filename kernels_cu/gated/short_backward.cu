@@ -31,10 +31,10 @@ constexpr int ROW = TOKENS + 4;  // numbers from one channel's or column's token
                                  // bytes each are in different banks
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;
-  Rows<const G> g;
-  Rows<T> dq, dk, dv;
-  Rows<G> dg;
+  StridedRows<const T> q, k, v, do_;
+  StridedRows<const G> g;
+  StridedRows<T> dq, dk, dv;
+  StridedRows<G> dg;
   const float *u, *initial, *dht;  // u: null for GLA; initial and dht null: zero
   float *dh0, *partial_du;         // null: not wanted
   Shape shape;
@@ -58,17 +58,18 @@ struct Sequence {
 
   // The tokens' numbers in column `column` of x, which has `width` columns; 0 where there is none.
   template <typename T>
-  __device__ __forceinline__ void load(float (&to)[TOKENS], const Rows<T>& x, i64 column, i64 width) const {
+  __device__ __forceinline__ void load(float (&to)[TOKENS], const StridedRows<T>& x, i64 column, i64 width) const {
     const T* from = x.row(b, h, start) + column;
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t) to[t] = t < tokens && column < width ? to_float(from[t * x.t]) : 0.f;
+    for (int t = 0; t < TOKENS; ++t) to[t] = t < tokens && column < width ? to_float(from[t * x.token_stride]) : 0.f;
   }
   template <typename T>
-  __device__ __forceinline__ void store(const float (&from)[TOKENS], const Rows<T>& x, i64 column, i64 width) const {
+  __device__ __forceinline__ void store(const float (&from)[TOKENS], const StridedRows<T>& x, i64 column,
+                                        i64 width) const {
     T* to = x.row(b, h, start) + column;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t)
-      if (t < tokens && column < width) to[t * x.t] = from_float<T>(from[t]);
+      if (t < tokens && column < width) to[t * x.token_stride] = from_float<T>(from[t]);
   }
 };
 
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, 3) gated_short_backward(const Args<T,
   for (i64 first = 0; first < K; first += THREADS) {  // dq, dk, dg, du and the sums of A: a thread has a channel
     const i64 channel = first + threadIdx.x;
     float from_states = 0.f;  // the sum over columns of S_0 dS
-    const auto load_products = [&](float* to, const float* x, const Rows<const T>& rows, float factor) {
+    const auto load_products = [&](float* to, const float* x, const StridedRows<const T>& rows, float factor) {
       float products[TOKENS];
       multiply_state(
           s, products, first, shape, tokens, [&](i64 c, i64 column) { return x[state + c * V + column]; },
