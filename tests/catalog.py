@@ -303,6 +303,7 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
+        yield rwkv7.LowActivations(X)
         for how in product(rwkv7.Keys.WIDTHS, rwkv7.Keys.DEPTHS):
             yield rwkv7.Keys(X, *how)
         for S, terms in product(CTYPES, terms_of(X)):

@@ -82,6 +82,19 @@ class DecodeOne(rwkv6.DecodeFew):
         return 8 if self.dtype == INT8 else 4
 
 
+class LowActivations(rwkv6.ElementwiseKernel):
+    """For prompts: the activations of the decay's and the gate's `low`, [DOWNS, count] products with the first matrices
+    of low rank, in place."""
+
+    file = "rwkv7/low_activations"
+    arguments = members("pointers low, integers count")
+    EACH = 8
+    X: np.dtype
+
+    def blocks(self, count) -> int:
+        return 2 * super().blocks(count)
+
+
 class Keys(rwkv6.HeadKernel):
     """For prompts: the operator's w, k, a, b and value, from the time mix's products. Those of low rank, whose bases
     are `bases`, are the logits of the decay (in `w`), of the learning rate and of the share of the first layer's

@@ -46,8 +46,8 @@ class MixOperations(cuda_prompts.MixOperations):
         mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
-        self.activated("Tanh", low[0])
-        self.activated("Sigmoid", low[2])
+        activations, count = kernels.LowActivations(self.dtype), low[0].size
+        self.draft.launch(activations, activations.blocks(count), low=low, count=count)
         self.draft.product(layer.up.swapaxes(1, 2), low, self.high)
         w, rate_logits, gate, share_logits = self.high
         # makes the operator's k, v and w in place, and its a and b from k; a, b and o get memory of mixes already read
