@@ -462,7 +462,7 @@ __device__ __forceinline__ void cluster_leave() {
 
 // Starts copying `bytes` (a multiple of 16, as are the addresses) of data that are not read again soon to shared
 // memory; the phase of `b` ends after the copy (mbarrier_arrive_and_expect).
-__device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, MBarrier& b) {
+__device__ __forceinline__ void copy_bulk_evict_first(void* to, const void* from, u32 bytes, MBarrier& b) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
@@ -472,7 +472,7 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes,
       : "memory");
 }
 
-// copy_once for data that are read again.
+// copy_bulk_evict_first for data that are read again.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    u32(__cvta_generic_to_shared(to))),
@@ -481,7 +481,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes,
 }
 
 // Stores 16 bytes that are not read again soon: they leave the cache first.
-__device__ __forceinline__ void store_once(uint4& to, const u32 (&x)[4]) {
+__device__ __forceinline__ void store_evict_first(uint4& to, const u32 (&x)[4]) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(&to), "r"(x[0]), "r"(x[1]),
@@ -514,8 +514,8 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, MBa
 }
 
 // tensor_load of data that are not read again soon: they leave the cache first.
-__device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token,
-                                                 i32 head, i32 batch) {
+__device__ __forceinline__ void tensor_load_evict_first(void* box, const TensorMap& map, MBarrier& b, i32 column,
+                                                        i32 token, i32 head, i32 batch) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(

@@ -19,32 +19,32 @@ __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffff
 // To be called after a warp's plain reads of shared memory, before one of its lanes arrives at the mbarrier that lets a
 // bulk copy overwrite it. The mbarrier alone does not order a bulk copy after plain reads, and orders nothing for the
 // lanes that do not arrive.
-__device__ __forceinline__ void before_next_copy() {
+__device__ __forceinline__ void order_reads_before_copies() {
   fence_proxy_async();
   __syncwarp();
 }
 
 // Starts copying the next entry of the block's column of the table `works` [rounds, gridDim.x] to shared memory; by one
 // thread.
-__device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
+__device__ __forceinline__ void prefetch_work(Work& to, const Work*& next) {
   for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
     cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n);
   cp_async_commit();
   next += gridDim.x;
 }
 // Waits for the entry and returns it; starts copying the next one unless this one ends the list.
-__device__ __forceinline__ Work take_work(Work& coming, const Work*& next) {
+__device__ __forceinline__ Work take_prefetched_work(Work& prefetched, const Work*& next) {
   cp_async_wait<0>();
-  const Work work = coming;
-  if (work.tiles) fetch_work(coming, next);
+  const Work work = prefetched;
+  if (work.tiles) prefetch_work(prefetched, next);
   return work;
 }
 
 // Starts copying the tokens of a tile, from `token` on, BOX at a time, which is the box of the tensor map; by one
 // thread. `full` counts the bytes: the caller announces them by mbarrier_arrive_and_expect.
 template <int BOX, int PANELS, int SIZE, typename T>
-__device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorMap& map, MBarrier& full, i32 token,
-                                          i32 head, i32 batch) {
+__device__ __forceinline__ void start_tile_copy(T (&tile)[PANELS][SIZE], const TensorMap& map, MBarrier& full,
+                                                i32 token, i32 head, i32 batch) {
 #pragma unroll 1
   for (int panel = 0; panel < PANELS; ++panel)
 #pragma unroll
@@ -70,16 +70,16 @@ __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, in
 // The address that this lane gives to ldmatrix or stmatrix for four 8 x 8 matrices: the warp's 16 rows and 16 columns,
 // from column 16 n on. The warpgroup's 64 rows are the tile's from `row` on.
 template <int SIZE, int PANELS, typename T>
-__device__ __forceinline__ T* matrix_row(T (&tile)[PANELS][SIZE], int row, int n) {
+__device__ __forceinline__ T* ldmatrix_row(T (&tile)[PANELS][SIZE], int row, int n) {
   const int thread = opaque(threadIdx.x), i = thread % 16;
   return &tile[n / 4][(row + thread / 32 % 4 * 16 + i) * PANEL + ((n % 4 * 2 + thread / 16 % 2) ^ (i & 7)) * 8];
 }
 
 // Loads a warpgroup's 64 rows of a tile, from `row` on, as operands A of wgmma: a[n] has columns 16 n to 16 n + 15.
 template <int N, int PANELS, int SIZE, typename T>
-__device__ __forceinline__ void load_rows(u32 (&a)[N][4], T (&tile)[PANELS][SIZE], int row) {
+__device__ __forceinline__ void load_operand_rows(u32 (&a)[N][4], T (&tile)[PANELS][SIZE], int row) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) ldmatrix_x4(a[n], matrix_row(tile, row, n));
+  for (int n = 0; n < N; ++n) ldmatrix_x4(a[n], ldmatrix_row(tile, row, n));
 }
 
 // Gradients ds of the scores of 64 keys and 64 queries, as backward_keys.cu stores them for query_gradient.cu: operands
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const StridedRo
       const float factor = r & 1 ? factor1 : factor0;
       packed[r] = pack<T>(factor * x[8 * n + 2 * r], factor * x[8 * n + 2 * r + 1]);
     }
-    stmatrix_x4(matrix_row(tile, row, n), packed);
+    stmatrix_x4(ldmatrix_row(tile, row, n), packed);
   }
   fence_proxy_async();
   __syncwarp();  // the warp's rows have been written
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const StridedRo
       *reinterpret_cast<uint4*>(to.row(work.output_batch, work.head, work.start + first + i) + piece * 8) =
           *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + i) * PANEL + ((piece ^ i) & 7) * 8);
   }
-  before_next_copy();  // this warp has read its rows
+  order_reads_before_copies();  // this warp has read its rows
 }
 
 // The factor of a product q . k in tanh(product scale / cap), from float64 arguments. `opaque` keeps the compiler from
@@ -136,19 +136,20 @@ __device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
   return __uint_as_float(opaque(__float_as_uint(float(scale) * inverse(float(softcap)))));
 }
 
-// To be called after thread 0 has initialised the block's barriers. The first WARPGROUPS warpgroups call consume(),
-// with UP registers a thread; one thread of the next warpgroup calls produce(), with DOWN. A multiprocessor has 512 for
-// every thread of a warpgroup's 128.
-template <int WARPGROUPS, int UP, int DOWN, class Consume, class Produce>
+// To be called after thread 0 has initialised the block's barriers. The first CONSUMER_WARPGROUPS warpgroups call
+// consume(), with CONSUMER_REGISTERS registers a thread; one thread of the next warpgroup calls produce(), with
+// PRODUCER_REGISTERS. A multiprocessor has 512 for every thread of a warpgroup's 128.
+template <int CONSUMER_WARPGROUPS, int CONSUMER_REGISTERS, int PRODUCER_REGISTERS, class Consume, class Produce>
 __device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
-  static_assert(WARPGROUPS * UP + DOWN <= 512);  // else registers_up would wait for ever
-  if (threadIdx.x == 0) fence_proxy_async();     // makes the barriers visible to the copy engine
-  __syncthreads();                               // makes the barriers visible to all threads
-  if (threadIdx.x < 128 * WARPGROUPS) {
-    registers_up<UP>();
+  static_assert(CONSUMER_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
+                512);                         // else registers_up would wait for ever
+  if (threadIdx.x == 0) fence_proxy_async();  // makes the barriers visible to the copy engine
+  __syncthreads();                            // makes the barriers visible to all threads
+  if (threadIdx.x < 128 * CONSUMER_WARPGROUPS) {
+    registers_up<CONSUMER_REGISTERS>();
     consume();
   } else {
-    registers_down<DOWN>();
-    if (threadIdx.x == 128 * WARPGROUPS) produce();
+    registers_down<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 128 * CONSUMER_WARPGROUPS) produce();
   }
 }

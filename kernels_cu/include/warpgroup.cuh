@@ -190,18 +190,18 @@ template <class F> __device__ __forceinline__ void each_two(F f) {
 
 // The address that this lane gives to ldmatrix or stmatrix for 16 rows from `row` on of the warp's 16 columns, as four
 // 8x8 matrices. `opaque` keeps the compiler from holding such addresses in registers between uses.
-template <typename X> __device__ __forceinline__ X* matrix_row(X* panel, int row) {
+template <typename X> __device__ __forceinline__ X* ldmatrix_row(X* panel, int row) {
   const int thread = opaque(threadIdx.x);
   return swizzled(panel, row + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 % 4 * 2 + (thread >> 3 & 1));
 }
 // Load and store the warp's 16 channels of a tile [token, channel].
 __device__ __forceinline__ void load_channels(Operand& x, bf16 (&panel)[CHUNK][64]) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], matrix_row(panel[0], 16 * s));
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], ldmatrix_row(panel[0], 16 * s));
 }
 __device__ __forceinline__ void store_channels(bf16 (&panel)[CHUNK][64], const Operand& x) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(matrix_row(panel[0], 16 * s), x[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(ldmatrix_row(panel[0], 16 * s), x[s]);
 }
 
 // Calls f(index, number) for this lane's numbers of a float32 tile [token, channel], whose 64 channels are two panels:

@@ -22,7 +22,6 @@
 
 // From the includes:
 //   wgmma_fence_operand(d): the compiler reads d after it only
-//   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
 //   Stack: products of one launch: `w`, `x` (tensor maps), `scales`, `y`, `finish`, `C` matrices of `M` rows; RowTile:
 //     a block's rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first
 //     number `k`, `count` of steps; Finish: what is stored of a product
@@ -93,8 +92,8 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
       mbarrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
     mbarrier_arrive_and_expect(full, sizeof s.w[0]);
     for (int share = 0; share < S::SHARES; ++share)
-      tensor_load_once(s.w[step % S::STAGES][share], stack.w, full, tile.steps.k + step * S::STEP + share * S::DEPTH,
-                       tile.rows.row, tile.rows.which, 0);
+      tensor_load_evict_first(s.w[step % S::STAGES][share], stack.w, full,
+                              tile.steps.k + step * S::STEP + share * S::DEPTH, tile.rows.row, tile.rows.which, 0);
   }
 }
 

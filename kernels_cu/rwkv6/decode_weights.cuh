@@ -15,7 +15,7 @@
 //     weights and scales of a tile; PlaceOfTile: matrices of all layers, and a tile's number there
 //   PHASES: of a layer; OUTPUT, FFN_VALUE, HEAD: some of them; own_place_of: where the tiles of other phases are;
 //     prefetch_inputs: starts copies to L2 of what a phase reads beside its tiles
-//   mbarrier_arrive_and_expect: arrives and announces bytes; copy_once: starts copying bytes that are read once
+//   mbarrier_arrive_and_expect: arrives and announces bytes
 
 constexpr int COPIERS = 3;  // warps that copy weights
 constexpr int FLIGHT = 3;   // stages that are being copied at a time
@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAG
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
           if (bytes < PIECE) fence_proxy_async();  // orders these plain stores before a later copy to their place
           mbarrier_arrive_and_expect(s.full[stage], bytes);
-          copy_once(to, rows + i64(lane) * K + k, bytes, s.full[stage]);
+          copy_bulk_evict_first(to, rows + i64(lane) * K + k, bytes, s.full[stage]);
         }
         __syncwarp();
         if (++stage == STAGES) stage = 0, parity ^= 1;

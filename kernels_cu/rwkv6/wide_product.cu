@@ -19,7 +19,6 @@
 
 // From the includes:
 //   wgmma_fence_operand(d): the compiler reads d after it only
-//   tensor_load, tensor_load_once: start copying a box, _once if its data are read once
 //   Stack: products of one launch: `w`, `x` (tensor maps), `y`, `finish`, `C` matrices of `M` rows; RowTile: a block's
 //     rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first number `k`,
 //     `count` of steps; Finish: what is stored of a product
@@ -86,7 +85,7 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
       mbarrier_wait(s.w_full[last % S::W_STAGES], last / S::W_STAGES & 1);
     mbarrier_arrive_and_expect(s.w_full[stage], sizeof s.w[0]);
     if constexpr (S::HALVES == 1)
-      tensor_load_once(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
+      tensor_load_evict_first(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
     else if (copies<S>(stage))
       tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
     // In a cluster, weights are copied to L2 before a stage is free for them.

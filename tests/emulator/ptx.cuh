@@ -438,19 +438,19 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
 inline void cluster_sync_shared(emulator::Where where = emulator::here()) { cluster_sync(where); }
 inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
 
-inline void copy_once(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
+inline void copy_bulk_evict_first(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(to, 16) && reinterpret_cast<u64>(from) % 16 == 0 && bytes % 16 == 0,
-                 "copy_once of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file, where.line);
-  emulator::Phases* phases = emulator::phases("copy_once", b, where);
+                 "copy_bulk_evict_first of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file, where.line);
+  emulator::Phases* phases = emulator::phases("copy_bulk_evict_first", b, where);
   memcpy(to, from, bytes);
   phases->coming -= bytes / 16;
   emulator::end_phase(phases);
 }
 
-inline void store_once(uint4& to, const u32 (&x)[4]) { to = {x[0], x[1], x[2], x[3]}; }
+inline void store_evict_first(uint4& to, const u32 (&x)[4]) { to = {x[0], x[1], x[2], x[3]}; }
 
 inline void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
-  copy_once(to, from, bytes, b, where);
+  copy_bulk_evict_first(to, from, bytes, b, where);
 }
 
 // ---- boxes of tensors -------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ inline void tensor_load(void* box, const TensorMap& map, MBarrier& b, i32 column
   emulator::end_phase(phases);
 }
 
-inline void tensor_load_once(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head, i32 batch,
+inline void tensor_load_evict_first(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head, i32 batch,
                              emulator::Where where = emulator::here()) {
   tensor_load(box, map, b, column, token, head, batch, where);
 }

@@ -250,7 +250,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // The address that this lane gives to ldmatrix and stmatrix for four 8x8 matrices: 16 tokens from `token` on of this
   // warp's 16 columns. In fewer instructions it equals
   // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)).
-  __device__ __forceinline__ T* matrix_row(T* tile, int token) const {
+  __device__ __forceinline__ T* ldmatrix_row(T* tile, int token) const {
     const int offset = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
     return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + offset + token * 128);
   }
@@ -322,8 +322,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       });
       named_barrier_sync(VALUES + warpgroup, 128);  // all warps see zeros in these rows
     }
-    ldmatrix_x4_trans(v[0], matrix_row(values, 0));
-    ldmatrix_x4_trans(v[1], matrix_row(values, 16));
+    ldmatrix_x4_trans(v[0], ldmatrix_row(values, 0));
+    ldmatrix_x4_trans(v[1], ldmatrix_row(values, 16));
     mbarrier_wait(s.full[stage], chunk / STAGES & 1);  // the stage's operands are complete
     start_products(stage);
 
@@ -344,7 +344,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       for (int half = 0; half < 2; ++half) {
         const float* x = o + 8 * half;
         const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
-        stmatrix_x4_trans(matrix_row(values, 16 * half), rows);
+        stmatrix_x4_trans(ldmatrix_row(values, 16 * half), rows);
       }
     }
     order_reads_before_peer_copy();

@@ -48,7 +48,7 @@
 //                       `sequence_head`: sequence * heads + head
 //   Values, Operand     accumulators of an output; two bfloat16 numbers a register
 //   each_two            calls f(i, ...) for each two tokens o[i], o[i + 1]
-//   matrix_row, swizzled: addresses in a panel of 64 numbers of each token
+//   ldmatrix_row, swizzled: addresses in a panel of 64 numbers of each token
 //   load_channels, store_values: move a warp's 16 columns of a panel
 //   each_transposed(S, state, strides, size, ...): calls f for the lane's numbers of S and their addresses in `state`
 //   gate_of             a token's log gate, 0 outside of the sequence
@@ -431,7 +431,7 @@ template <class F> __device__ __forceinline__ void each_token_pair(bf16 (&panel)
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) {
     u32 pairs[4];
-    ldmatrix_x4_trans(pairs, matrix_row(panel[0], 16 * s));
+    ldmatrix_x4_trans(pairs, ldmatrix_row(panel[0], 16 * s));
 #pragma unroll
     for (int m = 0; m < 4; ++m) f(8 * s + m / 2 * 4 + m % 2 * 2, pairs[m]);
   }
@@ -466,7 +466,7 @@ __device__ __forceinline__ void add_self_scores(Values& o, bf16 (&panel)[CHUNK][
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) {
     u32 v[4];
-    ldmatrix_x4_trans(v, matrix_row(panel[0], 16 * s));
+    ldmatrix_x4_trans(v, ldmatrix_row(panel[0], 16 * s));
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       auto& sums = *reinterpret_cast<float (*)[4]>(o + 8 * s + 4 * m);

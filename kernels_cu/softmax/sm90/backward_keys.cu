@@ -21,27 +21,16 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it: so reads of a result stay after a wait, and the
-//     computation of an operand before one
-//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
-//     waits for the entry, starts to copy the next one, and returns it
-//   load_tile<64>: starts the copies of a tile, in boxes of 64 tokens
+//   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_proxy_async, and waits
-//     for its own only: so none waits for another
-//   before_next_copy: fence_proxy_async and __syncwarp, which order the warp's plain reads before a later copy
-//   load_rows: 64 rows of a tile as operands
+//   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
-//   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
-//     produces, with 24; before, it makes the barriers visible
-//   Work, of a tile of keys: `batch`, `head` (of keys), `start`, `tokens`; `other_start`, `other_length`: of the
-//     sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, at least one, and 0 at the end of the
-//     list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the sequence's first
-//     chunk in `statistics`; `ds_index`: from ds_offsets: plus a chunk, it is the number of an entry of a head's ds
-//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
-//   store_once: stores 16 bytes that are not read again soon; ScoreGradients: ds of 64 keys and 64 queries
+//   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
+//     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the
+//     sequence's first chunk in `statistics`; `ds_index`: plus a chunk, the number of an entry of a head's ds
+//   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64; ScoreGradients: ds of 64 keys and 64 queries
 
-constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES;
+constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES, BOX_TOKENS = 64;
 
 template <typename T> struct Args {
   TensorMap q, k, v, do_, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16
@@ -60,7 +49,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, QUERIES> q[STAGES];
   Tile<T, D, QUERIES> do_[STAGES];
   alignas(16) float statistics[STAGES][2][QUERIES];  // L, delta
-  Work works[2], coming;  // of the tiles in k and v; the entry of args.works that is copied ahead
+  Work works[2], prefetched;  // of the tiles in k and v; the entry of args.works that is copied ahead
   MBarrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], do_full[STAGES], do_empty[STAGES];
 };
 
@@ -68,13 +57,13 @@ template <typename T, int D> struct alignas(1024) Shared {
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
-  fetch_work(s.coming, next);
+  prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.do_),
       prefetch_tensor_map(args.dk), prefetch_tensor_map(args.dv);
   RingPosition<2> kv;
   RingPosition<S::STAGES> q;
   while (true) {
-    Work work = take_work(s.coming, next);
+    Work work = take_prefetched_work(s.prefetched, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
     // From ds_offsets (see Work) to an index in all of args.ds: of the entry of the key tile with query tile 0 of the
     // sequence and the first head that shares the keys.
@@ -84,8 +73,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     s.works[kv.stage] = work;
     if (!work.tiles) return mbarrier_arrive(s.full[kv.stage]);
     mbarrier_arrive_and_expect(s.full[kv.stage], 2 * sizeof s.k[0]);
-    load_tile<64>(s.k[kv.stage], args.k, s.full[kv.stage], work.start, work.head, work.batch);
-    load_tile<64>(s.v[kv.stage], args.v, s.full[kv.stage], work.start, work.head, work.batch);
+    start_tile_copy<BOX_TOKENS>(s.k[kv.stage], args.k, s.full[kv.stage], work.start, work.head, work.batch);
+    start_tile_copy<BOX_TOKENS>(s.v[kv.stage], args.v, s.full[kv.stage], work.start, work.head, work.batch);
     kv.next();
 #pragma unroll 1
     for (int head = work.head * int(args.group), last = head + int(args.group); head < last; ++head) {
@@ -96,13 +85,13 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         mbarrier_wait(s.q_empty[q.stage], q.parity ^ 1);
         fence_proxy_async();  // the same for the statistics, which consumers read by ordinary loads
         mbarrier_arrive_and_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
-        load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
+        start_tile_copy<BOX_TOKENS>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
         copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
                   s.q_full[q.stage]);
         // No fence here: only wgmma reads do, and zero_rows fences its own writes.
         mbarrier_wait(s.do_empty[q.stage], q.parity ^ 1);
         mbarrier_arrive_and_expect(s.do_full[q.stage], sizeof s.do_[0]);
-        load_tile<64>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, head, work.batch);
+        start_tile_copy<BOX_TOKENS>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, head, work.batch);
         q.next();
       }
     }
@@ -154,7 +143,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     tiles = tiles_left = warp_uniform(work.tiles), end = warp_uniform(work.first_tile + work.tiles),
     heads_left = int(args.group);
     first_diagonal = warp_uniform(work.diagonal), length = warp_uniform(work.other_length);
-    if constexpr (IN_REGISTERS) load_rows(k, s.k[kv.stage], warpgroup_row), load_rows(v, s.v[kv.stage], warpgroup_row);
+    if constexpr (IN_REGISTERS)
+      load_operand_rows(k, s.k[kv.stage], warpgroup_row), load_operand_rows(v, s.v[kv.stage], warpgroup_row);
     skip_hidden_tiles();
   };
   // Issues a product of 16 columns, from 16 n on, of keys or values with a tile of q or do. The keys or values are the
@@ -164,10 +154,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if constexpr (IN_REGISTERS) wgmma<T, QUERIES, K_MAJOR>(sum, a, b, n > 0);
     else wgmma<T, QUERIES, K_MAJOR>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
-  // Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
-  // on in tiles of k and v, QUERIES * 128 / 16 on in tiles of q and do. Each eight rows are 1024 bytes after the eight
-  // before. A sequence's last tile has rows of the next sequence, which become zeros. Their L is infinite, their delta
-  // is 0.
+  // Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16 on in tiles
+  // of k and v, QUERIES * 128 / 16 on in tiles of q and do. A sequence's last tile has rows of the next sequence, which
+  // become zeros. Their L is infinite, their delta is 0.
   auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
     const u64 k_tile = k_major_tile(s.k[kv.stage][0] + warpgroup_row * PANEL),
@@ -239,7 +228,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     const int entry = s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - tiles_left;
     ScoreGradients& to = args.ds[entry][warpgroup];
 #pragma unroll
-    for (int n = 0; n < QUERIES / 16; ++n) store_once(to.of_warp[threadIdx.x / 32 % 4][n][lane], ds[n]);
+    for (int n = 0; n < QUERIES / 16; ++n) store_evict_first(to.of_warp[threadIdx.x / 32 % 4][n][lane], ds[n]);
   };
   auto finish_tile = [&](int stage) {  // stores dk and dv of the key tile in this stage
     const Work& work = s.works[stage];
@@ -266,8 +255,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto end_step = [&] {  // computes ds while dv's product runs, then waits for dv
     differentiate_scores();
     pack_operand(ds, dp);
-    wgmma_fence_operand(ds);  // ds is computed before the wait for dv
-    before_next_copy();       // this warp has read the statistics
+    wgmma_fence_operand(ds);      // ds is computed before the wait for dv
+    order_reads_before_copies();  // this warp has read the statistics
     wgmma_wait<0>();
     wgmma_fence_operand(dv);
     release(s.do_empty[q.stage]);
@@ -281,7 +270,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   wgmma_wait<1>();
   wgmma_fence_operand(scores);
   weigh_scores();
-  multiply_do(false);
+  multiply_do(OVERWRITE);
   end_step();
   int previous_stage = q.stage;  // of the previous query tile, whose product with ds is issued next
   bool accumulates = false;      // dk holds sums of this key tile's earlier query tiles
@@ -340,5 +329,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
       mbarrier_init(s.do_full[n], 1), mbarrier_init(s.do_empty[n], 8);
     }
   }
-  consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });
+  constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
+  consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
+                                                                 [&] { produce(s, args); });
 }

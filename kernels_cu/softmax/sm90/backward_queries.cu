@@ -22,26 +22,15 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it: so reads of a result stay after a wait, and the
-//     computation of an operand before one
-//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
-//     waits for the entry, starts to copy the next one, and returns it
-//   load_tile: starts the copies of a tile; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_proxy_async, and waits
-//     for its own only: so none waits for another
-//   before_next_copy: fence_proxy_async and __syncwarp, which order the warp's plain reads before a later copy
-//   load_rows: 64 rows of a tile as operands
+//   wgmma_fence_operand(x): the compiler moves no access of x over it
+//   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
-//   consume_and_produce<2, 240, 24>: two warpgroups consume, with 240 registers a thread, one thread of a third one
-//     produces, with 24; before, it makes the barriers visible
-//   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
-//     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
-//     `diagonal`: the position of the first query among the keys; `statistics_chunk`: the tile's first chunk in
-//     `statistics`
-//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64
-//   matrix_row: the lane's address for ldmatrix
+//   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
+//     0 at the end of the list; `diagonal`: the position of the first query among the keys; `statistics_chunk`: the
+//     tile's first chunk in `statistics`
+//   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
-constexpr int QUERIES = 128, KEYS = 64;
+constexpr int QUERIES = 128, KEYS = 64, BOX_TOKENS = 64;
 
 template <typename T> struct Args {
   TensorMap q, k, v, o, do_, dq;  // boxes of 64 columns and 64 tokens, of dq 16
@@ -58,7 +47,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, QUERIES> q, do_, o;
   Tile<T, D, KEYS> k[K_STAGES];
   Tile<T, D, KEYS> v[V_STAGES];
-  Work works[2], coming;  // of this query tile and the next; the entry of args.works that is copied ahead
+  Work works[2], prefetched;  // of this query tile and the next; the entry of args.works that is copied ahead
   MBarrier full, empty, o_empty, k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
@@ -66,38 +55,38 @@ template <typename T, int D> struct alignas(1024) Shared {
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
-  fetch_work(s.coming, next);
+  prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.o),
       prefetch_tensor_map(args.do_), prefetch_tensor_map(args.dq);
   RingPosition<S::K_STAGES> k;
   RingPosition<S::V_STAGES> v;
   for (u32 parity = 1;; parity ^= 1) {
-    const Work work = take_work(s.coming, next);
+    const Work work = take_prefetched_work(s.prefetched, next);
     mbarrier_wait(s.empty, parity);
     fence_proxy_async();  // consumers' accesses to q and do, which `empty` waits for, precede the copies
     // The copies of q and do start before `o_empty` is waited for, which ends later; mbarrier_arrive_and_expect below
     // announces the bytes of all three.
     if (work.tiles) {
-      load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
-      load_tile<64>(s.do_, args.do_, s.full, work.start, work.head, work.batch);
+      start_tile_copy<BOX_TOKENS>(s.q, args.q, s.full, work.start, work.head, work.batch);
+      start_tile_copy<BOX_TOKENS>(s.do_, args.do_, s.full, work.start, work.head, work.batch);
     }
     mbarrier_wait(s.o_empty, parity);
     fence_proxy_async();     // the same for o, which `o_empty` waits for
     s.works[parity] = work;  // its previous entry is no longer read: that tile's dq has been stored
     if (!work.tiles) return mbarrier_arrive(s.full);
     mbarrier_arrive_and_expect(s.full, 3 * sizeof s.q);
-    load_tile<64>(s.o, args.o, s.full, work.start, work.head, work.batch);
+    start_tile_copy<BOX_TOKENS>(s.o, args.o, s.full, work.start, work.head, work.batch);
     const int head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
       const int token = work.other_start + tile * KEYS;
       mbarrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
       mbarrier_arrive_and_expect(s.k_full[k.stage], sizeof s.k[0]);
-      load_tile<64>(s.k[k.stage], args.k, s.k_full[k.stage], token, head, work.batch);
+      start_tile_copy<BOX_TOKENS>(s.k[k.stage], args.k, s.k_full[k.stage], token, head, work.batch);
       k.next();
       mbarrier_wait(s.v_empty[v.stage], v.parity ^ 1);
       mbarrier_arrive_and_expect(s.v_full[v.stage], sizeof s.v[0]);
-      load_tile<64>(s.v[v.stage], args.v, s.v_full[v.stage], token, head, work.batch);
+      start_tile_copy<BOX_TOKENS>(s.v[v.stage], args.v, s.v_full[v.stage], token, head, work.batch);
       v.next();
     }
   }
@@ -134,17 +123,17 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   // Loads a query tile's q, do and L, computes delta, and skips key tiles that the warpgroup's queries do not see. Rows
   // after the tile's end get an infinite L, so that their weights are 0.
   auto begin_tile = [&](const Work& work) {
-    load_rows(q, s.q, warpgroup_row);
-    load_rows(do_, s.do_, warpgroup_row);
+    load_operand_rows(q, s.q, warpgroup_row);
+    load_operand_rows(do_, s.do_, warpgroup_row);
     delta[0] = delta[1] = 0.f;
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
       u32 o[4];
-      ldmatrix_x4(o, matrix_row(s.o, warpgroup_row, n));
+      ldmatrix_x4(o, ldmatrix_row(s.o, warpgroup_row, n));
 #pragma unroll
       for (int r = 0; r < 4; ++r) delta[r & 1] = add_dot<T>(do_[n][r], o[r], delta[r & 1]);
     }
-    before_next_copy();  // this warp has read q, do and o
+    order_reads_before_copies();  // this warp has read q, do and o
     release(s.empty);
     const i64 head = i64(work.batch) * args.H + work.head;
 #pragma unroll
@@ -307,5 +296,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __
     for (int n = 0; n < S::K_STAGES; ++n) mbarrier_init(s.k_full[n], 1), mbarrier_init(s.k_empty[n], 8);
     for (int n = 0; n < S::V_STAGES; ++n) mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], 8);
   }
-  consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });
+  constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
+  consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
+                                                                 [&] { produce(s, args); });
 }

@@ -21,19 +21,13 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it, so that a product's result is read only after
-//     the wait
+//   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16
 //     columns. a: registers or a descriptor; b: the descriptor of a swizzled tile, [N, 16] if K_MAJOR, else [16, N]
-//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
-//     waits for the entry, starts to copy the next one, and returns it
-//   load_tile<rows of a box>(tile, map, full, token, head, batch): starts the copies of a tile
 //   store_rows(boxes, rows, width, x, factor0, factor1, tile, row, work): stores a warp's 16 rows of x, of which the
 //     lane multiplies its two by factor0 and factor1, through its rows of the warpgroup's 64 in `tile` from `row` on:
 //     as a box, or by `rows` if some are no tokens of `work`
-//   zero_rows(tile, first, warpgroup): zeros in rows from `first` on, which are other sequences'. Every warpgroup
-//     writes the same zeros to all of these rows, calls fence_proxy_async, and waits for its own threads. It need not
-//     wait for other warpgroups, because their stores change nothing
+//   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). factor:
 //     |scale| log2 e, or, if m is above 2^27 in size, the power of two not below that; shift: m by this factor, or
 //     NONE, a finite number below all scores, while the row has no key. raise(x, scale, slack): sets m to the score of
@@ -41,17 +35,14 @@
 //     score_of(shift, scale): m by the factor `scale` again
 //   row_end(m, sum, sink): a RowEnd, of `factor`, by which o is multiplied (1 / the sum of all weights about m, 0 if
 //     the row sees no key), and `logarithm`, log2 sum_j e^s_ij
-//   row_max, row_sum: over the four lanes of a row
-//   consume_and_produce<N, UP, DOWN>: N warpgroups consume, with UP registers a thread, one thread of another one
-//     produces, with DOWN; before, it makes the barriers visible
-//   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
-//     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
-//     `diagonal`: the position of the first query among the keys; `output_batch`: `batch`, or another index for each
-//     part if keys are split
-//   Tile: panels of 64 columns, swizzled; PANEL = 64
+//   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
+//     0 at the end of the list; `diagonal`: the position of the first query among the keys; `output_batch`: `batch`, or
+//     another index for each part if keys are split
+//   Tile: panels of PANEL = 64 columns, swizzled
 //   opaque: hides a value's origin from the compiler
 
-constexpr float SLACK = 8.f;  // in base 2: weights are at most 2^8
+constexpr int BOX_TOKENS = 64;  // of q
+constexpr float SLACK = 8.f;    // in base 2: weights are at most 2^8
 
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes [tokens, 64 columns] of q [64, 64], k and v [KEYS, 64], o [16, 64]
@@ -69,7 +60,7 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
   Tile<T, K, QUERIES> q[QUERY_STAGES];
   Tile<T, K, KEYS> k[KEY_STAGES];
   Tile<T, V, KEYS> v[KEY_STAGES];
-  Work q_works[QUERY_STAGES], coming;  // coming: the entry of `works` that is copied ahead
+  Work q_works[QUERY_STAGES], prefetched;  // prefetched: the entry of `works` that is copied ahead
   MBarrier q_full[QUERY_STAGES], q_empty[QUERY_STAGES], k_full[KEY_STAGES], k_empty[KEY_STAGES], v_full[KEY_STAGES],
       v_empty[KEY_STAGES];
 };
@@ -78,7 +69,7 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
 // tile of k, as the consumers use them.
 template <typename T, class S> __device__ __forceinline__ void produce(S& s, const Args<T>& args) {
   const Work* next = args.works + blockIdx.x;
-  fetch_work(s.coming, next);
+  prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.o);
   RingPosition<S::KEY_STAGES> k, v;
   RingPosition<S::QUERY_STAGES> q;
@@ -87,12 +78,12 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
     if (value_token < 0) return;
     mbarrier_wait(s.v_empty[v.stage], v.parity ^ 1);
     mbarrier_arrive_and_expect(s.v_full[v.stage], sizeof s.v[0]);
-    load_tile<S::KEYS>(s.v[v.stage], args.v, s.v_full[v.stage], value_token, value_head, value_batch);
+    start_tile_copy<S::KEYS>(s.v[v.stage], args.v, s.v_full[v.stage], value_token, value_head, value_batch);
     v.next();
     value_token = -1;
   };
   while (true) {
-    const Work work = take_work(s.coming, next);
+    const Work work = take_prefetched_work(s.prefetched, next);
     fetch_values();  // before the wait for q_empty, which may be long
     mbarrier_wait(s.q_empty[q.stage], q.parity ^ 1);
     fence_proxy_async();  // consumers' accesses to this stage, which q_empty waits for, precede the copies
@@ -102,15 +93,15 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
       return;
     }
     mbarrier_arrive_and_expect(s.q_full[q.stage], sizeof s.q[0]);
-    load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], work.start, work.head, work.batch);
+    start_tile_copy<BOX_TOKENS>(s.q[q.stage], args.q, s.q_full[q.stage], work.start, work.head, work.batch);
     q.next();
     const int key_head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
       mbarrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
       mbarrier_arrive_and_expect(s.k_full[k.stage], sizeof s.k[0]);
-      load_tile<S::KEYS>(s.k[k.stage], args.k, s.k_full[k.stage], work.other_start + tile * S::KEYS, key_head,
-                         work.batch);
+      start_tile_copy<S::KEYS>(s.k[k.stage], args.k, s.k_full[k.stage], work.other_start + tile * S::KEYS, key_head,
+                               work.batch);
       k.next();
       fetch_values();
       value_token = work.other_start + tile * S::KEYS, value_head = key_head, value_batch = work.batch;
@@ -321,6 +312,7 @@ __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 12
       mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], WARPS);
     }
   }
-  constexpr int UP = S::WARPGROUPS == 2 ? 240 : 160, DOWN = S::WARPGROUPS == 2 ? 24 : 32;
-  consume_and_produce<S::WARPGROUPS, UP, DOWN>([&] { consume<T, K, V, CAPPED>(s, args); }, [&] { produce(s, args); });
+  constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = S::WARPGROUPS == 2 ? 24 : 32;
+  consume_and_produce<S::WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, K, V, CAPPED>(s, args); },
+                                                                             [&] { produce(s, args); });
 }

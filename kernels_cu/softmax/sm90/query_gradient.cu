@@ -15,22 +15,14 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it: so reads of a result stay after a wait, and the
-//     computation of an operand before one
-//   fetch_work(to, next) starts to copy the entry `next` of `works` and moves `next` to the block's next one; take_work
-//     waits for the entry, starts to copy the next one, and returns it
-//   load_tile: starts the copies of a tile; copy_once: of bytes that are read once; store_rows: stores a warp's 16 rows
-//   zero_rows: zeros in rows of other sequences. Each warpgroup writes all zeros, with a fence_proxy_async, and waits
-//     for its own only: so none waits for another
-//   before_next_copy: fence_proxy_async and __syncwarp, which order the warp's plain reads before a later copy
-//   Work, of a tile of queries: `batch`, `head`, `start`, `tokens`; `other_start`, `other_length`: of the sequence of
-//     keys; `first_tile`, `tiles`: its tiles that the queries see, at least one, and 0 at the end of the list;
-//     `diagonal`: the position of the first query among the keys; `statistics_chunk`: the tile's first chunk of ds;
-//     `ds_index`: the sequence's first key tile of 128 in ds_offsets
-//   Tile: panels of 64 columns, swizzled; PANEL = 64; CHUNK_QUERIES = 64; consume_and_produce<2, 240, 24>: two
-//     warpgroups consume, with 240 registers a thread, one thread of a third one produces, with 24
+//   wgmma_fence_operand(x): the compiler moves no access of x over it
+//   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
+//   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
+//     0 at the end of the list; `diagonal`: the position of the first query among the keys; `statistics_chunk`: the
+//     tile's first chunk of ds; `ds_index`: the sequence's first key tile of 128 in ds_offsets
+//   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
-constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
+constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
 template <typename T> struct Args {
   TensorMap k, dq;     // boxes of 64 columns and 64 tokens; of dq 16 tokens
@@ -48,7 +40,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Tile<T, D, KEYS> k[STAGES];
   ScoreGradients ds[STAGES][BLOCKS];
   Tile<T, D, QUERIES> dq;
-  Work works[2], coming;
+  Work works[2], prefetched;
   MBarrier work_full[2], work_empty[2], full[STAGES], empty[STAGES];
 };
 
@@ -64,12 +56,12 @@ __device__ __forceinline__ bool sees_keys(const Work& work, int block, int tile,
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
-  fetch_work(s.coming, next);
+  prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.k), prefetch_tensor_map(args.dq);
   RingPosition<S::STAGES> k;
   RingPosition<2> works;
   while (true) {
-    const Work work = take_work(s.coming, next);
+    const Work work = take_prefetched_work(s.prefetched, next);
     mbarrier_wait(s.work_empty[works.stage], works.parity ^ 1);
     s.works[works.stage] = work;
     mbarrier_arrive(s.work_full[works.stage]);
@@ -90,11 +82,13 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       const int offset = bits ? args.ds_offsets[work.ds_index + tile / 2] : 0;
       mbarrier_wait(s.empty[k.stage], k.parity ^ 1);
       mbarrier_arrive_and_expect(s.full[k.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));
-      load_tile<64>(s.k[k.stage], args.k, s.full[k.stage], work.other_start + tile * KEYS, key_head, work.batch);
+      start_tile_copy<BOX_TOKENS>(s.k[k.stage], args.k, s.full[k.stage], work.other_start + tile * KEYS, key_head,
+                                  work.batch);
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
         if (bits >> block & 1)
-          copy_once(&s.ds[k.stage][block], &ds[offset + block][tile % 2], sizeof(ScoreGradients), s.full[k.stage]);
+          copy_bulk_evict_first(&s.ds[k.stage][block], &ds[offset + block][tile % 2], sizeof(ScoreGradients),
+                                s.full[k.stage]);
       k.next();
     }
   }
@@ -149,7 +143,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         if (any[n]) load_ds(n), multiply_ds(n, k.stage);
-      before_next_copy();  // a copy may overwrite ds, which plain loads read; k needs no fence, as only wgmma reads it
+      order_reads_before_copies();  // for ds, which plain loads read; only wgmma reads k
       wgmma_wait<0>();
       wgmma_fence_operand(dq[0]);
       wgmma_fence_operand(dq[1]);
@@ -177,5 +171,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __gr
     for (int n = 0; n < 2; ++n) mbarrier_init(s.work_full[n], 1), mbarrier_init(s.work_empty[n], 8);
     for (int n = 0; n < S::STAGES; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);
   }
-  consume_and_produce<2, 240, 24>([&] { consume<T, D>(s, args); }, [&] { produce(s, args); });
+  constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
+  consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D>(s, args); },
+                                                                 [&] { produce(s, args); });
 }
