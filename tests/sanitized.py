@@ -278,10 +278,9 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays[1][:, :, 40] = 1  # a chunk that grows
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
-    arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 260, 60, 72), BFLOAT16)
-    yield run(rwkv7, *arrays)  # walks while others prepare
-    arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 128, 64, 64), BFLOAT16)
-    yield run(backward, rwkv7, *arrays)  # from what the call keeps
+    for op, function in ((KDA, kda), (DELTA_RULES[-1], rwkv7)):
+        arrays, _ = drawn(op, rng, (1, 2, 128, 64, 64), BFLOAT16)
+        yield run(backward, function, *arrays)  # from what the call keeps
     for dtype, T in ((BFLOAT16, 4096), (SINGLE, 700), (DOUBLE, 700)):
         arrays, _ = drawn(KDA, rng, (1, 1, T, 60, 64), dtype)
         yield run(kda, *arrays)

@@ -113,6 +113,7 @@ CASES = {
         gate="some-inf",
         options={"cu_seqlens": [0, 0, 33, 34, 70], "reverse": True},
     ),
+    "kda-kept": Case(KDA, T=96, K=64, V=64, dtype=BFLOAT16, gate_dtype=SINGLE),
     "rwkv7-kept": Case(RWKV7, T=96, K=64, V=64, dtype=BFLOAT16, gate_dtype=SINGLE),
     "rwkv7-float64": Case(RWKV7, dtype=DOUBLE, gate="weak"),
 }
@@ -161,7 +162,10 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
     assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
 
 
-@pytest.mark.parametrize("case", ["rwkv7", "rwkv7-packed", "rwkv7-kept"])
+KEPT = ("kda", "kda-chunks", "kda-kept", "rwkv7", "rwkv7-packed", "rwkv7-kept")
+
+
+@pytest.mark.parametrize("case", KEPT)
 def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
     """The same bits as those of a pullback that computes it again; o and the final state, which another walk then
     writes, are as close to the recurrence's."""
@@ -403,10 +407,11 @@ def test_explained(op, rng):
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
     assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
-    if op is RWKV7:  # whose calls in chunks keep what they prepare, if it takes little beside the inputs
-        arrays, *_ = CASES["rwkv7-kept"].drawn(rng)
-        back = planned.plan_of(op.bind(arrays, gradient=True), on)
-        assert planned.names(back) == ["delta_backward_states", "delta_dplr_backward_chunks"]
+    # Calls in chunks keep what they prepare, if it takes little beside the inputs.
+    arrays, *_ = Case(op, T=96, K=64, V=64, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
+    kept = planned.plan_of(op.bind(arrays, gradient=True), on)
+    keeps = op in (KDA, RWKV7)
+    assert planned.names(kept) == [prepare] * (not keeps) + ["delta_backward_states", f"delta_{rule}backward_chunks"]
     assert list(plan.reasons) == ["by Hopper's own kernel", "small heads"]
     assert list(back.reasons) == ["by Hopper's own kernels"]
 

@@ -49,9 +49,9 @@
 //     shared memory holds
 
 template <typename T, typename G> struct Args {
-  StridedRows<const T> q, k, do_, e, w;  // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
-  StridedRows<const G> g, beta;          // of each token a row of one number
-  const T* chunk_states;                 // S and dS: backward_storage.cuh
+  StridedRows<const T> q, k, do_, e, w;     // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
+  StridedRows<const G> g, beta;             // of each token a row of one number
+  const T *chunk_states, *state_gradients;  // S and dS: backward_storage.cuh
   StridedRows<T> dq, dk;
   float* parts;                  // null if a head of queries has one head of values
   StridedRows<float> dbeta, dg;  // of each token a row of one number; dg null without gates
@@ -102,12 +102,13 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
   constexpr int TILES = BK / TILE;
   const int tile = threadIdx.x / TILE, kind = threadIdx.x / BT;
   const i64 token = span.start + threadIdx.x % BT;
-  const i64 state = state_index(args.shape, tile / TILES, b, h, chunk, tile % TILES * TILE);
+  const T* states = tile < TILES ? args.chunk_states : args.state_gradients;
+  const i64 state = state_index(args.shape, b, h, chunk, tile % TILES * TILE);
   const auto prefetch = [](const T* numbers) {
 #pragma unroll
     for (int n = 0; n < TILE; n += 128 / sizeof(T)) prefetch_line(numbers + n);
   };
-  prefetch(args.chunk_states + state + i64(column + threadIdx.x % TILE) * TILE);
+  prefetch(states + state + i64(column + threadIdx.x % TILE) * TILE);
   if (kind < 4 && (sizeof(T) == 2 || kind != 2) && token < span.stop) {
     const StridedRows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
     prefetch(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
@@ -124,8 +125,8 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
   for (int backwards = 0; backwards < 2; ++backwards)
 #pragma unroll
     for (int tile = 0; tile < BK / TILE; ++tile) {
-      const T* from =
-          args.chunk_states + state_index(args.shape, backwards, b, h, chunk, tile * TILE) + i64(column) * TILE;
+      const T* from = (backwards ? args.state_gradients : args.chunk_states) +
+                      state_index(args.shape, b, h, chunk, tile * TILE) + i64(column) * TILE;
       for (int i = threadIdx.x * PIECE; i < COLUMNS * TILE; i += THREADS * PIECE)
         cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i);
     }

@@ -8,7 +8,7 @@
 //           matrices [32, 32] of pairs of tokens. The kernels *prepare.cu make them; prepared.cuh says what they are.
 //           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
 //           TWO_WRITES (RWKV-7): residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
-//           FORWARDS: o = W S + scale B v; W has the scale
+//           FORWARDS: o = W S + scale B beta v, TWO_WRITES: o = W S + scale B v; W has the scale
 //           Backwards: P = Z dS;  dresidual = P + scale B^T do;  dv = beta dresidual;
 //           dS <- D dS + scale W^T do + E^T beta P
 //           TWO_WRITES: P = Zb dS;  dresidual = P + scale H^T do;  dv = Z dS + scale B^T do;
@@ -16,14 +16,14 @@
 // shapes    v o do dv [B, HV, T, V]; initial final dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
 //           [B, HV, T, V padded with zeros to a multiple of 64]; residual: with TWO_WRITES as dresidual; otherwise a
 //           row has V numbers and zeros to a multiple of 64, and, for 16-bit data, as many rounding errors after them;
-//           chunk_states: backward_storage.cuh, of the launch's directions alone; starts, F: scan.cu
+//           chunk_states, state_gradients: backward_storage.cuh; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Forwards the blocks of F's columns follow those of G's
 // smem      a ring of STAGES: the bytes of a prepared chunk that the launch reads, and its v or do
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
-// numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and chunk_states are
-//           rounded to T
+// numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
+//           state_gradients are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
 #include "delta/backward_storage.cuh"
@@ -47,14 +47,14 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S; word_of: two numbers as a Word; state_index: where chunk_states has a chunk's
-//     state
+//     state, and state_gradients its gradient. weigh_tokens: x times factors of tokens, as a sum of two for 16-bit data
 
 template <typename T> struct Args {
   StridedRows<const T> v, do_;                // those of another direction are null, here and below
   StridedRows<const float> initial, dht;      // null: zeros
   StridedRows<float> final, dh0;              // null: not wanted
   StridedRows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of FORWARDS alone
-  T* chunk_states;                            // null without OUTPUTS
+  T *chunk_states, *state_gradients;          // null without OUTPUTS
   float *starts, *F;                          // null if no sequence is cut into segments; F: also with OUTPUTS
   const void* prepared;                       // PreparedForGradients of each chunk
   Shape shape;                                // H: heads of values; segments are sequences here
@@ -170,7 +170,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
     if (OUTPUTS && column < padded_columns) {  // stores S, rounded: matrices of 8 columns by 8 channels
 #pragma unroll
       for (int c = 0; c < BK / 8; ++c) {
-        T* to = args.chunk_states + state_index(shape, BACK && OF == BOTH, b, h, first_chunk + chunk, c / 8 * TILE);
+        T* to = (BACK ? args.state_gradients : args.chunk_states) +
+                state_index(shape, b, h, first_chunk + chunk, c / 8 * TILE);
         if (c / 8 * TILE < channels)
 #pragma unroll
           for (int right = 0; right < 2; ++right)
@@ -220,7 +221,13 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
       float Y[BT / 8][4] = {};
       Accumulators o = {};
       if constexpr (WRITES_O) {
-        multiply_packed(o, prepared.B[0], packed_values);
+        if constexpr (TWO_WRITES) multiply_packed(o, prepared.B[0], packed_values);
+        else {
+          Word<T> weighted[Matrix<T>::NUMBERS][BT / 16][4];  // beta v
+          weigh_tokens<T>(weighted, packed_values, betas);
+#pragma unroll
+          for (const auto& number : weighted) multiply_packed(o, prepared.B[0], number);
+        }
 #pragma unroll
         for (int m = 0; m < BT / 16; ++m)
 #pragma unroll
@@ -282,7 +289,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS, Directions OF>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_states(const Args<T> args) {
   static_assert(OUTPUTS || OF == BOTH, "sequences that are cut into segments are walked in both directions");
-  static_assert(TWO_WRITES || OF == BOTH, "Z and B of other rules lack beta, which o needs");
+  static_assert(BK <= 128 || OF == BOTH, "only rules of at most 128 channels keep what they prepare");
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);

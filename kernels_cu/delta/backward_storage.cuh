@@ -1,10 +1,9 @@
-// what      The array `chunk_states`, which backward_states.cu writes and the kernels *backward_chunks.cu read: of
-//           every chunk of 32 tokens the state before it (direction 0) and the gradient of the state after it
-//           (direction 1). A launch of one direction writes an array of that direction alone; the readers get one
-//           address for each.
-// shapes    [direction, B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V (rows) by 8 channels of
-//           K, as ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V is padded with zeros to
-//           a multiple of 64, K to 64, 128 or 256
+// what      The arrays `chunk_states` and `state_gradients`, which backward_states.cu writes and the kernels
+//           *backward_chunks.cu read: of every chunk of 32 tokens the state before it, and the gradient of the state
+//           after it.
+// shapes    [B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V (rows) by 8 channels of K, as
+//           ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V is padded with zeros to a
+//           multiple of 64, K to 64, 128 or 256
 #include "delta/operands.cuh"
 #include "tensor.cuh"
 
@@ -20,11 +19,10 @@ __device__ __forceinline__ int padded(i64 size) { return int((size + TILE - 1) /
 // K as it is stored.
 __device__ __forceinline__ int stored_channels(i64 K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
 
-// The index in `chunk_states` of channels `channel` ... `channel` + 63 of a chunk, `channel` a multiple of 64.
-// backwards: the direction. `chunk`: its number in the batch row.
-__device__ __forceinline__ i64 state_index(const Shape& shape, bool backwards, i64 batch, i64 head, i64 chunk,
-                                           int channel) {
-  const i64 state = ((backwards * shape.B + batch) * shape.H + head) * shape.NC + chunk;
+// The index in either array of channels `channel` ... `channel` + 63 of a chunk, `channel` a multiple of 64. `chunk`:
+// its number in the batch row.
+__device__ __forceinline__ i64 state_index(const Shape& shape, i64 batch, i64 head, i64 chunk, int channel) {
+  const i64 state = (batch * shape.H + head) * shape.NC + chunk;
   return (state * stored_channels(shape.K) + channel) * padded(shape.V);
 }
 

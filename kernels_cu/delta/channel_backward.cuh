@@ -113,8 +113,8 @@ __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const 
                                              i64 b, i64 h, i64 chunk, int channel, int column) {
   constexpr int PIECE = 16 / sizeof(T), SIZE = TILE * TILE / 2;
   const int warp = threadIdx.x >> 5, state = warp / 2, first = warp % 2 * SIZE + own_lane() * PIECE;
-  const T* from = (state ? state_gradients : chunk_states) + state_index(shape, false, b, h, chunk, channel) +
-                  i64(column) * TILE + first;
+  const T* from =
+      (state ? state_gradients : chunk_states) + state_index(shape, b, h, chunk, channel) + i64(column) * TILE + first;
 #pragma unroll
   for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n);
 }

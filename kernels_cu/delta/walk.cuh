@@ -137,6 +137,26 @@ __device__ __forceinline__ void pack_tokens(Word<T> (&packed)[BT / 16][4], const
   pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
 }
 
+// Multiplies x, which load_packed has loaded, by factors of tokens, as in pack_tokens. Of 16-bit data the product is the
+// sum of two numbers.
+template <typename T, class Factors>
+__device__ __forceinline__ void weigh_tokens(Word<T> (&product)[Matrix<T>::NUMBERS][BT / 16][4],
+                                             const Word<T> (&x)[BT / 16][4], Factors factors_at) {
+#pragma unroll
+  for (int m = 0; m < BT / 16; ++m)
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const float2 factors = factors_at(16 * m + part / 2 * 8), two = unpack(x[m][part], T{});
+      float2 rest = {factors.x * two.x, factors.y * two.y};
+#pragma unroll
+      for (auto& number : product) {
+        number[m][part] = word_of<T>(rest.x, rest.y);
+        const float2 rounded = unpack(number[m][part], T{});
+        rest.x -= rounded.x, rest.y -= rounded.y;
+      }
+    }
+}
+
 // d [tokens, the warp's columns] += M x, M [BT, BT] a lower triangle; x: as in write_rows.
 template <typename T>
 __device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>& M, const Word<T> (&x)[BT / 16][4]) {

@@ -263,18 +263,18 @@ FORWARD_WAYS = (ScalarOnHopper, SmallHeads, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-# The most memory, in that of the inputs, that a call keeps for its pullback. 64 channels and columns need 1.7 with
-# gates in float32, 2 with others; the pullback then takes a third less time.
-KEPT = 2.5
+# The most memory, in that of the inputs, that a call keeps for its pullback, which then takes a third less time. KDA
+# needs 1.9 to 2.6 for 64 to 128 channels and columns, RWKV-7 1.6 to 2. The other rules' inputs are smaller.
+KEPT = 2.6
 
 
 def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them and the
-    residuals. Only RWKV-7's calls in chunks keep them, if no sequence is cut into segments; the pullbacks of others
-    compute them again."""
-    if not problem.gradient or problem.op is not declarations.RWKV7 or why_not_in_chunks(problem, device, True):
+    residuals. Calls of KDA and RWKV-7 keep them whose pullback is in chunks, too, if no sequence is cut into segments;
+    the pullbacks of others compute them again."""
+    if not problem.gradient or rule_of(problem.op) == GATED_DELTA or why_not_in_chunks(problem, device, gradient=True):
         return ()
-    if SmallHeads.why_not(problem, device) is None:
+    if any(way.why_not(problem, device) is None for way in FORWARD_WAYS[: FORWARD_WAYS.index(InChunks)]):
         return ()
     cut = CutInChunks(problem, device, gradient=True)
     arrays = tuple(kept_arrays(problem, cut.walk).values())
@@ -290,7 +290,7 @@ def kept_arrays(problem, walk) -> dict[str, tuple]:
     return {
         "prepared": ((B * H * chunks * walk.prepared_bytes,), BYTES),
         "chunk_states": ((B, H, chunks, walk.BK, columns), problem.dtype),
-        "residual": ((B, H, T, columns), problem.dtype),
+        "residual": ((B, H, T, walk.residual_numbers * columns), problem.dtype),
     }
 
 
@@ -455,20 +455,17 @@ class GradientsInChunks(Gradients):
             prepared, chunk_states, residual = self.saved
             state_gradients = draft.empty(chunk_states.shape, problem.dtype)
             del states["initial"]
-            written |= states | {"chunk_states": state_gradients}
+            written |= states | {"state_gradients": state_gradients}
             backwards = self.cut.walk_of("BACKWARDS")
             blocks = B * shape.count * heads * backwards.grid(V)
             draft.launch(backwards, blocks, **read, **written, prepared=prepared, shape=shape, P=1)
         else:
             prepared = draft.empty((shape.all_chunks * walk.prepared_bytes,), BYTES)
-            chunk_states = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
-            state_gradients = chunk_states[1]
-            # a number, and what its rounding has lost
-            residual_numbers = 1 if walk.two_writes or problem.dtype == FLOAT32 else 2
-            residual = draft.empty((B, heads, T, residual_numbers * columns), problem.dtype)
+            chunk_states, state_gradients = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
+            residual = draft.empty((B, heads, T, walk.residual_numbers * columns), problem.dtype)
             launch_prepare(draft, self.cut, shape, inputs, arrays, prepared)
             read |= {"v": arrays["v"], "prepared": prepared}
-            written |= {"chunk_states": chunk_states, "residual": residual}
+            written |= {"chunk_states": chunk_states, "state_gradients": state_gradients, "residual": residual}
             self.cut.launch_walk(draft, shape, read, states, written)
         args |= arrays | {"chunk_states": chunk_states, "state_gradients": state_gradients, "do_": do}
         args |= dict(zip(self.RESIDUALS, (residual, dresidual)))

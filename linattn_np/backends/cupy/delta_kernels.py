@@ -17,8 +17,7 @@ share:
 - prepared: one struct for every chunk, of `prepared_bytes`: what the chunk does to a state
 - starts, P: the states from which segments start, and the number of segments of a sequence
 - F: the matrix [K, K] by which a segment multiplies the state; null: not wanted
-- chunk_states: the states before all chunks; state_gradients: the gradients of the states after them. One array, if
-  the kernel has no argument state_gradients
+- chunk_states: the states before all chunks; state_gradients: the gradients of the states after them
 - parts: terms of dq, dk and other gradients, which `DeltaSumParts` adds up
 - normalized: whether the kernel divides the rows of q and k by their lengths
 - bytes: the largest of 16, 8, 4 and 2 of which all rows' addresses and lengths are multiples
@@ -143,13 +142,14 @@ class DeltaScan(Walk):
 
 class DeltaBackwardStates(Walk):
     """The walks in both directions: the states before all chunks, the gradients of the states after them, each token's
-    `residual` (v minus what its key reads) and its gradient, and dv. Or those of one direction, for RWKV-7: "FORWARDS"
-    in the call itself, which it gives o and the final states, and "BACKWARDS" in its pullback."""
+    `residual` (v minus what its key reads) and its gradient, and dv. Or those of one direction: "FORWARDS" in the call
+    itself, which it gives o and the final states, and "BACKWARDS" in its pullback."""
 
     file = "delta/backward_states"
     arguments = members(
-        "rows? v do_ initial dht final dh0 o dv residual dresidual, pointers? chunk_states starts F, "
-        "pointers prepared, shape, integers P, reals scale, integers bytes"
+        "rows? v do_ initial dht final dh0 o dv residual dresidual, "
+        "pointers? chunk_states state_gradients starts F, pointers prepared, shape, integers P, reals scale, "
+        "integers bytes"
     )
     shared = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "FORWARDS", "BACKWARDS")  # the possible `of`
@@ -160,6 +160,11 @@ class DeltaBackwardStates(Walk):
     def padded_columns(V) -> int:
         """The columns of the arrays that the walks write, of V columns of a state; of their channels there are BK."""
         return padded(V, 64)
+
+    @property
+    def residual_numbers(self) -> int:
+        """Of a token's residual in each column: 2 are the rounded number, and what its rounding has lost."""
+        return 1 if self.two_writes or self.dtype == FLOAT32 else 2
 
     def bytes_between_kernels(self, problem, heads) -> int:
         """Bytes of what the kernel reads and writes of `heads` heads besides inputs and results: prepared chunks,
@@ -177,8 +182,8 @@ class DeltaBackwardChunks(ChunkKernel):
 
     file = "delta/backward_chunks"
     arguments = members(
-        "rows q k do_ e w g beta, pointers chunk_states, rows dq dk, pointers? parts, rows dbeta, rows? dg, shape, "
-        "integers group, reals scale, integers normalized bytes"
+        "rows q k do_ e w g beta, pointers chunk_states state_gradients, rows dq dk, pointers? parts, rows dbeta, "
+        "rows? dg, shape, integers group, reals scale, integers normalized bytes"
     )
     shared = ("Shared<{dtype}, {BK}>",)
     constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
