@@ -137,7 +137,7 @@ __device__ __forceinline__ void pack_tokens(Word<T> (&packed)[BT / 16][4], const
   pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
 }
 
-// Multiplies x, which load_packed has loaded, by factors of tokens, as in pack_tokens. Of 16-bit data the product is the
+// Multiplies x, which load_packed has loaded, by factors of tokens, as in pack_tokens. Of 16-bit data the product is a
 // sum of two numbers.
 template <typename T, class Factors>
 __device__ __forceinline__ void weigh_tokens(Word<T> (&product)[Matrix<T>::NUMBERS][BT / 16][4],
