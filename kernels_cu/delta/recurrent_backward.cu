@@ -1,7 +1,8 @@
-// what      The gradients of the delta rules token by token, from states that recurrent_forward.cu has kept. A segment
-//           of a sequence turns dS, the gradient of the state after it, into F^T dS + G', F being the product of its
-//           tokens' transitions (join_segments.cu). Without OUTPUTS the kernel computes G' alone: it starts from dS =
-//           0, or from dht in a sequence's last segment, and stores the dS before the segment
+// what      The gradients of the delta rules token by token, from states that recurrent_forward.cu has kept, or, of
+//           sequences of at most TOKENS tokens, from their initial states. A segment of a sequence turns dS, the
+//           gradient of the state after it, into F^T dS + G', F being the product of its tokens' transitions
+//           (join_segments.cu). Without OUTPUTS the kernel computes G' alone: it starts from dS = 0, or from dht in a
+//           sequence's last segment, and stores the dS before the segment
 // math      Template argument Rule; Dplr is RWKV-7's. With S' = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
 //           GatedDelta, Kda: e = v - S'^T k, S_t = S' + k (beta e)^T
 //           Dplr: p = S_{t-1}^T a, S_t = S' + b p^T + k v^T
@@ -58,7 +59,7 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<T> dv;               // this, kept, parts and token_parts: null without OUTPUTS
   StridedRows<const Real<T>> dht;  // null where it is 0
   StridedRows<Real<T>> dh0;        // or null
-  const Real<T>* kept;
+  const Real<T>* kept;             // null with OUTPUTS: sequences have at most TOKENS tokens, and start from `initial`
   Real<T>*parts, *token_parts;
 };
 
@@ -159,6 +160,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
     next_gates.load(args, work, first, rows);
     cp_async_commit();
     if (!OUTPUTS) return;
+    if (!args.kept) {
+      each(S, [&](R& x, int state_row, int tile_column, bool inside) {
+        const i64 at = state_row * shape.V + work.first_column + tile_column;
+        x = args.initial.p && inside ? args.initial.row(work.n, work.h, 0)[at] : R(0);
+      });
+      return;
+    }
     const R* from = args.kept + ((first_chunk + chunk) * shape.V + work.first_column + column) * kept_channels;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)

@@ -369,7 +369,8 @@ class Gradients:
 
 
 class GradientsByToken(Gradients):
-    """The gradients of any call, token by token backwards in time, from states that a forward walk stores."""
+    """The gradients of any call, token by token backwards in time, from states that a forward walk stores; of sequences
+    with at most the tokens between two such states, from their initial states."""
 
     name = TokenByToken.name
 
@@ -394,8 +395,10 @@ class GradientsByToken(Gradients):
         tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
         read = arrays | inputs.common_args(shape, self.do) | {"do_": do} | states
         read |= cut.launch_starts(draft, read)
-        kept = draft.empty((B, heads, shape.NC, V, padded(K, 4)), real)
-        launch_by_token(draft, cut.forward, read, kept=kept)
+        kept = None
+        if not kernel.holds(problem):
+            kept = draft.empty((B, heads, shape.NC, V, padded(K, 4)), real)
+            launch_by_token(draft, cut.forward, read, kept=kept)
 
         parts = draft.empty((len(kernel.channel_gradients), tiles, B, heads, T, K), real)
         token_parts = draft.empty((2, tiles, B, heads, T), real)

@@ -319,9 +319,10 @@ class DeltaSmallForward(DeltaKernel):
 
 
 class DeltaRecurrentBackward(DeltaKernel):
-    """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens. A
-    block has BV columns. Of gradients that are sums over all columns it writes its terms: to `parts` of those with a
-    number for each channel, to `token_parts` of those with one for each token."""
+    """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens, or, if
+    it `holds` all tokens of a sequence at a time, from the initial states. A block has BV columns. Of gradients that
+    are sums over all columns it writes its terms: to `parts` of those with a number for each channel, to `token_parts`
+    of those with one for each token."""
 
     file = "delta/recurrent_backward"
     arguments = COMMON_ARGUMENTS + members("rows do_, rows? dv dht dh0, pointers? kept parts token_parts")
@@ -355,8 +356,13 @@ class DeltaRecurrentBackward(DeltaKernel):
     def bytes_between_kernels(self, problem, heads) -> int:
         """About how many bytes the stored states and `parts` take, for `heads` heads."""
         B, T, K, V = problem.shape("B T K V")
+        states = 0 if self.holds(problem) else padded(K, 4) * V / self.TOKENS
         parts = ceil_div(V, self.BV) * len(self.channel_gradients) * K
-        return int(B * heads * T * (padded(K, 4) * V / self.TOKENS + parts) * self.number_bytes)
+        return int(B * heads * T * (states + parts) * self.number_bytes)
+
+    def holds(self, problem) -> bool:
+        """Whether no sequence has more than TOKENS tokens: states are then computed again from the initial ones."""
+        return problem.spans.longest <= self.TOKENS
 
     @property
     def tiles(self):
