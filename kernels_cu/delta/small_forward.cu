@@ -7,11 +7,11 @@
 //           with the given ones and multiplies sums by the inverse lengths
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
 //           state [N, HV, K, V]. HV, the number of value heads, is shape.H; args.group of them share a head of the rest
-// grid      a warp for every 64 / D value heads of all sequences, sequence slowest; a lane has two columns of a head's
+// grid      a warp for every 32 / D value heads of all sequences, sequence slowest; a lane has a column of a head's
 //           state
-// smem      for each warp: two stages, each of a step of 8 tokens, in which o overwrites channels' gates; the decays of
-//           channels of one step
-// barriers  of warps, two a step: the step has been copied, and its decays are in shared memory | o is in shared
+// smem      two stages, each of a step of 16 tokens, in which o overwrites channels' gates; what is computed once for
+//           every token of a step: decays of channels, Factors
+// barriers  of warps, three a step: the step has been copied | decays and factors are in shared memory | o is in shared
 //           memory, and the step has been read
 // numerics  float32 throughout
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
@@ -20,12 +20,14 @@
 #include "delta/tokens.cuh"
 
 // From the includes:
-//   Tile: 8 tokens of a warp's heads in shared memory; load_row, put: load and store numbers of a row
+//   Tile: tokens of a warp's heads in shared memory; load_row, put: load and store numbers of a row
 //   Work, work_of: a head, its sequence and tokens; LaneCoord: the lane's head of the warp, its number in that head
 //   lane_rows: the lane's rows in memory; fetch, store: copy a step's rows; put_decays: exp of gates
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
-//   STEP = 8 tokens, THREADS = 128, WARPS = 4
+
+constexpr int TOKENS = 16;  // of a step
+template <typename E, int D> using StepTile = Tile<E, D, D, TOKENS>;
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<T> o;
@@ -33,66 +35,100 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
 };
 
 template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
-  Tile<T, D, D / 2> a, b;
+  StepTile<T, D> a, b;
 };
 template <typename T, int D> struct ErasureTiles<false, T, D> {};
 template <class Rule, typename T, typename G, int D> struct Stage : ErasureTiles<Rule::own_erasure, T, D> {
-  Tile<T, D, D / 2> q, k, v;
+  StepTile<T, D> q, k, v;
   union {
-    Tile<G, D, D / 2> g;  // of channels
-    Tile<T, D, D / 2> o;  // overwrites g after the decays have been computed
+    StepTile<G, D> g;  // of channels
+    StepTile<T, D> o;  // overwrites g after the decays have been computed
   };
 };
+
+// The numbers of a token of GatedDelta and Kda: S' = decay S, or with decays of channels; what is written along k is
+// value v - erasure S'^T k; o = output S+^T q. So value is beta, and erasure too, but for the inverse length of k.
+struct alignas(16) Factors {
+  float decay, value, erasure, output;
+};
 template <class Rule, typename T, typename G, int D> struct Shared {
-  struct Warp {
-    Stage<Rule, T, G, D> stages[2];
-    Tile<float, D, D / 2> decays;  // of channels
-  } warps[WARPS];
+  Stage<Rule, T, G, D> stages[2];
+  StepTile<float, D> decays;        // of channels
+  Factors factors[TOKENS][32 / D];  // by token and head
 };
 
-// A number of each token of a step, such as its beta: the lane has those of tokens `lane`, `lane` + LANES, ...
-template <typename G, int LANES> struct StepScalars {
-  G x[STEP / LANES];
+// A number of each token of a step, such as its beta: the lane has those of tokens `lane`, `lane` + D, ...
+template <typename G, int D> struct StepScalars {
+  G x[TOKENS / D];
 
   // Those of the step that starts at `token`; zeros after the head's last token.
   __device__ __forceinline__ void load(const StridedRows<const G>& from, const Work& head, int lane, int token) {
 #pragma unroll
-    for (int n = 0; n < STEP / LANES; ++n) {
-      const int own = token + lane + n * LANES;
+    for (int n = 0; n < TOKENS / D; ++n) {
+      const int own = token + lane + n * D;
       x[n] = own < head.tokens ? *from.row(head.b, head.h, head.start + own) : from_float<G>(0.f);
     }
   }
-  // That of token i of the step, for all lanes of the head.
-  __device__ __forceinline__ float of_token(int i) const {
-    const int first = threadIdx.x & 31 & -LANES;
-    return __shfl_sync(0xffffffffu, to_float(x[i / LANES]), first + i % LANES);
+};
+
+// x^T y, in two sums, of which each waits for half as many products.
+template <int D> __device__ __forceinline__ float dot(const float (&x)[D], const float (&y)[D]) {
+  float even = 0.f, odd = 0.f;
+#pragma unroll
+  for (int c = 0; c < D; c += 2) even = fmaf(x[c], y[c], even), odd = fmaf(x[c + 1], y[c + 1], odd);
+  return even + odd;
+}
+
+// What a lane reads of a token in shared memory. Of GatedDelta and Kda: `factors`, not a and b; `decays`: of channels.
+template <class Rule, typename T, typename G, int D> struct Token {
+  float q[D], k[D], a[D], b[D], decays[D], v[1];
+  Factors factors;
+
+  __device__ __forceinline__ void load(const Shared<Rule, T, G, D>& s, const Stage<Rule, T, G, D>& in, int i,
+                                       const LaneCoord<D>& coord) {
+    in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head), in.v.load_row(v, i, coord.head, coord.lane);
+    if constexpr (Rule::channel_gates) s.decays.load_row(decays, i, coord.head);
+    if constexpr (Rule::own_erasure) in.a.load_row(a, i, coord.head), in.b.load_row(b, i, coord.head);
+    else factors = s.factors[i][coord.head];
+  }
+  // Applies the token to the lane's column of a state; returns its number of o.
+  __device__ __forceinline__ float apply(float (&S)[D], float scale) const {
+    if constexpr (Rule::own_erasure) {
+      const float read = dot(a, S);
+#pragma unroll
+      for (int c = 0; c < D; ++c) S[c] = fmaf(b[c], read, fmaf(decays[c], S[c], k[c] * v[0]));
+      return scale * dot(q, S);
+    } else {
+#pragma unroll
+      for (int c = 0; c < D; ++c) S[c] *= Rule::channel_gates ? decays[c] : factors.decay;
+      const float write = fmaf(-factors.erasure, dot(k, S), factors.value * v[0]);
+#pragma unroll
+      for (int c = 0; c < D; ++c) S[c] = fmaf(k[c], write, S[c]);
+      return factors.output * dot(q, S);
+    }
   }
 };
 
 // The launch bounds: the blocks that share a multiprocessor's registers.
 template <class Rule, typename T, typename G, int D>
-__global__ void __launch_bounds__(THREADS, D == 8 ? 4 : 3) delta_small_forward(const Args<T, G> args) {
-  constexpr int LANES = D / 2;
-  using Inputs = Tile<T, D, LANES>;
-  const int warp = threadIdx.x >> 5;
-  auto& s = reinterpret_cast<Shared<Rule, T, G, D>*>(dynamic_smem())->warps[warp];
+__global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const Args<T, G> args) {
+  using Inputs = StepTile<T, D>;
+  auto& s = *reinterpret_cast<Shared<Rule, T, G, D>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const LaneCoord<LANES> coord;
-  const Work work = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
+  const LaneCoord<D> coord;
+  const Work work = work_of(shape, blockIdx.x * Inputs::HEADS + coord.head);
   Work keys = work;  // its head is that of q, k, a and b
   keys.h /= int(args.group);
-  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane;
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes);
 
-  float S[D][2] = {};
-  // Calls f(number of S, its address) for this lane's numbers: columns `column` and the next; `states`: in memory.
+  float S[D] = {};
+  // Calls f(number of S, its address) for this lane's numbers; `states`: in memory.
   const auto each_number = [&](const auto& states, auto f) {
-    if (!states.p || work.n < 0) return;
-    auto* const state = states.row(work.n, work.h, 0) + column;
+    if (!states.p || work.n < 0 || coord.lane >= V) return;
+    auto* const state = states.row(work.n, work.h, 0) + coord.lane;
 #pragma unroll
     for (int c = 0; c < D; ++c)
-#pragma unroll
-      for (int x = 0; x < 2; ++x)
-        if (c < K && column + x < V) f(S[c][x], state + c * V + x);
+      if (c < K) f(S[c], state + c * V);
   };
   each_number(args.initial, [](float& x, const float* from) { x = *from; });
 
@@ -101,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, D == 8 ? 4 : 3) delta_small_forward(c
              k_rows = lane_rows(tiles.k, args.k, keys, coord.lane);
   const auto v_rows = lane_rows(tiles.v, args.v, work, coord.lane);
   const auto o_rows = lane_rows(tiles.o, args.o, work, coord.lane);
-  StepScalars<G, LANES> next_gates, next_betas;
+  StepScalars<G, D> gates, betas;  // of the step that is copied
   // Starts to copy the step that starts at `token`, and loads its scalars.
   const auto fetch_step = [&](Stage<Rule, T, G, D>& to, int token) {
     const int tokens_left = work.tokens - token;
@@ -110,74 +146,49 @@ __global__ void __launch_bounds__(THREADS, D == 8 ? 4 : 3) delta_small_forward(c
     };
     copy(to.k, k_rows, K), copy(to.q, q_rows, K), copy(to.v, v_rows, V);
     if constexpr (Rule::channel_gates) copy(to.g, lane_rows(to.g, args.g, work, coord.lane), K);
-    else next_gates.load(args.g, work, coord.lane, token);
+    else gates.load(args.g, work, coord.lane, token);
     if constexpr (Rule::own_erasure) {
       copy(to.a, lane_rows(to.a, args.a, keys, coord.lane), K);
       copy(to.b, lane_rows(to.b, args.b, keys, coord.lane), K);
     } else {
-      next_betas.load(args.beta, work, coord.lane, token);
+      betas.load(args.beta, work, coord.lane, token);
     }
     cp_async_commit();
   };
-  const int longest = largest_of_warp<LANES>(work.tokens);
   const float scale = float(args.scale);
+  // Stores the factors of the tokens whose scalars the lane has.
+  const auto put_factors = [&](const Stage<Rule, T, G, D>& in) {
+#pragma unroll
+    for (int n = 0; n < TOKENS / D; ++n) {
+      const int i = coord.lane + n * D;
+      const float decay = Rule::channel_gates ? 1.f : decay_of(to_float(gates.x[n])), beta = to_float(betas.x[n]);
+      float of_q = 1.f, of_k = 1.f;  // inverse lengths
+      if (args.normalized) {
+        float q[D], k[D];
+        in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head);
+        of_q = inverse_root(dot(q, q) + float(LEAST_SQUARE)), of_k = inverse_root(dot(k, k) + float(LEAST_SQUARE));
+      }
+      s.factors[i][coord.head] = {decay, beta * of_k, beta * of_k * of_k, scale * of_q};
+    }
+  };
+  const int longest = largest_of_warp<D>(work.tokens);
   if (longest) fetch_step(s.stages[0], 0);
 #pragma unroll 1
-  for (int token = 0, stage = 0; token < longest; token += STEP, stage ^= 1) {
+  for (int token = 0, stage = 0; token < longest; token += TOKENS, stage ^= 1) {
     auto& in = s.stages[stage];
     cp_async_wait<0>();
+    __syncwarp();  // all lanes have copied the step
     if constexpr (Rule::channel_gates) put_decays(s.decays, in.g, coord.head, coord.lane);
-    const auto gates = next_gates, betas = next_betas;
-    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
-    if (token + STEP < longest) fetch_step(s.stages[stage ^ 1], token + STEP);
-#pragma unroll
-    for (int i = 0; i < STEP; ++i) {
-      float q[D], k[D], v[2], o[2] = {};
-      in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head), in.v.load_row(v, i, coord.head, column);
-      float output_scale = scale;
-      if constexpr (Rule::own_erasure) {
-        float a[D], b[D], decays[D], read[2] = {};  // read: S^T a
-        in.a.load_row(a, i, coord.head), in.b.load_row(b, i, coord.head);
-        s.decays.load_row(decays, i, coord.head);
-#pragma unroll
-        for (int c = 0; c < D; ++c)
-#pragma unroll
-          for (int x = 0; x < 2; ++x) read[x] = fmaf(a[c], S[c][x], read[x]);
-#pragma unroll
-        for (int c = 0; c < D; ++c)
-#pragma unroll
-          for (int x = 0; x < 2; ++x) S[c][x] = fmaf(decays[c], S[c][x], fmaf(b[c], read[x], k[c] * v[x]));
-      } else {
-        float decays[D], read[2] = {}, inverse_length = 1.f;  // read: S'^T k
-        if constexpr (Rule::channel_gates) s.decays.load_row(decays, i, coord.head);
-        const float decay = Rule::channel_gates ? 1.f : decay_of(gates.of_token(i)), beta = betas.of_token(i);
-        if (args.normalized) {
-          float of_q = 0.f, of_k = 0.f;
-#pragma unroll
-          for (int c = 0; c < D; ++c) of_q = fmaf(q[c], q[c], of_q), of_k = fmaf(k[c], k[c], of_k);
-          output_scale *= inverse_root(of_q + float(LEAST_SQUARE));
-          inverse_length = inverse_root(of_k + float(LEAST_SQUARE));
-        }
-#pragma unroll
-        for (int c = 0; c < D; ++c)
-#pragma unroll
-          for (int x = 0; x < 2; ++x) {
-            S[c][x] *= Rule::channel_gates ? decays[c] : decay;
-            read[x] = fmaf(k[c], S[c][x], read[x]);
-          }
-#pragma unroll
-        for (int x = 0; x < 2; ++x) read[x] = inverse_length * beta * (v[x] - inverse_length * read[x]);
-#pragma unroll
-        for (int c = 0; c < D; ++c)
-#pragma unroll
-          for (int x = 0; x < 2; ++x) S[c][x] = fmaf(k[c], read[x], S[c][x]);
-      }
-#pragma unroll
-      for (int c = 0; c < D; ++c)
-#pragma unroll
-        for (int x = 0; x < 2; ++x) o[x] = fmaf(q[c], S[c][x], o[x]);
-      o[0] *= output_scale, o[1] *= output_scale;
-      in.o.put(o, i, coord.head, column);
+    if constexpr (!Rule::own_erasure) put_factors(in);
+    __syncwarp();  // decays and factors are in shared memory
+    if (token + TOKENS < longest) fetch_step(s.stages[stage ^ 1], token + TOKENS);
+    Token<Rule, T, G, D> now, next;
+    now.load(s, in, 0, coord);
+#pragma unroll 4
+    for (int i = 0; i < TOKENS; ++i) {
+      next.load(s, in, (i + 1) % TOKENS, coord);  // while the token before it is applied
+      in.o.put({now.apply(S, scale)}, i, coord.head, coord.lane);
+      now = next;
     }
     __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
     store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);

@@ -12,9 +12,10 @@
 //           of a head's state
 // smem      for each warp: two stages, each of a step's inputs and stored state, which gradients overwrite; the decays
 //           of one step
-// barriers  of warps. Forwards in time two a step: the step has been copied, and its decays are in shared memory | it
-//           has been read. Backwards three: the step and its stored state have been copied | the stored state has been
-//           read, which dv overwrites | gradients are in shared memory, and the step has been read
+// barriers  of warps. Forwards in time three a step: the step has been copied | its decays are in shared memory | it
+//           has been read. Backwards four: the step and its stored state have been copied | decays are in shared
+//           memory | the stored state has been read, which dv overwrites | gradients are in shared memory, and the step
+//           has been read
 // numerics  float32 throughout; the gates' gradient is a sum without subtractions
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
@@ -151,8 +152,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       }
       if (token == last_step) break;
       cp_async_wait<0>();
+      __syncwarp();  // all lanes have copied the step
       put_decays(s.decays, in.g, coord.head, coord.lane);
-      __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
+      __syncwarp();  // the decays are in shared memory
       if (token + STEP < last_step) {
         fetch_keys(s.stages[stage ^ 1], token + STEP);
         cp_async_commit();
@@ -175,8 +177,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   for (int token = last_step; longest && token >= 0; token -= STEP) {
     Stage<T, G, D>& in = s.stages[token / STEP % 2];
     cp_async_wait<0>();
+    __syncwarp();  // all lanes have copied the step
     put_decays(s.decays, in.g, coord.head, coord.lane);
-    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
+    __syncwarp();  // the decays are in shared memory
     if (token) fetch_all(s.stages[token / STEP % 2 ^ 1], token - STEP);
     State S[STEP];  // before each token
 #pragma unroll

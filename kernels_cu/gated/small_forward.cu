@@ -5,8 +5,8 @@
 // grid      a warp for every 64 / D heads of all sequences or segments, sequence slowest; a lane has two columns of a
 //           head's state
 // smem      for each warp: two stages, each of a step of 8 tokens, in which o overwrites g; the decays of one step
-// barriers  of warps, two a step: the step has been copied, and its decays are in shared memory | o is in shared
-//           memory, and the step has been read
+// barriers  of warps, three a step: the step has been copied | its decays are in shared memory | o is in shared memory,
+//           and the step has been read
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
@@ -93,8 +93,9 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   for (int token = 0, stage = 0; token < longest; token += STEP, stage ^= 1) {
     Stage<T, G, D>& in = s.stages[stage];
     cp_async_wait<0>();
+    __syncwarp();  // all lanes have copied the step
     put_decays(s.decays, in.g, coord.head, coord.lane);
-    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
+    __syncwarp();  // the decays are in shared memory
     if (token + STEP < longest) fetch_step(s.stages[stage ^ 1], token + STEP);
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {

@@ -1,25 +1,27 @@
-// what      Shared by the kernels for heads of at most D channels and columns, D 8 or 16: copies of steps of 8 tokens
+// what      Shared by the kernels for heads of at most D channels and columns, D 8 or 16: copies of steps of tokens
 //           between memory and a warp's tiles in shared memory. A warp has several heads, LANES lanes each. The rows of
 //           neighbouring heads, or tokens, are neighbours in memory, and the warp reads them together.
 // math      token by token, as the recurrence is written: a state is so small that float32 products outside of tensor
 //           cores are as fast as memory
-// smem      Tile; a lane copies pieces of its head's rows, and all lanes of the head read them after __syncwarp
+// smem      Tile; the lanes of a head copy its rows, and read them after cp_async_wait and __syncwarp
 // limits    D of 8, 16
 #include "gated/forward_tiles.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int STEP = 8;  // tokens in shared memory at a time
+constexpr int STEP = 8;  // tokens of a step in shared memory, where a tile names no other number
 
-// A tile [STEP tokens, HEADS heads of a warp, D channels or columns] of type E. A row, of one token and head, is PIECES
-// pieces of 16 bytes, PIECE numbers each. A head has LANES lanes; each copies one piece of every ROWS_AT_ONCE-th token,
-// LANE_PIECES in all: these are the lane's pieces. `place` swaps pieces so that rows of different heads are in
+// A tile [TOKENS tokens, HEADS heads of a warp, D channels or columns] of type E. A row, of one token and head, is
+// PIECES pieces of 16 bytes, PIECE numbers each. A head has LANES lanes; each copies one piece of every ROWS_AT_ONCE-th
+// token, LANE_PIECES in all: these are the lane's pieces. `place` swaps pieces so that rows of different heads are in
 // different banks.
-template <typename E, int D, int LANES> struct alignas(16) Tile {
+template <typename E, int D, int LANES, int TOKENS = STEP> struct alignas(16) Tile {
   static constexpr int HEADS = 32 / LANES, PIECE = 16 / sizeof(E), PIECES = D / PIECE;
-  static constexpr int ROWS_AT_ONCE = LANES / PIECES, LANE_PIECES = STEP / ROWS_AT_ONCE;
-  E x[STEP * HEADS * D];
+  static constexpr int ROWS_AT_ONCE = LANES / PIECES, LANE_PIECES = TOKENS / ROWS_AT_ONCE;
+  // The lane's numbers, if the lanes of a head copy neighbouring words of BYTES bytes: in all so many words.
+  template <int BYTES> static constexpr int LANE_WORDS = TOKENS * D * sizeof(E) / BYTES / LANES;
+  E x[TOKENS * HEADS * D];
 
   // The index of a number in x.
   __device__ __forceinline__ static int place(int token, int head, int column) {
@@ -111,27 +113,47 @@ __device__ __forceinline__ void each_piece(LaneRows<E> rows, int head, int lane,
   }
 }
 
-// Starts copying a piece of 16 bytes in smaller ones, of BYTES bytes, for rows that are not multiples of 16 bytes. The
-// first `columns` numbers exist, the others become zero.
-template <int BYTES, class Tile, typename E>
-__device__ __forceinline__ void copy_small_pieces(E* to, const E* from, int columns) {
-  constexpr int W = BYTES / sizeof(E);
-#pragma unroll 1
-  for (int i = 0; i < Tile::PIECE; i += W) {
-    if constexpr (BYTES >= 4) cp_async<BYTES>(to + i, from + i, i < columns);
-    else to[i] = i < columns ? from[i] : from_float<E>(0.f);
+// Calls f(token of the step, first column, index in the tile, address in memory) for words of BYTES bytes that the lane
+// copies, if rows are not multiples of 16 bytes: COUNT words from the lane's word number `first` on. Lanes of a head
+// have neighbouring words, which come in one access. rows: the lane's pieces.
+template <int BYTES, int COUNT, class Tile, typename E, class F>
+__device__ __forceinline__ void each_word(LaneRows<E> rows, int head, int lane, int token, int first, F f) {
+  constexpr int W = BYTES / sizeof(E), ROW_WORDS = Tile::PIECES * Tile::PIECE / W, LANES = 32 / Tile::HEADS;
+  E* const row = rows.first - lane % Tile::PIECES * Tile::PIECE + (token - lane / Tile::PIECES) * rows.stride;
+#pragma unroll
+  for (int n = 0; n < COUNT; ++n) {
+    const int word = lane + (first + n) * LANES, down = word / ROW_WORDS, column = word % ROW_WORDS * W;
+    f(down, column, Tile::place(down, head, column), row + down * rows.stride + column);
   }
 }
-// `fetch` for rows that are not multiples of 16 bytes. Not inlined, since it is rare.
+// `fetch` in words of BYTES bytes, of which a lane has up to COUNT in registers: since cp.async takes 4 bytes at least,
+// numbers of 2 bytes are loaded, then stored. More registers would make the small heads' kernels spill.
+template <int BYTES, class Tile, typename E>
+__device__ __forceinline__ void fetch_words(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
+                                            int tokens_left, int width) {
+  constexpr int WORDS = Tile::template LANE_WORDS<BYTES>, COUNT = WORDS < 4 ? WORDS : 4;
+#pragma unroll 1
+  for (int first = 0; first < WORDS; first += COUNT) {
+    E x[COUNT];
+    int n = 0;
+    each_word<BYTES, COUNT, Tile>(rows, head, lane, token, first, [&](int down, int column, int place, const E* from) {
+      const bool exists = down < tokens_left && column < width;
+      if constexpr (BYTES >= 4) cp_async<BYTES>(tile.x + place, from, exists);
+      else x[n++] = exists ? *from : from_float<E>(0.f);
+    });
+    n = 0;
+    if constexpr (BYTES < 4)
+      each_word<BYTES, COUNT, Tile>(rows, head, lane, token, first,
+                                    [&](int, int, int place, const E*) { tile.x[place] = x[n++]; });
+  }
+}
+// `fetch` for rows that are not multiples of 16 bytes. Not inlined, which keeps the code for 16 bytes short.
 template <class Tile, typename E>
 __device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
                                              int tokens_left, int width, int bytes) {
-  each_piece<Tile>(rows, head, lane, token, [&](int down, int column, int place, const E* from) {
-    const int columns = down < tokens_left ? width - column : 0;
-    if (bytes == 8) copy_small_pieces<8, Tile>(tile.x + place, from, columns);
-    else if (bytes == 4) copy_small_pieces<4, Tile>(tile.x + place, from, columns);
-    else copy_small_pieces<sizeof(E), Tile>(tile.x + place, from, columns);
-  });
+  if (bytes == 8) fetch_words<8>(tile, rows, head, lane, token, tokens_left, width);
+  else if (bytes == 4) fetch_words<4>(tile, rows, head, lane, token, tokens_left, width);
+  else fetch_words<sizeof(E)>(tile, rows, head, lane, token, tokens_left, width);
 }
 
 // Starts copying the step that starts at `token`: its first tokens_left tokens and `width` columns, which exist; the
@@ -150,15 +172,16 @@ __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int he
 }
 
 // `store`: stores the tokens and columns of a step that exist; arguments as in `fetch`. store_unaligned: for rows that
-// are not multiples of 16 bytes.
+// are not multiples of 16 bytes, number by number.
 template <class Tile, typename E>
 __device__ __noinline__ void store_unaligned(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
                                              int tokens_left, int width) {
-  each_piece<Tile>(rows, head, lane, token, [&](int down, int column, int place, E* to) {
+  constexpr int WORDS = Tile::template LANE_WORDS<sizeof(E)>, COUNT = WORDS < 4 ? WORDS : 4;
 #pragma unroll 1
-    for (int i = 0; i < Tile::PIECE; ++i)
-      if (down < tokens_left && column + i < width) to[i] = tile.x[place + i];
-  });
+  for (int first = 0; first < WORDS; first += COUNT)
+    each_word<sizeof(E), COUNT, Tile>(rows, head, lane, token, first, [&](int down, int column, int place, E* to) {
+      if (down < tokens_left && column < width) *to = tile.x[place];
+    });
 }
 template <class Tile, typename E>
 __device__ __forceinline__ void store(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
@@ -173,8 +196,7 @@ __device__ __forceinline__ void store(const Tile& tile, LaneRows<E> rows, int he
   }
 }
 
-// Stores in `decays` exp of the log gates in the tile `gates` that this lane has copied, so that it need not wait for
-// other lanes' copies.
+// Stores in `decays` exp of the log gates in the tile `gates`: those of the lane's pieces.
 template <class Gates, class Decays>
 __device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, int head, int lane) {
   constexpr int PIECE = Gates::PIECE;

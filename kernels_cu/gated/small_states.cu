@@ -13,7 +13,7 @@
 // grid      a warp for every 64 / D heads of all computed segments, directions slowest; a lane has two columns of a
 //           head's state
 // smem      for each warp: two stages, each of a step of 8 tokens; the decays of one step
-// barriers  of warps, two a step: the step has been copied, and its decays are in shared memory | it has been read
+// barriers  of warps, three a step: the step has been copied | its decays are in shared memory | it has been read
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Blelloch, 1990, section 1.4.1
 // limits    K, V <= D; D of 8, 16
@@ -114,8 +114,9 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   for (int n = 0; n < longest; n += STEP) {
     const auto& in = s.stages[n / STEP % 2];
     cp_async_wait<0>();
+    __syncwarp();  // all lanes have copied the step
     put_decays(s.decays, in.g, coord.head, coord.lane);
-    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
+    __syncwarp();  // the decays are in shared memory
     if (n + STEP < longest) fetch_step(n + STEP);
     // Applies token i of the step to S, and its gates to total_decay.
     const auto add_token = [&](int i) {

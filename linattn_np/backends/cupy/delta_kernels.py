@@ -298,20 +298,21 @@ class DeltaRecurrentForward(DeltaKernel):
 
 
 class DeltaSmallForward(DeltaKernel):
-    """o and final states, for heads of at most D channels and columns: a block has `heads` of them."""
+    """o and final states, for heads of at most D channels and columns: a block, of one warp, has `heads` of them."""
 
     file = "delta/small_forward"
     arguments = COMMON_ARGUMENTS + members("rows o, rows? final")
     shared = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
+    threads = 32
     D: int
 
     @property
     def resident(self):
-        return 4 if self.D == SMALL_SIZES[0] else 3
+        return 16 if self.D == SMALL_SIZES[0] else 8
 
     @property
     def heads(self):
-        return 64 // self.D * self.threads // 32
+        return self.threads // self.D
 
     @property
     def tiles(self):
