@@ -615,21 +615,44 @@ SMALL_HEADS = {
     "kda-packed": Case(KDA, H=7, K=12, V=16, gate="some-inf", options={"qk_l2norm": True} | PACKED),
     "rwkv7": Case(RWKV7, B=2, H=6, T=25, K=16, V=10, dtype=BFLOAT16, gate_dtype=SINGLE),
     "rwkv7-packed": Case(RWKV7, H=9, K=5, V=5, options=PACKED),
+    "three-steps": Case(B=2, H=3, T=48, K=4, V=12, dtype=BFLOAT16, gate="some-inf", options={"qk_l2norm": True}),
+    "four-steps": Case(KDA, B=2, H=1, T=49, K=15, V=3, dtype=HALF, gate="some-inf", options={"reverse": True}),
+    "steps-packed": Case(RWKV7, H=3, T=70, K=1, V=1, options={"cu_seqlens": [0, 1, 1, 33, 70], "reverse": True}),
+    "T1": Case(DELTA_RULE, B=3, H=1, T=1, K=7, V=2, dtype=HALF),
 }
 
 
+@pytest.fixture
+def assert_small_heads(rng, monkeypatch):
+    """A function of (case, kernels): whether a call takes these kernels, and is as the recurrence, from and to
+    states."""
+    monkeypatch.setattr(delta.SmallHeads, "WORTH", np.inf)
+
+    def check(case, kernels):
+        arrays, state, *_ = case.drawn(rng)
+        on = planned.Noting()
+        assert planned.names(planned.plan_of(case.op.bind(arrays, **case.options), on)) == kernels
+        o, final = planned.results(case.op, arrays, EmulatedDevice(80), state, final=True, **case.options)
+        back = -1 if "reverse" in case.options else 1  # results have the recurrence's order of tokens and sequences
+        found = o[:, :, ::back], final[:: back if "cu_seqlens" in case.options else 1]
+        options = {"initial_state": state, "output_final_state": True} | case.options
+        assert_results(case.function, arrays, found, case.dtype, **options)
+
+    return check
+
+
 @pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
-def test_small_heads(case, rng, monkeypatch):
-    """As the recurrence, from and to states, whose rows are no whole pieces of 16 bytes."""
-    monkeypatch.setattr(delta.SmallHeads, "LAUNCH_TIME", 0)
-    monkeypatch.setattr(delta.SmallHeads, "TOKEN_TIMES", {8: 0, 16: 0})
-    arrays, state, *_ = case.drawn(rng)
-    on = planned.Noting()
-    assert planned.names(planned.plan_of(case.op.bind(arrays, **case.options), on)) == ["delta_small_forward"]
-    found = planned.results(case.op, arrays, EmulatedDevice(80), state, final=True, **case.options)
-    assert_results(
-        case.function, arrays, found, case.dtype, initial_state=state, output_final_state=True, **case.options
-    )
+def test_small_heads(case, assert_small_heads):
+    """Of rows that are no whole pieces of 16 bytes, too."""
+    assert_small_heads(case, ["delta_small_forward"])
+
+
+@pytest.mark.parametrize("name", ["kda", "three-steps", "four-steps"])
+def test_odd_rows_of_small_heads(name, assert_small_heads, monkeypatch):
+    """Large arrays are copied if a row has an odd number of halves."""
+    monkeypatch.setattr("linattn_np.backends.cupy.plan.LARGE_BYTES", 1)
+    copies = ["elementwise_copy_rows"] * (name != "three-steps")
+    assert_small_heads(SMALL_HEADS[name], [*copies, "delta_small_forward", *copies])
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def plan_of_padded(problem, plan, do=None, dht=None):
         sizes[axis] = multiple * ceil_div(sizes[axis], multiple)
 
     def padded(name, x, axes):
-        shape = tuple(sizes[axis] for axis in axes.split())
+        shape = tuple(sizes[axis] if axis in "KV" else size for axis, size in zip(axes.split(), x.shape, strict=True))
         if shape == x.shape and aligned16(x):
             return x
         copies[name] = x, draft.like(x, shape=shape)

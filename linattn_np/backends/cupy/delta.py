@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ... import declarations
+from .aligned_copies import plan_on_copies
 from .arithmetic import ceil_div, padded
 from .delta_hopper import ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
@@ -33,7 +34,7 @@ from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels
-from .plan import FLOAT32, Draft, common_bytes
+from .plan import FLOAT32, Draft, are_large, common_bytes, token_arrays
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
@@ -156,11 +157,13 @@ class TokenByToken:
 
 class SmallHeads:
     """The way token by token for heads of at most 16 channels and columns, of which a warp computes several: for many
-    heads, since sequences are not cut."""
+    heads, since sequences are not cut. Large arrays with rows of an odd number of halves are copied to padded rows: a
+    warp would wait for its loads of 2 bytes."""
 
     name = "small heads"
-    # In microseconds, estimates for an H200: of a launch; by D, of a token of heads whose warps have a scheduler alone
-    LAUNCH_TIME, TOKEN_TIMES = 8.0, {8: 0.07, 16: 0.12}
+    # In microseconds, estimates for an H200: of a launch; by D, of a token: of a warp that has a scheduler alone; per
+    # warp where many share a multiprocessor. The larger of two counts: the first; and the second times these warps.
+    LAUNCH_TIME, TOKEN_TIMES = 8.0, {8: (0.05, 0.015), 16: (0.09, 0.025)}
     WORTH = 0.7  # chosen if it takes less than this part of the time in chunks
 
     @staticmethod
@@ -175,8 +178,8 @@ class SmallHeads:
         kernel, chunks = SmallHeads.kernel(problem), CutInChunks(problem, device)
         if kernel.shared_bytes > device.shared_per_block:
             return f"the card has no shared memory for {kernel.heads} heads of {problem.dtype}"
-        in_turn = ceil_div(N * H, kernel.heads * device.multiprocessors)  # blocks that share a multiprocessor
-        token_time = in_turn * SmallHeads.TOKEN_TIMES[kernel.D]
+        alone, one_of_many = SmallHeads.TOKEN_TIMES[kernel.D]
+        token_time = max(alone, one_of_many * ceil_div(N * H, kernel.heads * device.multiprocessors))
         longest = int(problem.spans.lengths.max(initial=0))
         if SmallHeads.LAUNCH_TIME + longest * token_time > SmallHeads.WORTH * chunks.pass_time:
             return "few heads of long sequences are faster in chunks"
@@ -191,6 +194,8 @@ class SmallHeads:
     def plan(problem, device):
         draft, kernel, (N, H) = Draft(), SmallHeads.kernel(problem), problem.shape("N H")
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        if inputs.common_bytes(o) == 2 and are_large(token_arrays(problem)) and "final_state" not in problem.options:
+            return plan_on_copies(problem, lambda padded: SmallHeads.plan(padded, device))
         args = inputs.arrays | inputs.common_args(draft.shape(problem), o) | {"initial": draft.initial(problem), "P": 1}
         draft.launch(kernel, ceil_div(N * H, kernel.heads), **args, o=o, final=final)
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
