@@ -28,7 +28,8 @@
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
 //           cancels up to float32's rounding. All other terms of dg are added, without a difference.
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
-//           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them (`tile_at`)
+//           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them
+//           (`state_tile_index`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels: see Layout
 // smem      q, k, g of the chunk; a warp reads its 16 channels, and writes dq, dk, dg over them. Two stages of 32
 //           columns of v and do; then PairData in their place: dA, which all warps read, and operands and decays that a
@@ -59,32 +60,22 @@
 //   Math<T, PRODUCTS>    how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two
 //                        tf32 numbers
 //   Left, Right          a lane's pairs p of A, of B; LeftData, RightData: of data as they are in memory
-//   Held                 a Left that takes few registers: floats, which `left()` splits or truncates, or bfloat16
-//                        pairs; get(p): the numbers that a product reads
-//   set, take            store a pair: `set` rounds it (or splits it), `take` truncates it
+//   HeldLeft             a Left in few registers: `left()` makes the operand, get(p) the numbers that a product reads
+//   set, set_unrounded   store a pair, rounded (or split), or as it is, for products that truncate it
 //   load_left            A from a tile of shared memory: [row, depth], or, TRANSPOSED, [depth, row]
 //   load_right           two B side by side: [depth, column], or, TRANSPOSED, [column, depth]
 //   load_channels        a tile [16 tokens, 16 channels] by index p
 //   multiply             d += A B for two B; with six arguments two such products, whose instructions take turns;
 //                        multiply_half: for one B, over half of the depth
-//   put_pair             stores two neighbours
 // From decays.cuh. a: the decays of a lane's two tokens; decays_of: of its log gates; decay_of: of one
 //   PairDecays(a)        the decays from the sub-chunk's start (`start`) and to its end (`end`)
 //   MiddleFactors(a)     the factors about the sub-chunk's middle
-//   whole_decay          the decay over the sub-chunk
-//   lane_sums(x)         the sums of x over the four lanes of a channel: `all`, `before` this lane, `after` it
+//   four_lane_sums(x)    over the lanes of a channel: `all`, those `before` this lane, those `after` it
 //   product_over(x, first, end, factor) = factor times x[first ... end - 1]
 // From backward.cuh and others
-//   fetch_rows           starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
-//   tile_at(shape, heads, backwards, b, h, c, k_tile, v_tile): the index of a tile of S (backwards: of dS) in
-//                        chunk_states; matrix_at: of an 8 x 8 matrix in a tile
-//   padded_width         columns rounded up to 8, the width of rows that kernels store for each other
 //   tokens_at(x, b, h, t, channel): x from token t and this channel on; its .at(i, channel, channels): a number, 0 for
 //                        channels from `channels` on
 //   gradients_of_pairs(t, q, k, decay, dA): the terms of token t's pairs within its sub-chunk
-//   at_least(x, least)   the larger one; NaN if x is NaN. opaque: hides a value's origin from the compiler
-//   SINCE_SM100          whether the target is sm_100 or later
-//   LD                   the distance of neighbouring rows of a tile in shared memory
 //   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64 channels or columns
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
@@ -166,7 +157,7 @@ template <class M> struct PairData {
   float diagonal[CHUNK];  // dA_ii
   // The thread's operands at the border between the halves, for each block of 16 tokens: keys of the first half decayed
   // to it, queries of the second half decayed from it.
-  Held<M> border32[BLOCKS][THREADS];
+  HeldLeft<M> border32[BLOCKS][THREADS];
   float decays[SUBS][TILE];       // the product of each channel's decays over each sub-chunk
   float state_terms[2][THREADS];  // the thread's share of dg's term of S and dS, for its two channels (by octet)
 };
@@ -199,13 +190,13 @@ template <class M, bool TURNED> struct States {
   };
   Neighbours S[STEPS][4], dS[STEPS][4];
 
-  // A tile [64 channels, 64 columns] of a state is stored as 8 x 8 matrices (matrix_at, backward.cuh). `row` and
+  // A tile [64 channels, 64 columns] of a state is stored as 8 x 8 matrices (matrix_index, backward.cuh). `row` and
   // `column` count these matrices; if TURNED, the tile in memory is [column, channel]. Returns the lane's pair of one
   // matrix: channel lane / 4, columns 2 (lane % 4) and the next.
   static __device__ __forceinline__ Neighbours load_pair(const Stored* tile, int row, int column) {
     const int lane = threadIdx.x & 31;
-    if (!TURNED) return *reinterpret_cast<const Neighbours*>(tile + matrix_at(row, column) + 2 * lane);
-    const Stored* matrix = tile + matrix_at(column, row) + 2 * (lane & 3) * 8 + (lane >> 2);
+    if (!TURNED) return *reinterpret_cast<const Neighbours*>(tile + matrix_index(row, column) + 2 * lane);
+    const Stored* matrix = tile + matrix_index(column, row) + 2 * (lane & 3) * 8 + (lane >> 2);
     return {matrix[0], matrix[8]};
   }
 
@@ -361,8 +352,8 @@ __device__ __noinline__ void compute_token_by_token(const Args<T, G, Value>& arg
     for (int start = 0; start < columns; start += 32) {
       const int column = start + lane, in_tile = column % TILE;
       const int index =
-          column / TILE * next_tile + (TURNED ? matrix_at(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
-                                              : matrix_at(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
+          column / TILE * next_tile + (TURNED ? matrix_index(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
+                                              : matrix_index(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
       float S = column < columns ? to_float(S_tiles[index]) : 0.f,
             dS = column < columns ? to_float(dS_tiles[index]) : 0.f;
       // [i]: the state after token i's decay, before its key and value are added. grown(x, sum) of tensor.cuh is
@@ -430,9 +421,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, Value>;
   const bool vectors = args.vectors;
 
-  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;                 // among the chunks of this launch
-  const float* all_column_decays = args.decays + chunk * padded_width(shape.V);  // of this chunk
-  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;            // columns of v and do in memory
+  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;                      // among the chunks of this launch
+  const float* all_column_decays = args.decays + chunk * width_padded_to_8(shape.V);  // of this chunk
+  const i64 width = Columns::gated ? width_padded_to_8(shape.V) : shape.V;            // columns of v and do in memory
   // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
   const auto fetch_columns = [&](int stage) {
     Values<Value>& to = s.values[stage & 1];
@@ -450,10 +441,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   States<M, Columns::turned> states;
   Shape states_shape = shape;
   if (Columns::turned) states_shape.K = shape.V, states_shape.V = shape.K;
-  const Stored* S_tiles =
-      static_cast<const Stored*>(args.chunk_states) + tile_at(states_shape, heads, FORWARDS, b, h - args.first, c,
-                                                              Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
-  const Stored* dS_tiles = S_tiles + tile_at(states_shape, heads, BACKWARDS, 0, 0, 0, 0, 0);
+  const Stored* S_tiles = static_cast<const Stored*>(args.chunk_states) +
+                          state_tile_index(states_shape, heads, FORWARDS, b, h - args.first, c,
+                                           Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
+  const Stored* dS_tiles = S_tiles + state_tile_index(states_shape, heads, BACKWARDS, 0, 0, 0, 0, 0);
   // The distance in memory from a tile of columns to the next one.
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
   // Loads the columns of step `step` of a stage to index `slot` of the queue.
@@ -501,7 +492,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             all_column_decays, stage * COLUMNS + 16 * step + 8 * (p >> 1) + 2 * lane_pair, int(width));
         state_terms[p & 1] = fmaf(column_decays.x * S_pair.x, dS_pair.x,
                                   fmaf(column_decays.y * S_pair.y, dS_pair.y, state_terms[p & 1]));
-        S.take(p, S_pair), dS.take(p, dS_pair);
+        S.set_unrounded(p, S_pair), dS.set_unrounded(p, dS_pair);
       }
       if (stage + 1 < column_stages) fetch_states(1, stage + 1, step);
 #pragma unroll
@@ -574,14 +565,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   };
   float sub_decays[2][SUBS];  // by octet: the product of decays over each sub-chunk
   // Bit m: whether a gate of block m exceeds GROWTH. Then pairs within its sub-chunks are summed one by one, not by way
-  // of the sub-chunk's middle. Set for NaN, too, which at_least keeps.
+  // of the sub-chunk's middle. Set for NaN, too, which max_nan keeps.
   u32 growing = 0;
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
     float largest = 0.f;
     gates_of_block(m, [&](int p, float2 gates) {
-      sub_decays[p & 1][2 * m + (p >> 1)] = whole_decay(gates);
-      largest = at_least(gates.x, at_least(gates.y, largest));
+      sub_decays[p & 1][2 * m + (p >> 1)] = decay_over_subchunk(gates);
+      largest = max_nan(gates.x, max_nan(gates.y, largest));
     });
     if (__any_sync(0xffffffffu, !(largest <= GROWTH))) growing |= 1u << m;
   }
@@ -594,7 +585,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {  // border32: keys decayed to the chunk's middle, then queries decayed from it
     float2 x[4];
-    Held<M> operand;
+    HeldLeft<M> operand;
     load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
     gates_of_block(m, [&](int p, float2 gates) {
       const PairDecays<ReadOrder> decays(decays_of(gates));
@@ -662,7 +653,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
       const bool exists = channel + 8 * octet < shape.K;
-      const float sum = lane_sums(du[octet]).all;  // over the four lanes of the channel
+      const float sum = four_lane_sums(du[octet]).all;  // over the four lanes of the channel
       if (exists && lane_pair == 0)
         args.partial_du[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * octet] = sum;
       u[octet] = exists ? args.u[h * shape.K + channel + 8 * octet] : 0.f;
@@ -694,7 +685,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     }
     // Operands at the half's middle: keys of the half's first block decayed to this border, queries of its second block
     // decayed from it.
-    Held<M> border16[2];
+    HeldLeft<M> border16[2];
 #pragma unroll
     for (int in_half = 0; in_half < 2; ++in_half) {  // the number of a block in this half
       const int m = 2 * half + in_half;
@@ -719,7 +710,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       float2 from_start[4], to_end[4], query_factor[4], key_factor[4];
       // Operands: queries and keys times these factors; border8: at the border of the block's two sub-chunks, keys of
       // the first one decayed to it and queries of the second one decayed from it.
-      Held<M> queries, keys, border8;
+      HeldLeft<M> queries, keys, border8;
       gates_of_block(m, [&](int p, float2 gates) {
         const float2 a = decays_of(gates);
         const PairDecays<ReadOrder> decays(a);
@@ -862,11 +853,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           // sub-chunk, less the sum of key_terms over its keys j >= t.
           const auto terms_from = [](float2 query_terms, float2 key_terms) -> float2 {
             const float2 difference = query_terms + -1.f * key_terms;
-            const float later_lanes = lane_sums(difference.x + difference.y).after;
+            const float later_lanes = four_lane_sums(difference.x + difference.y).after;
             if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
             return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };
-          const float earlier_keys = lane_sums(terms.x + terms.y).before;  // the terms of the sub-chunk's earlier keys
+          const float earlier_keys =
+              four_lane_sums(terms.x + terms.y).before;  // the terms of the sub-chunk's earlier keys
           float2& dg = gate_terms[octet].within[subchunk];
           if constexpr (M::SPLIT) {
             float2 near_terms = terms_from(near_query_terms[p], near_key);
@@ -894,7 +886,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       for (int n = 0; n < HALF; ++n) {
         float2 dg = gate_terms[octet].within[n];
         if (grows(2 * half + n / 2)) dg = dg + UNDO_NEAR_SCALE * pair_sums[2 * half + n / 2].dg[n % 2 * 2 + octet];
-        const float across = lane_sums(gate_terms[octet].across[n]).all;
+        const float across = four_lane_sums(gate_terms[octet].across[n]).all;
         first_half_dg[octet][n] = half_dg[octet][n], half_dg[octet][n] = dg + float2{across, across};
       }
       decay_to_half[octet] = product_over(half_decays[octet], 0, HALF);
@@ -913,7 +905,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
   for (int octet = 0; octet < 2; ++octet) {
     // The second half's queries with S: every gate of the first half has these terms.
-    const float from_second_half = lane_sums(other_half[octet]).all;
+    const float from_second_half = four_lane_sums(other_half[octet]).all;
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
       put_tokens(s.g, n, octet, first_half_dg[octet][n] + float2{from_second_half, from_second_half});

@@ -4,9 +4,9 @@
 // math      per step of 32 tokens (four sub-chunks of 8), with decays [K], e^(sum of log gates g): D over all gates of
 //           the step, L_j over those after j, E_i over those up to i (RWKV-6: up to i - 1):
 //           S <- D S + sum_j L_j k_j v_j^T;  backwards in time  dS <- D dS + scale sum_i E_i q_i do_i^T
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of tile_at
-//           (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or, with
-//           chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of
+//           state_tile_index (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or,
+//           with chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
 //           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; index 0
 //           is S, 1 dS. The result of a segment's walk is stored as the state of the next segment in the walk's
 //           direction. The first segment in a direction starts from the given state, which is stored as its own state;
@@ -26,19 +26,13 @@
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>  how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two tf32
 //                      numbers
-//   Left, RightData    a lane's pairs of A, of B as data are in memory; Left::take stores a pair without rounding
+//   Left, RightData    a lane's pairs of A, of B as data are in memory
 //   load_right         two B side by side, from a tile [depth, column]
 //   load_channels      x[p] is of channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk p / 2 of 16 tokens
-//   multiply           d += A B for two B
-//   TF32_CORRECTION    the factor that undoes the truncation of an operand
 // From decays.cuh. a: the decays of a lane's two tokens
 //   PairDecays(a)      the decays from the sub-chunk's start (`start`), to its end (`end`) and over it (`whole`)
-//   lane_sums(x).all   the sum of x over the four lanes of a channel
 //   product_over(x, first, end) = x[first ... end - 1] multiplied
 // From backward.cuh
-//   fetch_rows         starts to copy rows to a tile, zeros where there are none
-//   tile_at(shape, heads, backwards, b, h, c, k_tile, v_tile): the index of a tile of S (backwards: of dS) in
-//                      chunk_states; matrix_at: of an 8 x 8 matrix in a tile
 //   CHUNK = 64 and SUB = 8 tokens; TILE = 64 channels or columns
 //
 // Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
@@ -122,7 +116,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
       load_channels(x, gates + 16 * m * LD<G, TILE>, LD<G, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        gate_sums[p & 1] += lane_sums(x[p].x + x[p].y).all;
+        gate_sums[p & 1] += four_lane_sums(x[p].x + x[p].y).all;
         largest_gate = fmaxf(largest_gate, fmaxf(x[p].x, x[p].y));
       }
     }
@@ -213,15 +207,15 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     fetch(step + STAGES - 1);
     if (!summarises && step % 2 == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
-      Stored* to =
-          static_cast<Stored*>(args.chunk_states) + tile_at(shape, args.heads, backwards, work.b, work.h - args.first,
-                                                            chunk, work.k_tile, work.v_tile * (BV / TILE));
+      Stored* to = static_cast<Stored*>(args.chunk_states) + state_tile_index(shape, args.heads, backwards, work.b,
+                                                                              work.h - args.first, chunk, work.k_tile,
+                                                                              work.v_tile * (BV / TILE));
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
           if (n < TILE / 8 || work.v_tile * BV + TILE < V)  // the second tile may be outside of the state
-            put_pair(to + n / 8 * (TILE * TILE) + matrix_at(2 * warp + x, n % 8) + 2 * lane,
+            put_pair(to + n / 8 * (TILE * TILE) + matrix_index(2 * warp + x, n % 8) + 2 * lane,
                      float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
     const Stage<T, G, BV>& in = s.stages[step % STAGES];
@@ -262,7 +256,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
         const float outer_decay = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
                                   (backwards ? float(args.scale) * product_over(sub_decays[octet], 0, n)
                                              : product_over(sub_decays[octet], n + 1, STEP_SUBS));
-        a.take(p, outer_decay * factors[n][octet] * x[p]);
+        a.set_unrounded(p, outer_decay * factors[n][octet] * x[p]);
       }
 #pragma unroll
       for (int n = 0; n < BV / 8; n += 2) {

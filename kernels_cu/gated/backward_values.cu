@@ -21,26 +21,16 @@
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>  how data T are multiplied; Stored: the type of operands in memory
 //   Left, Right        a lane's part of A, of B; RightData: of data as they are in memory
-//   load_left          A from a tile [row, depth] or, TRANSPOSED, [depth, row]; load_right, load_matrices: two B from a
-//     tile
-//                      [depth, column] and from 8 x 8 matrices
 //   load_column        8 channels of 32 tokens: x[m] is this lane's channel and two tokens of sub-chunk m of the four
-//   multiply           d += A B for two B; put_pair: stores two neighbours
-//   TF32_CORRECTION    the factor that undoes the truncation of one operand; _OF_BOTH: of both
 // From decays.cuh. a: the decays of a lane's two tokens (decays_of: of their log gates)
 //   PairDecays(a)      the decays from the sub-chunk's start (`start`) and to its end (`end`)
-//   MiddleFactors(a)   the factors about the sub-chunk's middle; whole_decay: the decay over the sub-chunk
+//   MiddleFactors(a)   the factors about the sub-chunk's middle
 //   product_over(x, first, end, factor) = factor times x[first ... end - 1]
 // From backward.cuh and others
-//   fetch_rows         starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
-//   tile_at(shape, heads, BACKWARDS, b, h, c, k_tile, v_tile): the index of a tile of dS in chunk_states; matrix_at: of
-//     an
-//                      8 x 8 matrix in a tile; row_place: of a row in a matrix in shared memory
 //   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32 (backward_scores.cuh)
 //   ChannelTokens      a tile [channel, token]; CHANNELS = 32
-//   at_least(x, least) the larger one; NaN if x is NaN
 //   blocks_with_room   blocks of a multiprocessor, at most the given ones, whose shared memory fits
-//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64; LD: the distance of rows of a tile
+//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64
 #include "gated/backward_scores.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
@@ -138,15 +128,15 @@ __global__ void __launch_bounds__(
   };
   const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
   const Stored* chunk_states = static_cast<const Stored*>(args.chunk_states) +
-                               tile_at(shape, heads, BACKWARDS, b, h - args.first, c, 0, first_tile);
+                               state_tile_index(shape, heads, BACKWARDS, b, h - args.first, c, 0, first_tile);
   const auto fetch_state = [&](int n) {
     // A tile of a state [64 channels, 64 columns] is 8 x 8 matrices, a row of eight after the other (backward.cuh): 32
-    // channels are PART neighbouring numbers of it. In shared memory the rows of a matrix are at row_place.
+    // channels are PART neighbouring numbers of it. In shared memory the rows of a matrix are at row_in_matrix.
     constexpr int PART = CHANNELS * TILE;
     const Stored* from = chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
 #pragma unroll 1
     for (int index = threadIdx.x * PIECE; index < BV / TILE * PART; index += THREADS * PIECE)
-      cp_async<16>(s.dS + (index / 64 * 8 + row_place<Stored>(index / 8 % 8)) * 8 + index % 8,
+      cp_async<16>(s.dS + (index / 64 * 8 + row_in_matrix<Stored>(index / 8 % 8)) * 8 + index % 8,
                    from + index / PART * (TILE * TILE) + index % PART, first_tile + index / PART < tiles);
   };
 
@@ -177,8 +167,8 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {  // first all decays of sub-chunks, which the next loop multiplies
         if (m % 4 == 0) load(gates, s.tokens.g, m, LD<G, CHANNELS>);
-        sub_chunk_decays[m] = whole_decay(gates[m % 4]);
-        if (!(at_least(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
+        sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
+        if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
       }
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
@@ -227,7 +217,7 @@ __global__ void __launch_bounds__(
       load_left<TRANSPOSED>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
-        load_matrices(b, s.dS + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
+        load_matrices(b, s.dS + x / (TILE / 8) * (CHANNELS * TILE) + matrix_index(c / 8, x % (TILE / 8)));
         multiply(dv[x / 2], a, b);
       }
     }

@@ -98,20 +98,20 @@ __device__ __forceinline__ void compute_span_decay(float (&decay)[LANE_CHANNELS]
 }
 
 // Whether a gate is above GROWTH, or NaN. Operands about a middle would overflow; and they would lose the NaN, since
-// their decays are clamped by fmaxf. at_least keeps a NaN, and so !(NaN <= GROWTH) is true.
+// their decays are clamped by fmaxf. max_nan keeps a NaN, and so !(NaN <= GROWTH) is true.
 template <int LANE_CHANNELS, typename G>
 __device__ __forceinline__ bool any_gate_too_large(const Gates<LANE_CHANNELS, G>& gates) {
   float largest = gates[0].get(0);
   if constexpr (sizeof(G) == 4) {
 #pragma unroll
     for (int n = 1; n < SPAN * LANE_CHANNELS; ++n)
-      largest = at_least(gates[n / LANE_CHANNELS].get(n % LANE_CHANNELS), largest);
+      largest = max_nan(gates[n / LANE_CHANNELS].get(n % LANE_CHANNELS), largest);
   } else {
     u32 pair = gates[0].words[0];
 #pragma unroll
     for (int n = 1; n < SPAN * LANE_CHANNELS / 2; ++n)
-      pair = at_least<G>(gates[n / (LANE_CHANNELS / 2)].words[n % (LANE_CHANNELS / 2)], pair);
-    largest = at_least(to_float(G{u16(pair)}), to_float(G{u16(pair >> 16)}));
+      pair = max_nan<G>(gates[n / (LANE_CHANNELS / 2)].words[n % (LANE_CHANNELS / 2)], pair);
+    largest = max_nan(to_float(G{u16(pair)}), to_float(G{u16(pair >> 16)}));
   }
   return !(largest <= GROWTH);
 }

@@ -1,5 +1,5 @@
 // what      The products of the forward kernel of every card: scores of pairs of tokens; o from scores and values, and
-//           from queries and the state; the new state. Tiles, CHUNK, BC, SPAN, and what decayed means:
+//           from queries and the state; the new state. Tiles, CHUNK, SUB_CHUNK, SPAN, and what decayed means:
 //           forward_storage.cuh; readers of tiles: forward_tiles.cuh; Math, Left, Right, multiply: fragments.cuh
 // shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels].
 //           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix, and
@@ -157,13 +157,14 @@ __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK
   const int lane = threadIdx.x & 31;
   // Stores the score of the sub-chunk's query i and key j.
   const auto put = [&](int i, int j, float x) {
-    put_score(s.A + (BC * subchunk + i) * LDA + BC * subchunk + j, operand_value<T, PRODUCTS>(x), CHUNK<T> * LDA);
+    put_score(s.A + (SUB_CHUNK * subchunk + i) * LDA + SUB_CHUNK * subchunk + j, operand_value<T, PRODUCTS>(x),
+              CHUNK<T> * LDA);
   };
   const float score = score_of_pair<ReadOrder>(q, k, g, q_stride, k_stride, g_stride, rows, channels);
   const TokenPair pair = pair_of(lane);
   if (lane < PAIRS) put(pair.query, pair.key, score);
-  const int row = BC * subchunk + lane % BC;
-  if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
+  const int row = SUB_CHUNK * subchunk + lane % SUB_CHUNK;
+  if (lane < SUB_CHUNK) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
 }
 
 // Computes all scores of the chunk that begins with token `token` of the sequence's `tokens`, WARPS tasks at a time. If
@@ -171,7 +172,7 @@ __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK
 template <class ReadOrder, int PRODUCTS, int WARPS, class Schedule, typename T, int BK, class Args>
 __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, const Args& args, u32 b, u32 h,
                                             const Span& span, int token, int tokens, int channels, bool grows) {
-  constexpr int SUBCHUNKS = CHUNK<T> / BC, ITERATIONS = (TASKS<T> + WARPS - 1) / WARPS;
+  constexpr int SUBCHUNKS = CHUNK<T> / SUB_CHUNK, ITERATIONS = (TASKS<T> + WARPS - 1) / WARPS;
   constexpr bool ONE_OF_EACH = TASKS<T> == 2 * SUBCHUNKS && WARPS == SUBCHUNKS;  // within a sub-chunk, and between two
 #pragma unroll ONE_OF_EACH ? 2 : 1
   for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
@@ -179,11 +180,11 @@ __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, co
     if (TASKS<T> % WARPS && task >= TASKS<T>) break;
     const bool within = ONE_OF_EACH ? iteration == 0 : task < SUBCHUNKS;
     if (grows && within) {
-      const i64 first_token = span.start + token + BC * task;
+      const i64 first_token = span.start + token + SUB_CHUNK * task;
       score_pairs_one_by_one<ReadOrder, PRODUCTS>(
           s, task, args.q.row(b, h, first_token) + args.channel, args.k.row(b, h, first_token) + args.channel,
           args.g.row(b, h, first_token) + args.channel, args.q.token_stride, args.k.token_stride, args.g.token_stride,
-          tokens - token - BC * task, channels);
+          tokens - token - SUB_CHUNK * task, channels);
     } else {
       make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, ScoreTask<T>(task, within));
     }
@@ -203,8 +204,8 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const float2 two = *reinterpret_cast<const float2*>(A + (row + g + 8 * lower) * LDA + key + 8 * half + 2 * t);
-      a.take(4 * half + 2 * lower, two.x);
-      a.take(4 * half + 2 * lower + 1, two.y);
+      a.set_unrounded(4 * half + 2 * lower, two.x);
+      a.set_unrounded(4 * half + 2 * lower + 1, two.y);
     }
 }
 

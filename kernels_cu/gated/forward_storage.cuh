@@ -27,8 +27,8 @@ struct SegmentState : SinglePass {
   static constexpr bool has_outputs = false;
 };
 
-constexpr int STAGES = 2;        // chunks of inputs in shared memory: the current one, and the next one, being copied
-constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk
+constexpr int STAGES = 2;  // chunks of inputs in shared memory: the current one, and the next one, being copied
+constexpr int SUB_CHUNK = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk
 template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
 // The number of blocks whose registers a multiprocessor holds at once.
@@ -58,8 +58,8 @@ template <class Schedule, typename T, int BK, bool HAS_OUTPUTS = Schedule::has_o
 struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
-  static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;  // LDA: the distance of A's rows
-  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;                       // of which a score is the sum
+  static constexpr int BORDER = CHUNK<T> == 32 ? 32 : SUB_CHUNK, LDA = CHUNK<T> + 8;  // LDA: the distance of A's rows
+  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;                              // of which a score is the sum
   T q[STAGES][CHUNK<T> * BK];
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed from and to the middle of their sub-chunk
   X border[2 * BORDER * BK];

@@ -76,7 +76,7 @@ template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
       u32 r[4];
       ldmatrix_x4(r, this->at(tile, row, col + 8 * half));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a.take(left_register(half, i), __uint_as_float(r[i]));
+      for (int i = 0; i < 4; ++i) a.set_unrounded(left_register(half, i), __uint_as_float(r[i]));
     }
   }
 };
@@ -99,7 +99,7 @@ template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
     u32 r[4];
     ldmatrix_x4(r, this->at(tile, row, col));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b[0].take(i, __uint_as_float(r[i]));
+    for (int i = 0; i < 4; ++i) b[0].set_unrounded(i, __uint_as_float(r[i]));
   }
 };
 
@@ -169,7 +169,7 @@ template <int COLS, bool INPUTS> struct RightReader<COLS, float, INPUTS> : Reade
       for (int i = 0; i < 4; ++i) {
         const float x = *this->at(tile, row + 8 * (i / 2) + i % 2, (col + 8 * n) ^ 4 * (i % 2));
         if (INPUTS) b[n].set(i, x);
-        else b[n].take(i, x);
+        else b[n].set_unrounded(i, x);
       }
   }
 };

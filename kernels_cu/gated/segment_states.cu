@@ -21,8 +21,7 @@
 // limits    BK and BV of 64, 128; a launch for every BK channels
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
-// Left and RightData are a lane's part of A and B; set(p, pair) rounds a pair. lane_sums(x): sums of x over the four
-// lanes of a channel: `all`, and `after` this lane. tokens_of: the tokens of a sequence, here of a segment
+// Left and RightData are a lane's part of A and B; set(p, pair) rounds a pair
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
         largest = fmaxf(largest, gate);
       }
       if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) has_positive_gate = 1;
-      const FourLanes lanes = lane_sums(sum);
+      const FourLanes lanes = four_lane_sums(sum);
       float after_lane = lanes.after + later_gates[octet];  // the sum of the gates after the lane's tokens
       later_gates[octet] += lanes.all;
       if (!in_part) continue;

@@ -17,7 +17,7 @@
 //
 // From the includes:
 //   WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's scores;
-//     BC = 8 tokens of a sub-chunk
+//     SUB_CHUNK = 8 tokens of a sub-chunk
 //   Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has LANE_CHANNELS channels from
 //     coord.channel on; coord.row(i): its token i in the chunk
 //   copy_rows<bytes, loops unrolled, ...>, copy_unaligned_rows: start copies of rows
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
   // A warp has all 128 channels of a token: part 1 of the scores without gates stays 0.
   for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
-  const ScoreTask<T> task(warp, warp < BT / BC);
+  const ScoreTask<T> task(warp, warp < BT / SUB_CHUNK);
   float scores[4] = {}, self_score = 0.f;  // of this warp's task; of token threadIdx.x with itself
   bool grows = false;                      // whether a gate that this thread has read exceeds GROWTH
   fetch(0, 0);
@@ -132,11 +132,11 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const bool any_grows = __syncthreads_or(grows);  // all tiles have been read
   if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = self_score;
   __syncthreads();  // scores of tokens with themselves are in shared memory
-  if (any_grows && warp < BT / BC)
+  if (any_grows && warp < BT / SUB_CHUNK)
     score_pairs_one_by_one<ReadOrder, PRODUCTS>(
-        s, warp, q + BC * warp * args.q.token_stride, k + BC * warp * args.k.token_stride,
-        g + BC * warp * args.g.token_stride, args.q.token_stride, args.k.token_stride, args.g.token_stride,
-        rows - BC * warp, int(shape.K));
+        s, warp, q + SUB_CHUNK * warp * args.q.token_stride, k + SUB_CHUNK * warp * args.k.token_stride,
+        g + SUB_CHUNK * warp * args.g.token_stride, args.q.token_stride, args.k.token_stride, args.g.token_stride,
+        rows - SUB_CHUNK * warp, int(shape.K));
   else put_scores<PRODUCTS>(s, task, scores);
   __syncthreads();  // the scores are in shared memory
   for (int index = threadIdx.x; index < SCORES / 8; index += THREADS)

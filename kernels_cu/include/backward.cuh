@@ -52,7 +52,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const StridedRows<const T>& x, 
 constexpr float NEAR_SCALE = 4194304.f;  // 2^22
 
 // The width of rows that one kernel stores for another: a multiple of 8, with zeros after `width`.
-__device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 * 8; }
+__device__ __forceinline__ i64 width_padded_to_8(i64 width) { return (width + 7) / 8 * 8; }
 
 // Stores the rows and columns of a tile that are inside the array; arguments as in fetch_rows.
 template <int ROWS, int COLS, int LD, typename T>
@@ -79,21 +79,21 @@ __device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, 
 
 // ---- states in memory -------------------------------------------------------------------------------------------
 
-// tile_at: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state. A tile
-// consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next eight: matrix_at is the index in a
-// tile of the matrix in matrix row `row` and column `column`, 0 to 7.
+// state_tile_index: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state.
+// A tile consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next eight: matrix_index is the
+// index in a tile of the matrix in matrix row `row` and column `column`, 0 to 7.
 constexpr bool FORWARDS = false, BACKWARDS = true;  // S, or dS
-__device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head, i64 chunk,
-                                       int k_tile, int v_tile) {
+__device__ __forceinline__ i64 state_tile_index(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head,
+                                                i64 chunk, int k_tile, int v_tile) {
   const i64 k_tiles = (shape.K + TILE - 1) / TILE, v_tiles = (shape.V + TILE - 1) / TILE;
   const i64 state = ((backwards * shape.B + batch) * heads + head) * shape.NC + chunk;
   return ((state * k_tiles + k_tile) * v_tiles + v_tile) * (TILE * TILE);
 }
-__device__ __forceinline__ int matrix_at(int row, int column) { return (row * (TILE / 8) + column) * 64; }
+__device__ __forceinline__ int matrix_index(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
 // The place of a row in an 8 x 8 matrix in shared memory. Of numbers of four bytes, rows are in an order in which reads
 // have no bank conflicts.
-template <typename E> __device__ __forceinline__ int row_place(int row) {
+template <typename E> __device__ __forceinline__ int row_in_matrix(int row) {
   return sizeof(E) == 4 ? row ^ row >> 2 : row;
 }
 
@@ -103,14 +103,15 @@ template <class R, typename E> __device__ __forceinline__ void load_matrices(R (
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {
     u32 r[4];
-    ldmatrix_x4_trans(r, tile + matrix_at(lane >> 3 & 1, lane >> 4) + (lane & 7) * 8);
+    ldmatrix_x4_trans(r, tile + matrix_index(lane >> 3 & 1, lane >> 4) + (lane & 7) * 8);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) b[m >> 1].take(m & 1, r[m], E{});
+    for (int m = 0; m < 4; ++m) b[m >> 1].set_unrounded(m & 1, r[m], E{});
   } else {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float* matrix = tile + matrix_at(m & 1, m >> 1);
-      b[m >> 1].take(m & 1, float2{matrix[row_place<E>(2 * t) * 8 + g], matrix[row_place<E>(2 * t + 1) * 8 + g]});
+      const float* matrix = tile + matrix_index(m & 1, m >> 1);
+      b[m >> 1].set_unrounded(
+          m & 1, float2{matrix[row_in_matrix<E>(2 * t) * 8 + g], matrix[row_in_matrix<E>(2 * t + 1) * 8 + g]});
     }
   }
 }

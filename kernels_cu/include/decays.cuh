@@ -34,16 +34,18 @@ template <class F> __device__ __forceinline__ FourLanes combine_lanes(float x, f
   return {join(t & 1 ? other : neutral, t & 2 ? other_two : neutral),
           join(t & 1 ? neutral : other, t & 2 ? neutral : other_two), join(two, other_two)};
 }
-__device__ __forceinline__ FourLanes lane_products(float x) {
+__device__ __forceinline__ FourLanes four_lane_products(float x) {
   return combine_lanes(x, 1.f, [](float a, float b) { return a * b; });
 }
-__device__ __forceinline__ FourLanes lane_sums(float x) {
+__device__ __forceinline__ FourLanes four_lane_sums(float x) {
   return combine_lanes(x, 0.f, [](float a, float b) { return a + b; });
 }
 
 // The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates. PairDecays::whole is
 // the product of the tokens' decays instead, which differs in rounding.
-__device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(lane_sums(gates.x + gates.y).all); }
+__device__ __forceinline__ float decay_over_subchunk(float2 gates) {
+  return decay_of(four_lane_sums(gates.x + gates.y).all);
+}
 
 // The decays of a lane's pair of tokens: `start`, from the sub-chunk's start to the state that each token reads; `end`,
 // from after each token to the sub-chunk's end; `whole`, over the sub-chunk. a: the decays of the two tokens
@@ -53,7 +55,7 @@ template <class ReadOrder> struct PairDecays {
   float whole;
 
   __device__ __forceinline__ explicit PairDecays(float2 a) {
-    const FourLanes others = lane_products(a.x * a.y);
+    const FourLanes others = four_lane_products(a.x * a.y);
     whole = others.all;
     end = {a.y * others.after, others.after};
     if (ReadOrder::reads_before_write) start = {others.before, others.before * a.x};
@@ -78,7 +80,7 @@ template <class ReadOrder, bool OWN = false> struct MiddleFactors {
     const int t = threadIdx.x & 3;
     const bool is_after = t & 2;                    // whether the pair is after the middle
     const bool is_outer = is_after == bool(t & 1);  // whether another pair lies between it and the middle
-    const float x = at_least(a.x, LEAST), y = at_least(a.y, LEAST), xy = x * y;
+    const float x = max_nan(a.x, LEAST), y = max_nan(a.y, LEAST), xy = x * y;
     const float other = __shfl_xor_sync(0xffffffffu, xy, 1);
     // The decays between the pair and the middle, times CENTRE or its inverse.
     const float base = (is_after ? CENTRE : 1.f / CENTRE) * (is_outer ? other : 1.f);

@@ -45,15 +45,15 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
 
 // A lane's N pairs of an operand: pair p in words[p] if bfloat16, else as the tf32 numbers high[2p] and high[2p + 1],
 // SPLIT with their remainders in `low`. set(p, pair) rounds floats, or splits them; set(i, x) sets number i alone.
-// `take` does the same without rounding: for floats that are rounded already, or that the product may cut off. In place
-// of two floats a pair may be given as a word of two 16-bit numbers, followed by a value of their type.
+// `set_unrounded` does the same without rounding: for floats that are rounded already, or that the product may cut off.
+// In place of two floats a pair may be given as a word of two 16-bit numbers, followed by a value of their type.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
 template <int N> struct Pairs<UNSPLIT, bf16, N> {
   u32 words[N];
 
   __device__ __forceinline__ void set(int p, float2 x) { words[p] = pack<bf16>(x.x, x.y); }
   __device__ __forceinline__ void set(int p, u32 two, bf16) { words[p] = two; }
-  template <typename... X> __device__ __forceinline__ void take(int p, X... x) { set(p, x...); }
+  template <typename... X> __device__ __forceinline__ void set_unrounded(int p, X... x) { set(p, x...); }
   __device__ __forceinline__ float2 get(int p) const { return unpack(words[p], bf16{}); }
 };
 template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
@@ -71,15 +71,15 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
     set(2 * p, x.x);
     set(2 * p + 1, x.y);
   }
-  __device__ __forceinline__ void take(int i, float x) {
+  __device__ __forceinline__ void set_unrounded(int i, float x) {
     if constexpr (SPLIT) set(i, x);
     else high[i] = __float_as_uint(x);
   }
-  __device__ __forceinline__ void take(int p, float2 x) {
-    take(2 * p, x.x);
-    take(2 * p + 1, x.y);
+  __device__ __forceinline__ void set_unrounded(int p, float2 x) {
+    set_unrounded(2 * p, x.x);
+    set_unrounded(2 * p + 1, x.y);
   }
-  template <typename E> __device__ __forceinline__ void take(int p, u32 two, E e) { set(p, two, e); }
+  template <typename E> __device__ __forceinline__ void set_unrounded(int p, u32 two, E e) { set(p, two, e); }
   // 16-bit numbers are tf32 numbers: `low`, which stays unset, is for float32 data only (LeftData, RightData).
   template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {
     const float2 x = unpack(two, e);
@@ -95,7 +95,7 @@ template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 
 
 // A left operand that is held in registers for a later product, in as few as possible: as floats, which the product
 // splits or cuts off, or as bfloat16 pairs.
-template <class M, typename Stored> struct HeldOperand {
+template <class M, typename Stored> struct HeldLeftOperand {
   float2 x[4];
 
   __device__ __forceinline__ void set(int p, float2 pair) { x[p] = pair; }
@@ -106,14 +106,14 @@ template <class M, typename Stored> struct HeldOperand {
   __device__ __forceinline__ Left<M> left() const {
     Left<M> a;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) a.take(p, x[p]);
+    for (int p = 0; p < 4; ++p) a.set_unrounded(p, x[p]);
     return a;
   }
 };
-template <class M> struct HeldOperand<M, bf16> : Left<M> {
+template <class M> struct HeldLeftOperand<M, bf16> : Left<M> {
   __device__ __forceinline__ const Left<M>& left() const { return *this; }
 };
-template <class M> using Held = HeldOperand<M, typename M::Stored>;
+template <class M> using HeldLeft = HeldLeftOperand<M, typename M::Stored>;
 
 // Which of a left operand's numbers is the i-th number a[i] of the tf32 instruction for depths 8 half to 8 half + 7.
 __device__ __forceinline__ constexpr int left_register(int half, int i) { return 4 * half + 2 * (i & 1) + (i >> 1); }
@@ -221,15 +221,16 @@ __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   }
 }
 
-// Loads a left operand, by `take`, from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16].
+// Loads a left operand, by `set_unrounded`, from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16].
 template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
-  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.take(m, x...); });
+  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set_unrounded(m, x...); });
 }
 
-// Loads two right operands side by side, by `take`, from a tile [depth 16, 16], or, TRANSPOSED, [16, depth 16].
+// Loads two right operands side by side, by `set_unrounded`, from a tile [depth 16, 16], or, TRANSPOSED, [16, depth
+// 16].
 template <bool TRANSPOSED, class R, typename E>
 __device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
-  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].take(m & 1, x...); });
+  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].set_unrounded(m & 1, x...); });
 }
 
 // Loads a tile [16 tokens, 16 channels] by channels: x[p] are the tokens 8 (p / 2) + 2t and the next of channel

@@ -99,22 +99,22 @@ __device__ __forceinline__ float log2_approx(float x) {
 }
 
 // The larger of x and `least`; NaN stays NaN.
-__device__ __forceinline__ float at_least(float x, float least) {
+__device__ __forceinline__ float max_nan(float x, float least) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
   return y;
 }
 
-// at_least of both values of T in a register.
-template <typename T> __device__ __forceinline__ u32 at_least(u32 x, u32 least);
+// max_nan of both values of T in a register.
+template <typename T> __device__ __forceinline__ u32 max_nan(u32 x, u32 least);
 
-template <> __device__ __forceinline__ u32 at_least<bf16>(u32 x, u32 least) {
+template <> __device__ __forceinline__ u32 max_nan<bf16>(u32 x, u32 least) {
   u32 y;
   asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(least));
   return y;
 }
 
-template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
+template <> __device__ __forceinline__ u32 max_nan<f16>(u32 x, u32 least) {
   u32 y;
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(least));
   return y;
@@ -414,13 +414,13 @@ __device__ __forceinline__ u32 place_at_peer(const void* p) {
 // mbarrier_arrive at the other block's barrier that corresponds to `b`, to say that data have been read. The function
 // does not order this thread's stores before the arrival, since waiting for stores takes longer than a chunk's
 // products.
-__device__ __forceinline__ void arrive_at_peer(MBarrier& b) {
+__device__ __forceinline__ void mbarrier_arrive_at_other_block(MBarrier& b) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
 }
 
 // Starts copying `bytes` (a multiple of 16, as is the address) to the corresponding address of the other block, after
 // fence_proxy_async by the threads that wrote them. Arrives at the other block's `b`, whose phase ends after the copy.
-__device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, MBarrier& b) {
+__device__ __forceinline__ void copy_to_other_block(const void* from, u32 bytes, MBarrier& b) {
   const u32 barrier = place_at_peer(&b);
   asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -581,7 +581,7 @@ __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.comm
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Makes this thread arrive at `b` when all copies that it has started by cp_async are complete.
-__device__ __forceinline__ void copies_arrive(MBarrier& b) {
+__device__ __forceinline__ void mbarrier_arrive_after_copies(MBarrier& b) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
@@ -621,7 +621,7 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) {
 }
 
 // For each of two pairs of signed 16-bit integers: the larger one.
-__device__ __forceinline__ u32 larger_of_halves(u32 a, u32 b) {
+__device__ __forceinline__ u32 max_of_each_half(u32 a, u32 b) {
   u32 y;
   asm("max.s16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;

@@ -248,7 +248,7 @@ __device__ __forceinline__ auto warpgroup_panels(X (&tile)[PANELS][CHUNK][PANEL<
 // channel + 8h. HAS_FULL_PATH: if V is BV, code without a branch for each pair is used.
 constexpr bool HAS_FULL_PATH = true;
 template <int BV, bool HAS_FULL_PATH = false, typename P, class F>
-__device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
+__device__ __forceinline__ void each_pair_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -6,7 +6,7 @@
 //           i; A_ii = scale q_i . k_i, in `diagonal`;
 //           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: those over the chunk
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
-//           padded (padded_width); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
+//           padded (width_padded_to_8); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
 //           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are bfloat16 if T is,
 //           else float32
 // grid      a block for every (batch, head, chunk)
@@ -31,16 +31,12 @@
 //                       end (`end`); MiddleFactors(a): the factors about its middle
 //   product_over(x, first, end) = x[first ... end - 1] multiplied
 // From backward.cuh and gated/backward_scores.cuh
-//   fetch_rows          starts to copy rows to a tile, zeros where there are none; store_rows: stores those that exist
-//                       (`true`: in pieces of 16 bytes)
 //   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
 //   ChannelTokens       a tile [channel, token]; CHANNELS = 32
-//   padded_width        K rounded up to a multiple of 8; chunk_tokens: a chunk's first token and the one after its last
-//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8; LD: the distance of neighbouring rows of a tile
+//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8
 // From others
 //   score_of_pair       gives lane n the score of the pair of tokens pair_of(n)
 //   tokens_at           an array's rows in memory; growth_of: the largest sum of positive gates
-//   at_least(x, y)      the larger one, NaN if x is
 #include "gated/backward_scores.cuh"
 #include "value_gate/by_token.cuh"
 #include "growth.cuh"
@@ -88,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   // The chunk is number c of its batch row, and `chunk` in the results; the head is number `head` of this launch's, h
   // of all.
   const int c = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
-  const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
+  const i64 h = args.first + head, chunk = blockIdx.x, width = width_padded_to_8(shape.K);
   const Span span = chunk_tokens(shape, c);
   const bool vectors = args.vectors;
 
@@ -120,13 +116,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
-      float sub_chunk_decays[SUBS];  // over each sub-chunk: whole_decay adds the gates of the four lanes of a channel
-      float2 q[4], k[4], gates[4];   // of four sub-chunks
+      float sub_chunk_decays
+          [SUBS];  // over each sub-chunk: decay_over_subchunk adds the gates of the four lanes of a channel
+      float2 q[4], k[4], gates[4];  // of four sub-chunks
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
-        sub_chunk_decays[m] = whole_decay(gates[m % 4]);
-        largest = at_least(gates[m % 4].x, at_least(gates[m % 4].y, largest));
+        sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
+        largest = max_nan(gates[m % 4].x, max_nan(gates[m % 4].y, largest));
       }
       const i64 channel = n * CHANNELS + warp_channel + g;
       if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_over(sub_chunk_decays, 0, SUBS);

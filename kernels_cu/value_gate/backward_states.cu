@@ -7,7 +7,7 @@
 // shapes    decayed q k [B, heads, T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays
 //           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC]: from backward_scores.cu. g [B, H,
 //           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. chunk_states: every chunk's S before
-//           it, then every chunk's dS after it, in tiles of 64 x 64 (tile_at, backward.cuh);
+//           it, then every chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh);
 //           initial, dht, dh0 [N, H, K, V] float32
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
@@ -20,9 +20,7 @@
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory. A
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
-// load_right (two B side by side) read them from tiles. backward.cuh: fetch_rows starts to copy rows to a tile, zeros
-// where there are none (`true`: in pieces of 16 bytes). CHUNK = 64 tokens; TILE = 64; LD: the distance of neighbouring
-// rows of a tile; tile_at and matrix_at are places in chunk_states
+// load_right (two B side by side) read them from tiles. CHUNK = 64 tokens; TILE = 64
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 
@@ -129,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     if (step < steps) {
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
-      const i64 width[2] = {padded_width(K), padded_width(V)};
+      const i64 width[2] = {width_padded_to_8(K), width_padded_to_8(V)};
       fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, b, head, token, stop, k_tile * TILE,
                                                width[0], WHOLE_PIECES);
       fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, head, token, stop, v_tile * TILE,
@@ -157,12 +155,12 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     fetch(step + STAGES - 1);
     if (step % STEPS == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       Stored* to = static_cast<Stored*>(args.chunk_states) +
-                   tile_at(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
+                   state_tile_index(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
+          put_pair(to + matrix_index(2 * warp + x, n) + 2 * lane,
                    float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
       const i64 chunk = (i64(b) * heads + head) * shape.NC + chunk_of(step);
       by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;

@@ -33,7 +33,6 @@
 //   OperandOf<T>::Type: the type of operands in shared memory; LDA: the distance of A's rows; place: the address of a
 //     number in a tile
 //   Tokens: rows in memory, read one number at a time; ColumnsReader: loads pairs of tokens of the warp's columns
-//   lane_sums(x).all: the sum over the four lanes of a column; whole_decay: e^(the sum of a sub-chunk's gates)
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -156,8 +155,8 @@ template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
-  // BT: tokens of a chunk, 32, or 16 if operands are floats; SUBS: its sub-chunks of BC = 8
-  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, SUBS = BT / BC, BLOCKS = BT / 16;
+  // BT: tokens of a chunk, 32, or 16 if operands are floats; SUBS: its sub-chunks of SUB_CHUNK = 8
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, SUBS = BT / SUB_CHUNK, BLOCKS = BT / 16;
   using Share = WarpShare<T, BK, WARPS>;  // the spans of 4 tokens whose operands a warp makes
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
@@ -259,8 +258,8 @@ __global__ void __launch_bounds__(2 * BV,
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        largest = at_least(x[p].x, at_least(x[p].y, largest));
-        if constexpr (!HAS_OUTPUTS) column_totals[p & 1] += lane_sums(x[p].x + x[p].y).all;
+        largest = max_nan(x[p].x, max_nan(x[p].y, largest));
+        if constexpr (!HAS_OUTPUTS) column_totals[p & 1] += four_lane_sums(x[p].x + x[p].y).all;
       }
     }
     const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(2 * BV,
       float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
-      for (int p = 0; p < 4; ++p) sub_chunk_decays[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
+      for (int p = 0; p < 4; ++p) sub_chunk_decays[p & 1][2 * m + (p >> 1)] = decay_over_subchunk(x[p]);
     }
     // o[n / 2][n % 2][2h + p]: token 8n + 2t + p, column g + 8h. The products are those of forward_products.cuh here:
     // o = q S; S of the next chunk; o times the columns' decays, plus A v.

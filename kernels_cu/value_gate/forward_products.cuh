@@ -3,8 +3,8 @@
 // math      o = F * (q decayed) S + (A * F) v, with the columns' decays F from the chunk's start, or between two
 //           tokens (the caller multiplies by scale); S <- diag(decay of channels) S diag(decay of columns) + (k decayed
 //           to the chunk's end)^T (v decayed to it)
-// shapes    a sub-chunk has BC = 8 tokens, a chunk SUBS of them: 4, or 2 if operands are floats. With g = lane / 4 and
-//           t = lane % 4 a lane has columns g and g + 8 of a warp's 16:
+// shapes    a sub-chunk has SUB_CHUNK = 8 tokens, a chunk SUBS of them: 4, or 2 if operands are floats. With g = lane /
+//           4 and t = lane % 4 a lane has columns g and g + 8 of a warp's 16:
 //             outputs (transposed)     o[n / 2][n % 2][2h + i] is token 8n + 2t + i, column g + 8h
 //             the state                S[n][2h + i] is channel 8n + 2t + i, column g + 8h
 //             values or gates of 16    x[p], pair p of a left operand [column, token], is tokens 2t and 2t + 1 of
@@ -18,7 +18,7 @@
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o
-//   OperandOf<T>::Type: the type of operands in shared memory; take(i, x): sets number i of an operand; `words`: its
+//   OperandOf<T>::Type: the type of operands in shared memory; `words`: its
 //     16-bit pairs; place: the address of a number in a tile
 //   Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader values and gates
 //   state_q, state_k: the chunk's queries and keys, decayed for products with S
@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_scores(RightTf32<SPLIT> (&b)[1], const floa
   for (int half = 0; half < 2; ++half) {
     const float2 two =
         *reinterpret_cast<const float2*>(A + (row + (lane >> 2)) * LDA + key + 8 * half + 2 * (lane & 3));
-    b[0].take(2 * half, two.x);
-    b[0].take(2 * half + 1, two.y);
+    b[0].set_unrounded(2 * half, two.x);
+    b[0].set_unrounded(2 * half + 1, two.y);
   }
 }
 
@@ -80,9 +80,9 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
         a[n].set(p, float2{x[2 * (p & 1)], x[2 * (p & 1) + 1]});
       }
 #pragma unroll
-    for (int sub = 0; sub < CHUNK<T> / BC; ++sub) {
+    for (int sub = 0; sub < CHUNK<T> / SUB_CHUNK; ++sub) {
       Right<Math<T, PRODUCTS>> b[N];
-      queries.load(b, q, BC * sub, 16 * c);
+      queries.load(b, q, SUB_CHUNK * sub, 16 * c);
 #pragma unroll
       for (int n = 0; n < N; ++n) multiply(o[sub / 2][sub % 2], a[n], b[n]);
     }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
                                                        const ColumnsReader<BV, G>& gates,
                                                        const ColumnsReader<BV, T>& values,
                                                        const float (&sub_chunk_decays)[2][SUBS]) {
-  static_assert(SUBS == CHUNK<T> / BC);
+  static_assert(SUBS == CHUNK<T> / SUB_CHUNK);
   const int t = opaque(threadIdx.x & 3);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
   const float chunk_decays[2] = {product_over(sub_chunk_decays[0], 0, SUBS),
@@ -146,10 +146,11 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
   WithinSubChunks within;
 #pragma unroll 1
   for (int index = 0; index < 8; ++index) {
-    const int sub = index / 4, x = index % 4, i = first + BC * sub + 2 * t + (x & 1), col = column + g + 8 * (x >> 1);
+    const int sub = index / 4, x = index % 4, i = first + SUB_CHUNK * sub + 2 * t + (x & 1),
+              col = column + g + 8 * (x >> 1);
     float sum = 0.f, decay = 1.f;
 #pragma unroll 1
-    for (int j = i; j >= first + BC * sub; --j) {
+    for (int j = i; j >= first + SUB_CHUNK * sub; --j) {
       float score = 0.f;
 #pragma unroll
       for (int n = 0; n < Storage::NUMBERS; ++n) score += to_float(s.A[(n * CHUNK<T> + i) * Storage::LDA + j]);
@@ -186,7 +187,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       for (int p = 0; p < 4; ++p) border.set(p, PairDecays<AfterWrite>(decays[p]).end * x[p]);
       // The second sub-chunk's outputs go on by the first one's decay, and read its values, decayed to its end.
       scale_columns(o[m][1], sub_chunk_decays[0][2 * m], sub_chunk_decays[1][2 * m]);
-      load_scores<LDA>(scores, s.A, 16 * m + BC, 16 * m, DISTANCE);
+      load_scores<LDA>(scores, s.A, 16 * m + SUB_CHUNK, 16 * m, DISTANCE);
 #pragma unroll
       for (int n = 0; n < NUMBERS; ++n) multiply_half(o[m][1], border, scores[n], 0);
     }
@@ -201,7 +202,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       for (int sub = 0; sub < 2; ++sub) {
         scale_columns(o[SUBS / 2 - 1][sub], sub_chunk_decays[0][0] * sub_chunk_decays[0][1],
                       sub_chunk_decays[1][0] * sub_chunk_decays[1][1]);
-        load_scores<LDA>(scores, s.A, 16 + BC * sub, 0, DISTANCE);
+        load_scores<LDA>(scores, s.A, 16 + SUB_CHUNK * sub, 0, DISTANCE);
 #pragma unroll
         for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, scores[n]);
       }
@@ -221,7 +222,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
       for (int p = 0; p < 4; ++p) middle.set(p, MiddleFactors<AfterWrite, WITH_OWN_PAIR>(decays[p]).keys * x[p]);
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
-        load_scores<LDA>(scores, s.A, 16 * m + BC * sub, 16 * m, DISTANCE);
+        load_scores<LDA>(scores, s.A, 16 * m + SUB_CHUNK * sub, 16 * m, DISTANCE);
 #pragma unroll
         for (int n = 0; n < NUMBERS; ++n) multiply_half(within[sub], middle, scores[n], sub);
       }

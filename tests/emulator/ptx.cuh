@@ -75,7 +75,7 @@ inline u32 larger(u32 a, u32 b) {
   return of(a, b) | of(a >> 16, b >> 16) << 16;
 }
 
-inline u32 larger_of_halves(u32 a, u32 b) {
+inline u32 max_of_each_half(u32 a, u32 b) {
   const auto of = [](short a, short b) { return u32(u16(a > b ? a : b)); };
   return of(short(a), short(b)) | of(short(a >> 16), short(b >> 16)) << 16;
 }
@@ -90,10 +90,10 @@ inline float exp2_approx(float x) {
 
 inline float log2_approx(float x) { return log2f(x); }
 
-inline float at_least(float x, float least) { return x < least ? least : x; }
+inline float max_nan(float x, float least) { return x < least ? least : x; }
 
-template <typename T> u32 at_least(u32 x, u32 least) {
-  const auto of = [&](int shift) { return at_least(to_float(T{u16(x >> shift)}), to_float(T{u16(least >> shift)})); };
+template <typename T> u32 max_nan(u32 x, u32 least) {
+  const auto of = [&](int shift) { return max_nan(to_float(T{u16(x >> shift)}), to_float(T{u16(least >> shift)})); };
   return pack<T>(of(0), of(16));
 }
 
@@ -397,9 +397,10 @@ template <class X> X* at_peer(X* p) {
 
 }  // namespace emulator
 
-inline void arrive_at_peer(MBarrier& b, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(emulator::cluster == 2, "arrive_at_peer without a cluster (%s:%d)", where.file, where.line);
-  emulator::phases("arrive_at_peer", b, where);
+inline void mbarrier_arrive_at_other_block(MBarrier& b, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::cluster == 2, "mbarrier_arrive_at_other_block without a cluster (%s:%d)", where.file,
+                 where.line);
+  emulator::phases("mbarrier_arrive_at_other_block", b, where);
   MBarrier& there = *emulator::at_peer(&b);
   const int here = emulator::rank;
   emulator::enter(here ^ 1);  // its shared memory is what a barrier must lie in
@@ -407,12 +408,12 @@ inline void arrive_at_peer(MBarrier& b, emulator::Where where = emulator::here()
   emulator::enter(here);
 }
 
-inline void copy_to_peer(const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
+inline void copy_to_other_block(const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(from, 16) && bytes % 16 == 0,
-                 "copy_to_peer of %u bytes, or of a place not aligned or not in shared memory (%s:%d)", bytes,
+                 "copy_to_other_block of %u bytes, or of a place not aligned or not in shared memory (%s:%d)", bytes,
                  where.file, where.line);
   memcpy(const_cast<void*>(emulator::at_peer(from)), from, bytes);
-  arrive_at_peer(b, where);
+  mbarrier_arrive_at_other_block(b, where);
 }
 
 inline float4 load4_of_block(const float* p, u32 rank, emulator::Where where = emulator::here()) {
@@ -438,9 +439,11 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
 inline void cluster_sync_shared(emulator::Where where = emulator::here()) { cluster_sync(where); }
 inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
 
-inline void copy_bulk_evict_first(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
+inline void copy_bulk_evict_first(void* to, const void* from, u32 bytes, MBarrier& b,
+                                  emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(to, 16) && reinterpret_cast<u64>(from) % 16 == 0 && bytes % 16 == 0,
-                 "copy_bulk_evict_first of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file, where.line);
+                 "copy_bulk_evict_first of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file,
+                 where.line);
   emulator::Phases* phases = emulator::phases("copy_bulk_evict_first", b, where);
   memcpy(to, from, bytes);
   phases->coming -= bytes / 16;
@@ -501,8 +504,8 @@ inline void tensor_load(void* box, const TensorMap& map, MBarrier& b, i32 column
   emulator::end_phase(phases);
 }
 
-inline void tensor_load_evict_first(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head, i32 batch,
-                             emulator::Where where = emulator::here()) {
+inline void tensor_load_evict_first(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head,
+                                    i32 batch, emulator::Where where = emulator::here()) {
   tensor_load(box, map, b, column, token, head, batch, where);
 }
 
@@ -538,7 +541,7 @@ inline void commit_adds() {}
 
 inline void tensor_store_wait() {}
 
-inline void copies_arrive(MBarrier& b, emulator::Where where = emulator::here()) {
+inline void mbarrier_arrive_after_copies(MBarrier& b, emulator::Where where = emulator::here()) {
   cp_async_commit();
   cp_async_wait<0>();
   mbarrier_arrive(b, where);

@@ -32,10 +32,10 @@ __global__ void __cluster_dims__(2) exchange(const ExchangeArgs args) {
     s.of[rank][thread] = args.in[at];
     fence_proxy_async();
     __syncthreads();
-    if (thread == 0) copy_to_peer(s.of[rank], sizeof s.of[rank], s.full);
+    if (thread == 0) copy_to_other_block(s.of[rank], sizeof s.of[rank], s.full);
     mbarrier_wait(s.full, step & 1);
     args.out[at] = s.of[rank ^ 1][thread];
-    arrive_at_peer(s.empty);
+    mbarrier_arrive_at_other_block(s.empty);
   }
   cluster_sync();  // nobody leaves while others arrive
 }

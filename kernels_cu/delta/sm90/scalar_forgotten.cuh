@@ -39,7 +39,7 @@ __device__ __forceinline__ float log_factor(const Args& args, const WorkTile& wo
     }
   }
   const float of_key = fabsf(fmaf(-scalar_at<T>(args.beta, args.wide_beta, work, token), squares, 1.f));
-  return scalar_at<T>(args.g, args.wide_gate, work, token) + log2_approx(at_least(of_key, 1.f)) / LOG2E;
+  return scalar_at<T>(args.g, args.wide_gate, work, token) + log2_approx(max_nan(of_key, 1.f)) / LOG2E;
 }
 
 // The chunks of a segment; the last one may have fewer than CHUNK tokens.

@@ -39,31 +39,26 @@
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
 // From warpgroup.cuh
-//   Tile<X, D>          D numbers of type X of each of the chunk's tokens; warpgroup_panels: a warpgroup's panels of it
+//   Tile<X, D>          D numbers of type X of each of the chunk's tokens
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
-//   wgmma_wait<0>       waits for all products; wgmma_fence_operand keeps uses of their results behind it
-//   each_of_state       calls f for the lane's numbers of a state in memory
 // From decays.cuh
-//   Chunk, SubChunk     a lane's numbers of a chunk, of a sub-chunk
-//   each_neighbours     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of finds a pair in
+//   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
-//   Gates, Counts       the lane's log gates; which of them a sum has, for 16-bit gates with minus signs in half of
-//                       their numbers (`true`)
+//   GateCounts          how often a sum has each gate. SECOND_NEGATED: with minus signs in half of the numbers
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
-//                       (`false`: not cut off to tf32 here); SubChunkDecays: over sub-chunks
+//                       (IN_FULL: not cut off to tf32); SubChunkDecays: over sub-chunks
 //   PairReader          products of queries with dA (add_queries); Across: operands at borders of sub-chunks
 //   pair_index, self_weight_at: places in dA; pair_value: a number of it, rounded to tf32
 // From states.cuh
-//   load_state          loads a state; sum_tokens_by_shuffles: sums over earlier tokens
-//   put_float_tile<warps>: a tile in float32; read_part, start_write start products that read dS or add to it
-//   scale_state, decay_state multiply dS by numbers of channels
+//   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
+//     add to it
 //   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`
-//   StateOperand        decayed queries as start_write takes them; state_values: keys with the values that they have in
+//   StateOperand        decayed queries as start_state_write takes them; state_values: keys with the values that they
+//     have in
 //                       a product with a state
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
-//   score_value         a score, rounded to tf32
 //   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers
 #include "gated/sm90/backward_keys_storage.cuh"
 
@@ -72,10 +67,10 @@ __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether dS is tf32 in its product with v, which then needs a float32 copy of v. Otherwise dS is the sum of two
-// bfloat16 numbers, or one float16 number (IS_NARROW: T is float16), and v is used as it is. With 128 channels two
+// bfloat16 numbers, or one float16 number (IS_FLOAT16: T is float16), and v is used as it is. With 128 channels two
 // bfloat16 numbers cost more than the copy. With float32 gates and float16 data dS is tf32, since dg, in float32, must
 // be more accurate.
-template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T> ? sizeof(G) == 4 : BK == 128;
+template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_FLOAT16<T> ? sizeof(G) == 4 : BK == 128;
 
 // Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
@@ -98,7 +93,7 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
 template <typename T, typename Shared>
 __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
   return __any_sync(0xffffffffu,
-                    s.flags[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
+                    s.flags[iteration & 1] || IS_FLOAT16<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
 }
 
 // Thread `thread` of COUNT returns whether a flag is set of those chunks of later segments of the sequence whose flags
@@ -191,18 +186,18 @@ __device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedu
 }
 
 // Waits for the product that start_dv started, adds sum_i A_ij do_i, and stores dv over v. down: s.dS had been
-// multiplied by 1 / down, since float16 does not hold all of dS's range. offset: lane_offset() (decays.cuh).
+// multiplied by 1 / down, since float16 does not hold all of dS's range. offset: ldmatrix_offset() (decays.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                           int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];  // do's columns as left operands: a lane's queries 2t and 2t + 1 of each sub-chunk
   Operand do_operand;
   load_operand(do_operand, in.do_[panel], offset);
-  each_neighbours([&](int n, int h) {  // queries in the order of A's columns
-    const float2 two = unpack<T>(neighbours_of(do_operand, n, h));
+  each_token_pair([&](int n, int h) {  // queries in the order of A's columns
+    const float2 two = unpack<T>(token_pair_of(do_operand, n, h));
     columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
   });
-  if (IS_NARROW<T>) {
+  if (IS_FLOAT16<T>) {
     wgmma_wait<0>();
     wgmma_fence_operand(dv);
 #pragma unroll
@@ -216,7 +211,7 @@ __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Sched
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_fence_operand(dv);
-  Chunk result;
+  LaneChunk result;
 #pragma unroll
   for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
   store_chunk_values(&in.v[panel], result, offset);
@@ -236,7 +231,7 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
     mbarrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and dS for dv, are in shared memory
     const bool by_token = computes_by_token<T>(s, iteration);
     // s.largest is read before this thread arrives at `within`: consumers wait there before they write the row again.
-    const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
+    const float down = IS_FLOAT16<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
     if (by_token) mbarrier_arrive(s.within);
     else make_A<ReadOrder>(s, in, float(args.scale), warp, lane);
     mbarrier_arrive(s.scores);
@@ -246,7 +241,7 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
       for (int panel = 0; panel < BV / 64; ++panel) {
         Values dv;
         start_dv(dv, s, in, panel);
-        finish_dv(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
+        finish_dv(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(ldmatrix_offset()));
       }
     }
     mbarrier_arrive(s.done[iteration % STAGES]);
@@ -391,7 +386,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
-  const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
+  const int channel = warp * 16 + (lane >> 2), offset = opaque(ldmatrix_offset());
   const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
@@ -399,7 +394,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto entry_of = [&](Lookup what) {
     return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : computed_entry<ReadOrder, T, G, BK>(what);
   };
-  const Counts<ReadOrder, G, SECOND_NEGATED> computed_counts;
+  const GateCounts<ReadOrder, G, SECOND_NEGATED> computed_counts;
   const auto counts = [&] {  // which gates count in the decays of this lane's tokens (decays.cuh)
     if constexpr (LOOKUPS<G, BK> > MASKS)
       return LookedUpCounts<ReadOrder, G>{entry_of(FROM_MIDDLE), entry_of(OFFSETS).w, entry_of(MASKS).w};
@@ -443,36 +438,36 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       }
       for (int h = 0; h < 2; ++h) carried[h] = channel_sum(carried[h]);
     }
-    if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
+    if (IS_FLOAT16<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
     mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
-    Gates<G, SECOND_NEGATED> gates;
+    LaneGates<G, SECOND_NEGATED> gates;
     Operand q, k, keys;       // keys: L_j k_j
     StateOperand<T> queries;  // scale E_i q_i
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    Chunk query_decays, key_decays;  // from the middle of the token's sub-chunk
+    LaneChunk query_decays, key_decays;  // from the middle of the token's sub-chunk
     const auto middle_counts = counts();
     const auto set_decays = [&](int n) { decays_from_middle(query_decays[n], key_decays[n], gates, middle_counts, n); };
     // Sub-chunks whose decays are computed before the barriers; limited by registers.
-    constexpr int AHEAD = IS_NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
+    constexpr int AHEAD = IS_FLOAT16<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) set_decays(n);
-    if (IS_NARROW<T>)
+    if (IS_FLOAT16<T>)
       named_barrier_sync(CONSUMERS_BARRIER, CONSUMERS);           // q and g have been read; s.largest is complete
     else named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);  // q and g have been read: put_within overwrites them
     // dA, and v for its product with dS, are in shared memory.
     mbarrier_wait(s.dA_stored[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     if (computes_by_token<T>(s, iteration)) return false;
-    const Scale dS_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
-    const bool scaled = IS_NARROW<T> && dS_scale.up != 1.f;
+    const Scale dS_scale = IS_FLOAT16<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    const bool scaled = IS_FLOAT16<T> && dS_scale.up != 1.f;
     if (scaled) scale_state<BV>(dS, dS_scale.up, dS_scale.up);
     Values from_state;                   // dS v_j [channel, token j]
     u32 columns[BV / 8 / SUBCHUNKS][4];  // the part of dS that is being multiplied by v
 
     // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
-    constexpr bool SUM_FIRST = IS_NARROW<T> && !ReadOrder::reads_before_write;
-    Chunk dk, dg, outer_decays;
+    constexpr bool SUM_FIRST = IS_FLOAT16<T> && !ReadOrder::reads_before_write;
+    LaneChunk dk, dg, outer_decays;
     SubChunkDecays decays;
     Across queries_across, keys_across;       // decayed from, and to, the borders of sub-chunks
     const uint4 offsets = entry_of(OFFSETS);  // x, y: where put_within puts queries, keys; z: PairReader::queries_index
@@ -482,13 +477,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       // Starts a quarter of from_state = dS v^T, which sums over a quarter of the columns of V (states.cuh).
-      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, dS, s.float_v, n);
+      if constexpr (TF32_READ<T, G, BK>) start_state_read_part<BV>(from_state, columns, dS, s.float_v, n);
       else
-        read_part<BV>(from_state, columns, dS, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores dS for dv
-          if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_byte_offset(s.dS[warpgroup], offset + 2048 * tile), two);
-        });
+        start_state_read_part<BV>(from_state, columns, dS, values.v, n,
+                                  [&](int tile, const u32(&two)[4]) {  // stores dS for dv
+                                    if (!HAS_SCORE_WARPGROUP<BK>)
+                                      stmatrix_x4_trans(at_byte_offset(s.dS[warpgroup], offset + 2048 * tile), two);
+                                  });
       if (n + AHEAD < SUBCHUNKS) set_decays(n + AHEAD);
-      SubChunk queries_within, keys_within, sum = {};
+      LaneSubChunk queries_within, keys_within, sum = {};
       float self_terms[4] = {}, self_scores[2] = {};  // RWKV-6: of tokens with themselves, in dk and in A
       const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
       const auto add_self_pair = [&](int i, float query, float key) {  // i: 2h + p
@@ -517,8 +514,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       scale_state<BV>(dS, dS_scale.down, dS_scale.down);
       for (float& x : from_state) x *= dS_scale.down;
     }
-    __syncwarp();      // keeps the compiler from computing all decays first, for which registers are too few
-    Chunk from_start;  // decays of queries from the start of their sub-chunk; outer_decays: those of keys to its end
+    __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
+    LaneChunk
+        from_start;  // decays of queries from the start of their sub-chunk; outer_decays: those of keys to its end
     decays_to_end(outer_decays, gates, counts());
     decays_from_start(from_start, gates, counts());
     decays_of<ReadOrder>(decays, from_start, outer_decays);
@@ -535,7 +533,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     decay_queries<IN_FULL, T>(queries_across, q, from_start, decays, to_state, [&](auto... x) { queries.put(x...); });
     decay_keys<IN_FULL, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
       const float2 rounded = state_values<T>(x, y);
-      neighbours_of(keys, n, h) = pack<T>(x, y);
+      token_pair_of(keys, n, h) = pack<T>(x, y);
       dg[n][2 * h] = rounded.x * from_state[4 * n + 2 * h];
       dg[n][2 * h + 1] = rounded.y * from_state[4 * n + 2 * h + 1];
     });
@@ -554,7 +552,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     };
     decay_state<BV>(dS, decays);
     wgmma_fence();
-    start_write<T, BV>(dS, queries, values.do_);
+    start_state_write<T, BV>(dS, queries, values.do_);
     wgmma_commit();
     if (first_gate_strong) {
       wgmma_wait<0>();
@@ -573,7 +571,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     for (int panel = 0; panel < DV_PANELS; ++panel) start_dv(dv[panel], s, in, panel);
 
     const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of dS
-      each_neighbours([&](int n, int h) {
+      each_token_pair([&](int n, int h) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
           const int i = 2 * h + p;
@@ -593,7 +591,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const uint4 masks = entry_of(MASKS);  // x, y: sum_earlier_tokens' operand; z: identity_of_lane()
     // Sums by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16 leaves. With
     // 128 channels dk's terms are added while they run.
-    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
+    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_FLOAT16<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
     if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<BEFORE_TOKEN>(dg, key_sums);
     else sum_earlier_tokens(dg, key_sums, {masks.x, masks.y});
@@ -643,8 +641,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
   if (args.dh0 && segment.sequence % args.P == 0) {
     float* dh0 = args.dh0 + (segment.sequence / args.P * args.shape.H + segment.head) * K * args.shape.V;
-    each_of_state<BV>(dS, dh0, args.shape, channel,
-                      [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+    each_pair_of_state<BV>(dS, dh0, args.shape, channel,
+                           [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   }
 }
 
@@ -669,7 +667,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   if constexpr (LOOKUPS<G, BK> > 0)
     if (threadIdx.x < CONSUMERS<BK>)
       for (int what = 0; what < LOOKUPS<G, BK>; ++what)
-        s.lookups.at(what, threadIdx.x / 128, lane_offset()) = computed_entry<ReadOrder, T, G, BK>(Lookup(what));
+        s.lookups.at(what, threadIdx.x / 128, ldmatrix_offset()) = computed_entry<ReadOrder, T, G, BK>(Lookup(what));
   bool later_growth = false;
   if (args.P > 1) later_growth = __syncthreads_or(later_segment_grows<BK, THREADS<BK>>(args, threadIdx.x));
   if (threadIdx.x == 0) s.kept_ratio[0] = later_growth ? ROUNDING : infinity();  // InTurn: each warp sets one

@@ -9,7 +9,7 @@ template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) =
 template <int COUNT, int BK> struct Lookups {
   uint4 tables[COUNT - 1 + BK / 64][128];  // OFFSETS for each warpgroup; then the others, the same for all warpgroups
 
-  // offset: lane_offset(), which is a different multiple of 16 bytes for every thread of a warpgroup.
+  // offset: ldmatrix_offset(), which is a different multiple of 16 bytes for every thread of a warpgroup.
   __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {
     return *reinterpret_cast<uint4*>(at_byte_offset(tables[what == OFFSETS ? warpgroup : what - 1 + BK / 64], offset));
   }
@@ -19,13 +19,14 @@ template <int BK> struct Lookups<0, BK> {
 };
 
 // Computes an entry for this thread. OFFSETS: the byte offsets at which it stores queries (x) and keys (y) within
-// sub-chunks; its index in dA, PairReader::queries_index (z); Counts::read (w). FROM_MIDDLE: the operands of
-// Counts::read_from_middle (x, y) and written_to_middle (z, w). MASKS: the operand of earlier_tokens (x, y),
-// identity_of_lane (z), Counts::written (w). Functions: decays.cuh, states.cuh, query_share.cuh, backward_scores.cuh.
+// sub-chunks; its index in dA, PairReader::queries_index (z); GateCounts::read (w). FROM_MIDDLE: the operands of
+// GateCounts::read_from_middle (x, y) and written_to_middle (z, w). MASKS: the operand of earlier_tokens (x, y),
+// identity_of_lane (z), GateCounts::written (w). Functions: decays.cuh, states.cuh, query_share.cuh,
+// backward_scores.cuh.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
-  const Counts<ReadOrder, G, SECOND_NEGATED> counts;
+  const GateCounts<ReadOrder, G, SECOND_NEGATED> counts;
   if (what == OFFSETS) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
     // Swaps the middle two of four channels: flips both bits of the channel if they differ.
@@ -43,7 +44,7 @@ __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   return {counted[0], counted[1], identity_of_lane(), u32(counts.written)};  // in the registers that products take
 }
 
-// The functions of Counts (decays.cuh) that backward_keys.cu calls, from looked-up values. middle: FROM_MIDDLE.
+// The functions of GateCounts (decays.cuh) that backward_keys.cu calls, from looked-up values. middle: FROM_MIDDLE.
 template <class ReadOrder, typename G> struct LookedUpCounts {
   using Order = ReadOrder;
   uint4 middle;
@@ -52,9 +53,9 @@ template <class ReadOrder, typename G> struct LookedUpCounts {
   __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { b[0] = middle.x, b[1] = middle.y; }
   __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { b[0] = middle.z, b[1] = middle.w; }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
-    Counts<ReadOrder, G, SECOND_NEGATED>::make_operand(b, [&](u32 one) { return read & one; });
+    GateCounts<ReadOrder, G, SECOND_NEGATED>::make_operand(b, [&](u32 one) { return read & one; });
   }
   __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
-    Counts<ReadOrder, G, SECOND_NEGATED>::make_operand(b, [&](u32 one) { return ~written & one; });
+    GateCounts<ReadOrder, G, SECOND_NEGATED>::make_operand(b, [&](u32 one) { return ~written & one; });
   }
 };

@@ -35,29 +35,22 @@
 // limits    sm_90a; bfloat16, float16; K and V of a launch up to 128, multiples of 8; rows start on 16 bytes
 //
 // From warpgroup.cuh
-//   Tile<X, D>          D numbers of type X of each of the chunk's tokens; warpgroup_panels: a warpgroup's panels of it
+//   Tile<X, D>          D numbers of type X of each of the chunk's tokens
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
-//   wgmma_wait<0>       waits for all products; wgmma_fence_operand keeps uses of their results behind it
-//   each_of_state       calls f for the lane's numbers of a state in memory (`true`: with code of its own for V = BV)
 // From decays.cuh
-//   Chunk, SubChunk     a lane's numbers of a chunk, of a sub-chunk; lane_offset: where they are in a panel
-//   each_neighbours     calls f(sub-chunk n, channel h) for the lane's pairs of tokens
-//   Gates, Counts       the lane's log gates; which of them a sum has
-//   decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys<EXACT, ...>: tokens times
-//                       these, EXACT: cut off to tf32
+//   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens
+//   GateCounts          how often a sum has each gate
+//   decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys: tokens times these,
+//                       AS_MULTIPLIED: cut off to tf32
 //   PairReader          multiplies numbers of pairs by keys (add_keys) or queries (add_queries), of sub-chunk
 //                       (queries', keys'); Across: operands at borders of sub-chunks
 // From states.cuh and backward_tokens.cuh
-//   load_state          loads a state; channel_sum: the sum over the four lanes of a channel
-//   FloatTile           a tile in float32; start_read, start_write start products that read S or add to it
-//   decay_state         multiplies S by the chunk's decays
-//   StateOperand        decayed keys as start_write takes them, set by put(n, h, two tokens)
+//   FloatTile           a tile in float32; start_state_read, start_state_write start products that read S or add to it
+//   StateOperand        decayed keys as start_state_write takes them, set by put(n, h, two tokens)
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is,
 //                       first_checkpoint: a segment's first
-//   IS_NARROW<T>        T is float16
 // From query_share.cuh
 //   IN_UNITS<G>         whether shares have units; units_for chooses them by the magnitudes that add_sizes adds up
-//   exceeds_float16     whether a share is infinite in it
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -218,7 +211,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 
 // Lane 4 g + t of a warp, t < 4, has the channels g and g + 8 of the warp's 16. Its numbers of a chunk are a Chunk
 // (decays.cuh): [n][2h + p] is sub-chunk n of 8 tokens, channel g + 8h, token 2t + p. Operands hold the same numbers,
-// two tokens in a register (neighbours_of).
+// two tokens in a register (token_pair_of).
 
 // A lane's results of a chunk. query_share holds terms of single tokens first, and after the sum over tokens
 // query_share_t. With query_term_i = q_i (sum_j dA_ij D_ij k_j + from_state_i) and key_term_j = k_j sum_i dA_ij D_ij
@@ -226,12 +219,12 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 // key_terms: there query_share_t is the sum of query_term over tokens from t + 1 on less that of key_term over tokens
 // from t on.
 struct Gradients {
-  Chunk dq, query_share, key_terms;
+  LaneChunk dq, query_share, key_terms;
 };
 
 // A lane's inputs of a chunk.
 template <typename T, typename G> struct TokenOperands {
-  Gates<G> gates;
+  LaneGates<G> gates;
   Operand queries, keys;
 
   // CLAMPED: a gate below LEAST_GATE is loaded as LEAST_GATE. Such gates serve for decays within sub-chunks only.
@@ -254,14 +247,14 @@ constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder
 // of this lane's two channels.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void set_pairs_within(Gradients& results, const TokenOperands<T, G>& tokens,
-                                                 const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
-                                                 const float (&u)[2], float (&du)[2]) {
+                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA,
+                                                 Pairs& pairs, const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     // queries, keys: these tokens times their factors about the sub-chunk's middle (decays.cuh). over_keys: for each
     // query i the sum over j of dA_ij times these keys, without i's factor. over_queries: for each key j the sum over i
     // of dA_ij times these queries, without j's factor.
-    SubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
+    LaneSubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
     float self_terms[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 self_weight = ReadOrder::reads_before_write ? self_weights(pairs, n) : float2{};
     const auto add_self_pair = [&](int i, float q, float k) {  // i: 2h + p
@@ -288,22 +281,22 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
 }
 
 // Adds to `results` the terms of pairs across sub-chunks and of the state. from_state: S do, without the factors scale
-// and E_i; offset: lane_offset(). Sets `by_token`, whether the chunk must be computed token by token, and `decays`,
+// and E_i; offset: ldmatrix_offset(). Sets `by_token`, whether the chunk must be computed token by token, and `decays`,
 // over each sub-chunk; then calls write_state(keys decayed to the chunk's end). LOADS_AGAIN: loads `tokens` again, each
 // operand where it is needed. exceeds_growth (growth.cuh) is a vote of the warp.
 template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperands<T, G>& tokens,
                                                  const Values& from_state, SubChunkDecays& decays,
                                                  G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                                 const Counts<ReadOrder, G>& counts, const PairReader& dA, float scale,
-                                                 bool& by_token, int offset, F write_state) {
+                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA,
+                                                 float scale, bool& by_token, int offset, F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
   // Decayed queries; decayed keys; sums over keys, for queries. by8[x] has the queries of sub-chunk 2x + 1, or the keys
   // of 2x, with which these are paired; by16[x] has the queries of 2 + x, or the keys of x: queries of 2 and of 3 are
   // paired with keys of 0 and of 1.
   Across queries_across, keys_across, sums_across = {};
   StateOperand<T> state_keys;
-  Chunk outer_decays;  // first from keys to their sub-chunk's end, then from its start to queries
+  LaneChunk outer_decays;  // first from keys to their sub-chunk's end, then from its start to queries
   if (LOADS_AGAIN) tokens.gates.load(g, offset);
   by_token = exceeds_growth<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
@@ -343,7 +336,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
           fmaf(queries_across.by16[x][i], sums_across.by16[x][i], results.query_share[2 + x][i]);
     }
   }
-  each_neighbours([&](int n, int h) {
+  each_token_pair([&](int n, int h) {
     const float factor = scale * decays.before(n, h);  // decays.before: the decay over all sub-chunks before n
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -363,7 +356,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
   };
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    SubChunk by8 = {}, by16 = {};
+    LaneSubChunk by8 = {}, by16 = {};
     dA.add_queries(by8, queries_across.by8[x], 2 * x + 1, 2 * x);
     dA.add_queries(by16, queries_across.by16[0], 2, x);
     dA.add_queries(by16, queries_across.by16[1], 3, x);
@@ -378,7 +371,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
 
 // RWKV-6: query_terms_t <- sum_{i>t} query_terms_i - sum_{j>=t} key_terms_j over tokens of the chunk. all[h]: the sum
 // over all tokens of query_terms - key_terms, of the lane's channel h.
-__device__ __forceinline__ void sum_later_tokens(Chunk& query_terms, const Chunk& key_terms, float (&all)[2]) {
+__device__ __forceinline__ void sum_later_tokens(LaneChunk& query_terms, const LaneChunk& key_terms, float (&all)[2]) {
   // Of the four lanes of a channel, lane t has tokens 2t and 2t + 1 of a sub-chunk. Its neighbour is lane t ^ 1; the
   // others are the other two lanes.
   const int t = opaque(threadIdx.x) & 3;
@@ -413,13 +406,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   // in_register keeps x in a register. With float16 data and gates and 128 columns, registers are too few to hold a
   // lane's offsets: `opaque` only hides from the compiler where x comes from.
   const auto held_in_register = [](int x) {
-    return IS_NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
+    return IS_FLOAT16<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
   };
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held_in_register(lane_offset());
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held_in_register(ldmatrix_offset());
   const i64 K = args.shape.K, state = segment.sequence_head * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
-  const Counts<ReadOrder, G> counts;
+  const GateCounts<ReadOrder, G> counts;
   // Where the lane's numbers of dA's first 8 x 8 lie, for sums over keys and for sums over queries (PairReader).
   const int keys_index = held_in_register(pair_index(lane >> 2, 2 * t)),
             queries_index = held_in_register(pair_index(2 * t, lane >> 2));
@@ -439,7 +432,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if ((iteration - chunks_before) * CHUNK < tokens)
       mbarrier_wait(s.dA_stored[iteration % STAGES], iteration / STAGES & 1);  // dA and float_do are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    start_read<BV>(from_state, S, in.float_do);
+    start_state_read<BV>(from_state, S, in.float_do);
     if ((iteration - chunks_before) * CHUNK < tokens)
       mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
     if (LOADS_EARLY<ReadOrder, G, BV>)
@@ -474,12 +467,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if (by_token) {
         compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA,
                                                           u, scale);
-        each_neighbours([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.sub[n][h] = 1.f; });
+        each_token_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.sub[n][h] = 1.f; });
       }
       set_flag(by_token);
       decay_state<BV>(S, decays);
       wgmma_fence();
-      start_write<T, BV>(S, keys, in.v);
+      start_state_write<T, BV>(S, keys, in.v);
       wgmma_commit();
     };
     add_pairs_across<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
@@ -499,7 +492,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.key_terms, sum);
       else sum_tokens_by_shuffles<FROM_TOKEN_ON>(results.query_share, sum);
       // G is float16: the share has units only if it exceeds float16's range. convert_to_units puts them into `sum`.
-      if (IS_NARROW<G> && exceeds_float16(results.query_share)) {
+      if (IS_FLOAT16<G> && exceeds_float16(results.query_share)) {
         convert_to_units(results.query_share, sum);
         set_flag(true);
       }
@@ -532,12 +525,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   // Whether a block of the second pass, which goes backwards, starts at the end of this block's tokens.
   const bool stores_end = args.dht && (!args.joined || segment.last_sequence_head != segment.sequence_head);
   if (stores_end)
-    each_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape, channel,
-                                     [&](float& x, float& y, const float* from) {
-                                       const float2 two = *reinterpret_cast<const float2*>(from);
-                                       end_terms[&x - S >> 1 & 1] +=
-                                           x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
-                                     });
+    each_pair_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape,
+                                          channel, [&](float& x, float& y, const float* from) {
+                                            const float2 two = *reinterpret_cast<const float2*>(from);
+                                            end_terms[&x - S >> 1 & 1] +=
+                                                x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
+                                          });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float end_sum = channel_sum(end_terms[h]), du_sum = channel_sum(du[h]);

@@ -1,15 +1,15 @@
 // what      Products for scores of a chunk of 32 tokens: A, of decayed queries and keys, and dA, of do and v; and the
 //           layouts of their operands. For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu).
-//           Tile, Operand, SubChunk, Across and the lane's channels and tokens: decays.cuh. ChannelStage, keys_within,
-//           by8, by16: backward_keys_storage.cuh. All lanes of a warp multiply together, and by multiply_rows all
-//           threads of a warpgroup. Queries and keys "within sub-chunks" are those times their decays
+//           Tile, Operand, LaneSubChunk, Across and the lane's channels and tokens: decays.cuh. ChannelStage,
+//           keys_within, by8, by16: backward_keys_storage.cuh. All lanes of a warp multiply together, and by
+//           multiply_rows all threads of a warpgroup. Queries and keys "within sub-chunks" are those times their decays
 //           from the middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16
 //
 // From the includes:
 //   swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel
-//   lane_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand
-//   each_neighbours: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; neighbours_of: their register in
+//   ldmatrix_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand
+//   each_token_pair: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of: their register in
 //     an Operand
 //   mma_m16n8k16: a warp's product of 16-bit operands of the last argument's type
 #include "half_products.cuh"
@@ -109,7 +109,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
 // Stores x, this lane's numbers of the queries or keys within sub-chunk n, at within_offset in `tiles`. first: the byte
 // offset in `tiles` of the lane's first number of sub-chunk 0. Its other channel is at that offset XOR 32; its other
 // token at that offset XOR 64, a row of 128 bytes later.
-template <class Tiles> __device__ __forceinline__ void put_within(Tiles& tiles, const SubChunk& x, int first, int n) {
+template <class Tiles>
+__device__ __forceinline__ void put_within(Tiles& tiles, const LaneSubChunk& x, int first, int n) {
   const auto put = [&](int flip, float value) {
     *reinterpret_cast<float*>(at_byte_offset(tiles, (first ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
   };
@@ -118,25 +119,25 @@ template <class Tiles> __device__ __forceinline__ void put_within(Tiles& tiles, 
 
 // Stores a warp's channels of the operands of scores across sub-chunks: each token in its row. by8 has the queries of
 // sub-chunks 1 and 3 and the keys of 0 and 2; by16 the queries of 2 and 3 and the keys of 0 and 1. offset:
-// lane_offset().
+// ldmatrix_offset().
 template <typename T>
 __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
                                            int offset) {
   Operand x;
-  each_neighbours([&](int n, int h) {
-    const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
-    neighbours_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  each_token_pair([&](int n, int h) {
+    const LaneSubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
+    token_pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
   store_operand(by8, x, offset);
-  each_neighbours([&](int n, int h) {
-    const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
-    neighbours_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  each_token_pair([&](int n, int h) {
+    const LaneSubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
+    token_pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
   store_operand(by16, x, offset);
 }
 
 // Stores a warp's 16 channels of dS as an operand of dv: transposed, [column of V, channel], and rounded to T. offset:
-// lane_offset().
+// ldmatrix_offset().
 template <typename T, int BV>
 __device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&dS)[BV / 2], int warpgroup, int offset) {
   offset = opaque(warpgroup * int(sizeof *to) + offset);  // `opaque`: computed only once

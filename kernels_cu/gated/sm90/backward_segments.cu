@@ -22,28 +22,20 @@
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
 // From warpgroup.cuh
-//   Operand             a lane's numbers of a chunk in 16 bits; warpgroup_panels: a warpgroup's panels of a tile
-//   each_of_state       calls f for the lane's numbers of S, two at a time, and their address (`true`: with code of its
-//                       own for V = BV)
-//   wgmma_wait<0>       waits for all products; wgmma_fence_operand keeps uses of their results behind it
+//   Operand             a lane's numbers of a chunk in 16 bits
 // From decays.cuh
-//   Chunk               a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token p;
-//                       lane_offset: where they are in a panel
-//   each_neighbours     calls f(n, h); neighbours_of finds both tokens in an Operand
-//   Gates, Counts       log gates; which of them a sum has
+//   LaneChunk           a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token p;
+//                       ldmatrix_offset: where they are in a panel
+//   each_token_pair     calls f(n, h); token_pair_of finds both tokens in an Operand
+//   GateCounts          how often a sum has each gate
 //   SubChunkDecays      over each sub-chunk, with before(n), after(n), all()
 //   decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk
 // From states.cuh
-//   start_write         starts S += x^T values; decay_state, scale_down multiply S by numbers of channels
-//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1 (`true`)
-//   IS_NARROW<T>        T is float16
+//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1
 // From growth.cuh
 //   exceeds_growth      whether gates are too far above 0 for products; then update_state_by_token and
 //                       update_gradient_by_token compute the chunk
 // From backward_tokens.cuh
-//   is_first, is_last   segment of its sequence in a direction; slot_of: its index in `states` of a grid with `tiles`
-//                       blocks a segment
-//   load_initial_state  loads and stores what a sequence's first segment starts with
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -173,7 +165,7 @@ struct BorderDecay {
 // chunk's first gate. outer_decays: decays from the start of a sub-chunk to its queries, or from its keys to its end. A
 // factor of 0 has the least exponent; if it is infinite or NaN, out_of_range is set, and S is not used.
 template <bool FIRST_DECAYS, int BV>
-__device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const Chunk& outer_decays) {
+__device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const LaneChunk& outer_decays) {
   constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is below NEGLIGIBLE = 2^-69.2
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
@@ -199,18 +191,18 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& out_of_range,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
-  const int warpgroup = threadIdx.x / 128, offset = lane_offset();
+  const int warpgroup = threadIdx.x / 128, offset = ldmatrix_offset();
   const float scale = BACKWARDS ? float(args.scale) : 1.f;
-  const Counts<ReadOrder, G> counts;
+  const GateCounts<ReadOrder, G> counts;
   BorderDecay to_border;
   Operand keys_to_border;  // k or q, times the decay to the border
   int n = 0;
   for (bool more = walk.chunks; more; more = walk.goes_on(n, walk.vote(n, more)), ++n) {
     walk.wait(n);
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
-    Gates<G> gates;
+    LaneGates<G> gates;
     Operand loaded;
-    Chunk outer_decays;
+    LaneChunk outer_decays;
     SubChunkDecays chunk_decays;
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     out_of_range |= exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
@@ -220,16 +212,16 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     else decays_to_end(outer_decays, gates, counts);
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
     wgmma_fence_operand(S);
-    if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
-    each_neighbours([&](int n, int h) {  // n: here a sub-chunk
-      const float2 two = unpack<T>(neighbours_of(loaded, n, h));
+    if (IS_FLOAT16<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
+    each_token_pair([&](int n, int h) {  // n: here a sub-chunk
+      const float2 two = unpack<T>(token_pair_of(loaded, n, h));
       const float factor =
           scale * to_border.decay[h] * (BACKWARDS ? chunk_decays.before(n, h) : chunk_decays.after(n, h));
-      neighbours_of(keys_to_border, n, h) =
+      token_pair_of(keys_to_border, n, h) =
           pack<T>(factor * outer_decays[n][2 * h] * two.x, factor * outer_decays[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
-    start_write<T, BV>(S, keys_to_border, in.values);
+    start_state_write<T, BV>(S, keys_to_border, in.values);
     wgmma_commit();
     more = false;
 #pragma unroll
@@ -253,12 +245,12 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 template <int BK, int BV, class Args>
 __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
                                                   const WorkTile& work, bool backwards, int channel) {
-  if (!is_first(work, args.P, backwards)) return;
+  if (!is_first_segment(work, args.P, backwards)) return;
   const float* const given = backwards ? args.dht : args.initial;
   const i64 size = args.shape.K * args.shape.V;
-  float* const states = args.states + slot_of(work, backwards, tiles_of<BK>(args.shape)) * size;
+  float* const states = args.states + state_index_of(work, backwards, tiles_of<BK>(args.shape)) * size;
   const float* const from = given + (work.sequence / args.P * args.shape.H + work.head) * size;
-  each_of_state<BV, HAS_FULL_PATH>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
+  each_pair_of_state<BV, HAS_FULL_PATH>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
     const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
     const float decay = decays[&x - S >> 1 & 1];  // S[4n + 2h + 0, 1] is the lane's channel h
     if (decay != 0.f) x = fmaf(decay, two.x, x), y = fmaf(decay, two.y, y);
@@ -273,15 +265,15 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segment_decay)[2],
                                                 const Walk<T, G, BK, BV>& walk, const Args<T, G>& args) {
-  const int warpgroup = threadIdx.x / 128, offset = lane_offset();
-  const Counts<ReadOrder, G> counts;
+  const int warpgroup = threadIdx.x / 128, offset = ldmatrix_offset();
+  const GateCounts<ReadOrder, G> counts;
   int n = 0;
   do {
     walk.wait(n);
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
-    Gates<G> gates;
+    LaneGates<G> gates;
     Operand x;
-    Chunk outer_decays;
+    LaneChunk outer_decays;
     SubChunkDecays decays;
     gates.load(warpgroup_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
@@ -290,7 +282,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = exceeds_growth<T>(gates, warpgroup_panels(in.g, warpgroup));
     load_operand(x, in.keys[warpgroup], offset);
-    const auto put = [&](int n, int h, float first, float second) { neighbours_of(x, n, h) = pack<T>(first, second); };
+    const auto put = [&](int n, int h, float first, float second) { token_pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
       decays_from_start(outer_decays, gates, counts);
       query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
@@ -306,12 +298,12 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
         update_gradient_by_token<ReadOrder, T, G, BV>(S, in.keys, in.g, in.values, float(args.scale),
                                                       first_channel_of_lane(), [](int) {});
       else update_state_by_token<T, G, BV>(S, in.keys, in.g, in.values, first_channel_of_lane());
-      each_neighbours([&](int n, int h) { neighbours_of(x, n, h) = 0, decays.sub[n][h] = 1.f; });
+      each_token_pair([&](int n, int h) { token_pair_of(x, n, h) = 0, decays.sub[n][h] = 1.f; });
       query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     }
     decay_state<BV>(S, decays, query_scale.up[0], query_scale.up[1]);
     wgmma_fence();
-    start_write<T, BV>(S, x, in.values);
+    start_state_write<T, BV>(S, x, in.values);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(S);
@@ -336,14 +328,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
-    load_initial_state<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, work, args.P, BACKWARDS,
-                           channel, tiles_of<BK>(args.shape));
+    load_and_store_initial_state<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, work, args.P,
+                                     BACKWARDS, channel, tiles_of<BK>(args.shape));
     carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.second(taken), args);
   } else add_initial_state<BK, BV>(S, decays, args, work, BACKWARDS, channel);
-  const i64 slot = slot_of(work, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
+  const i64 slot = state_index_of(work, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
             next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
-  each_of_state<BV, HAS_FULL_PATH>(S, args.states + next * K * args.shape.V, args.shape, channel,
-                                   [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+  each_pair_of_state<BV, HAS_FULL_PATH>(
+      S, args.states + next * K * args.shape.V, args.shape, channel,
+      [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = decays[h];
 }
@@ -365,8 +358,8 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   const int first_channel = blockIdx.x % tiles * BK;
   const bool backwards = block >= half;
   const WorkTile work = work_tile(args.shape, block - backwards * half);
-  if (backwards < args.only_backwards || is_last(work, args.P, backwards)) return;
-  if (args.only_first && !is_first(work, args.P, backwards)) return;
+  if (backwards < args.only_backwards || is_last_segment(work, args.P, backwards)) return;
+  if (args.only_first && !is_first_segment(work, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS<BK>) {
     const Walk walk(s, work);
     const int taken = copy_chunks(walk, args, work, first_channel, backwards, !backwards);

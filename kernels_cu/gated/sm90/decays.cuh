@@ -23,19 +23,19 @@
 //           that the inverse of a decay is finite: what should be forgotten keeps e^-16 (1e-7) of itself within its
 //           sub-chunk. GLA's middle is within gate 4, so that 3.5 gates, e^56 at most, are inverted; float32 ends at
 //           e^88. In RWKV-6 three gates are inverted, and four for the first query and the last key, which are in no
-//           pair of the sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (Counts: 0, 1,
-//           -1, 1/2 or -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type; float32
-//           gates are multiplied by it first and then split in two bfloat16 numbers.
+//           pair of the sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (GateCounts: 0,
+//           1, -1, 1/2 or -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type;
+//           float32 gates are multiplied by it first and then split in two bfloat16 numbers.
 #include "read_order.cuh"
 #include "tf32.cuh"
 
-constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;  // BC: tokens of a sub-chunk
+constexpr int CHUNK = 32, SUB_CHUNK = 8, SUBCHUNKS = CHUNK / SUB_CHUNK;  // SUB_CHUNK: tokens of a sub-chunk
 
 #include "warpgroup.cuh"  // after CHUNK, which it uses
 
 // A lane's values of a sub-chunk: x[2h + p] is channel g + 8h of token 2t + p; and of a chunk's four sub-chunks.
-using SubChunk = float[4];
-using Chunk = SubChunk[SUBCHUNKS];
+using LaneSubChunk = float[4];
+using LaneChunk = LaneSubChunk[SUBCHUNKS];
 
 template <typename T> __device__ __forceinline__ float2 unpack(u32 two);
 template <> __device__ __forceinline__ float2 unpack<bf16>(u32 two) { return {low(two), high(two)}; }
@@ -49,7 +49,7 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
 constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
 // Calls f(n, h) for this lane's tokens 2t and 2t + 1 in each sub-chunk n, of each channel g + 8h.
-template <class F> __device__ __forceinline__ void each_neighbours(F f) {
+template <class F> __device__ __forceinline__ void each_token_pair(F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
@@ -57,7 +57,7 @@ template <class F> __device__ __forceinline__ void each_neighbours(F f) {
 }
 
 // The register of Operand x that holds these two tokens of this channel.
-template <class X> __device__ __forceinline__ auto& neighbours_of(X& x, int n, int h) {
+template <class X> __device__ __forceinline__ auto& token_pair_of(X& x, int n, int h) {
   return x[n / 2][n % 2 * 2 + h];
 }
 
@@ -67,13 +67,13 @@ __device__ __forceinline__ int in_register(int x) { return __shfl_sync(0xfffffff
 
 // The byte offset in a panel of 16-bit values of the 16 bytes that a lane addresses for ldmatrix and stmatrix, which
 // move a warp's 16 of 64 channels, 16 tokens at a time; the next 16 tokens are 2048 bytes further on.
-__device__ __forceinline__ int lane_offset() {
+__device__ __forceinline__ int ldmatrix_offset() {
   const int thread = threadIdx.x, row = (thread & 7) + (thread >> 4 & 1) * 8;
   return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
 }
 
 // Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels;
-// offset: lane_offset(), here and in all functions below. Those for float32 do not read it.
+// offset: ldmatrix_offset(), here and in all functions below. Those for float32 do not read it.
 template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int offset) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + offset + 2048 * s);
@@ -86,24 +86,24 @@ __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Opera
 
 // Load and store values of a warp's 16 channels as floats. panels: the warpgroup's one panel of 16-bit values, or its
 // two of float32, whose numbers of this lane each_float (warpgroup.cuh) finds.
-template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int offset) {
+template <typename T> __device__ __forceinline__ void load_chunk(LaneChunk& x, T (*panels)[CHUNK][64], int offset) {
   Operand packed;
   load_operand(packed, *panels, offset);
-  each_neighbours([&](int n, int h) {
-    const float2 two = unpack<T>(neighbours_of(packed, n, h));
+  each_token_pair([&](int n, int h) {
+    const float2 two = unpack<T>(token_pair_of(packed, n, h));
     x[n][2 * h] = two.x, x[n][2 * h + 1] = two.y;
   });
 }
 template <typename T>
-__device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int offset) {
+__device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const LaneChunk& x, int offset) {
   Operand packed;
-  each_neighbours([&](int n, int h) { neighbours_of(packed, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
+  each_token_pair([&](int n, int h) { token_pair_of(packed, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
   store_operand(*panels, packed, offset);
 }
-__device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32], int) {
+__device__ __forceinline__ void load_chunk(LaneChunk& x, float (*panels)[CHUNK][32], int) {
   each_float(panels, [&](int index, float& value) { x[index / 4][index % 4] = value; });
 }
-__device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const Chunk& x, int) {
+__device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const LaneChunk& x, int) {
   each_float(panels, [&](int index, float& value) { value = x[index / 4][index % 4]; });
 }
 
@@ -159,47 +159,46 @@ static_assert(counts_once<7>(GateFormat<bf16>{}, LOG2E) && counts_once<10>(GateF
 static_assert(counts_once<7>(GateFormat<float>{}, 2.f));
 
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
-// are multiplied by log2 e. A product of gates and Counts, of depth 16, sums a sub-chunk's 8 gates twice, once for each
-// number of ONE. For 16-bit gates both halves of the left operand are the same numbers. If they were the same
+// are multiplied by log2 e. A product of gates and GateCounts, of depth 16, sums a sub-chunk's 8 gates twice, once for
+// each number of ONE. For 16-bit gates both halves of the left operand are the same numbers. If they were the same
 // registers, the assembler would copy them for each product: an operand's registers are four different ones. MINUS: the
 // second half of both operands is negated instead, which leaves the product as it is. This saves the copies where
 // registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates ignore MINUS: their
 // halves are rounded values and remainders, which differ.
 constexpr u32 SIGNS = 0x80008000u;
 constexpr bool SECOND_NEGATED = true, CLAMPED = true, UNCLAMPED = false;
-template <typename G, bool SECOND_NEGATED = false> struct Gates {
+template <typename G, bool SECOND_NEGATED = false> struct LaneGates {
   Operand x;
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int offset) {
     constexpr u32 BOUND = CLAMPED ? GateFormat<G>::LEAST_TWO : GateFormat<G>::FORGOTTEN_GATE_TWO;
     load_operand(x, *panels, offset);
-    each_neighbours([&](int n, int h) { neighbours_of(x, n, h) = at_least<G>(neighbours_of(x, n, h), BOUND); });
+    each_token_pair([&](int n, int h) { token_pair_of(x, n, h) = max_nan<G>(token_pair_of(x, n, h), BOUND); });
   }
   // Sets `a` to sub-chunk n as a left operand, its 8 gates in both halves of the depth; CLAMPED: gates below LEAST_GATE
   // count as LEAST_GATE.
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      a[h] = CLAMPED ? at_least<G>(neighbours_of(x, n, h), GateFormat<G>::LEAST_TWO) : neighbours_of(x, n, h);
+      a[h] = CLAMPED ? max_nan<G>(token_pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : token_pair_of(x, n, h);
       a[2 + h] = SECOND_NEGATED ? a[h] ^ SIGNS : a[h];
     }
   }
 };
-template <bool SECOND_NEGATED> struct Gates<float, SECOND_NEGATED> {
-  Chunk x;
+template <bool SECOND_NEGATED> struct LaneGates<float, SECOND_NEGATED> {
+  LaneChunk x;
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int offset) {
     load_chunk(x, panels, offset);
-    each_neighbours([&](int n, int h) {
-      for (int p = 2 * h; p < 2 * h + 2; ++p)
-        x[n][p] = LOG2E * at_least(x[n][p], CLAMPED ? LEAST_GATE : FORGOTTEN_GATE);
+    each_token_pair([&](int n, int h) {
+      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * max_nan(x[n][p], CLAMPED ? LEAST_GATE : FORGOTTEN_GATE);
     });
   }
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float first = CLAMPED ? at_least(x[n][2 * h], LOG2E * LEAST_GATE) : x[n][2 * h];
-      const float second = CLAMPED ? at_least(x[n][2 * h + 1], LOG2E * LEAST_GATE) : x[n][2 * h + 1];
+      const float first = CLAMPED ? max_nan(x[n][2 * h], LOG2E * LEAST_GATE) : x[n][2 * h];
+      const float second = CLAMPED ? max_nan(x[n][2 * h + 1], LOG2E * LEAST_GATE) : x[n][2 * h + 1];
       a[h] = pack<bf16>(first, second);
       a[2 + h] = remainder_of(a[h], first, second);
     }
@@ -209,23 +208,24 @@ template <bool SECOND_NEGATED> struct Gates<float, SECOND_NEGATED> {
 // Right operands b [gate, token] of the sums of gates: how often each gate of a sub-chunk counts in the sum for token
 // i = lane / 4: 0, 1, -1, 1/2 or -1/2 times. A lane's register b[half] has gates 2t (its low 16 bits) and 2t + 1. Each
 // use computes its operand from masks, since registers are scarce.
-template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct Counts {
+template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct GateCounts {
   using Order = ReadOrder;
   // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads (RWKV-6: up
   // to i - 1); early: gates before the middle, which count -1 times. For mask = written or read, mask ^ early are the
   // gates between the middle and the token.
   int written, read, early;
 
-  __device__ __forceinline__ Counts() {
+  __device__ __forceinline__ GateCounts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
     // The mask of those of the lane's two gates whose number is at most `last`.
     const auto up_to = [&](int last) { return (token <= last ? 0xffff : 0) | (token < last ? 0xffff0000 : 0); };
-    written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
+    written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < SUB_CHUNK / 2 ? -1 : 0;
     // GLA: gate n lies between tokens n - 1 and n, and the middle is halfway through gate 4, the low half of the
     // register of the lane with token == 4. Its bits in mask ^ early are to be all but HALVES. i >= 4: mask has all of
     // its bits, early only HALVES: it counts 1/2. i < 4: mask has none, early all but HALVES, the sign too: it counts
     // -1/2.
-    if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
+    if (!ReadOrder::reads_before_write && token == SUB_CHUNK / 2)
+      early = (i < SUB_CHUNK / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
   // Sets b[half] to masked(ONE[half] for both gates of a register, negated in the second half if MINUS).
   template <class F> static __device__ __forceinline__ void make_operand(u32 (&b)[2], F masked) {
@@ -255,20 +255,20 @@ template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct Count
 
 // d += a b: sums of a sub-chunk's gates a [channel, gate], counted by b [gate, token]; of 16-bit numbers of either
 // type.
-__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) {
+__device__ __forceinline__ void multiply_gates(LaneSubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) {
   mma_bf16(d, a, b);
 }
-__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) {
+__device__ __forceinline__ void multiply_gates(LaneSubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) {
   mma_f16(d, a, b);
 }
 
-// Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums, a SubChunk: log2 of this lane's decays.
+// Calls f(n, sums) for each sub-chunk n. b: an operand of GateCounts; sums, a LaneSubChunk: log2 of this lane's decays.
 template <typename G, bool SECOND_NEGATED, class F>
-__device__ __forceinline__ void sum_gates(const Gates<G, SECOND_NEGATED>& g, const u32 (&b)[2], F f) {
+__device__ __forceinline__ void sum_gates(const LaneGates<G, SECOND_NEGATED>& g, const u32 (&b)[2], F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     u32 a[4];
-    SubChunk d = {};
+    LaneSubChunk d = {};
     g.template operand<UNCLAMPED>(a, n);
     multiply_gates(d, a, b, typename GateFormat<G>::Type{});
     f(n, d);
@@ -276,22 +276,25 @@ __device__ __forceinline__ void sum_gates(const Gates<G, SECOND_NEGATED>& g, con
 }
 // Sets `to` to e^(sum of gates), the decays of this lane's numbers.
 template <typename G, bool SECOND_NEGATED>
-__device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, SECOND_NEGATED>& g, const u32 (&b)[2]) {
-  sum_gates(g, b, [&](int n, const SubChunk& sum) {
+__device__ __forceinline__ void exponentiate_sums(LaneChunk& to, const LaneGates<G, SECOND_NEGATED>& g,
+                                                  const u32 (&b)[2]) {
+  sum_gates(g, b, [&](int n, const LaneSubChunk& sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sum[i]);
   });
 }
 
 // Set `to` to the decays of queries from the start of their sub-chunk, or to those of keys to its end.
-template <class Counts, typename G, bool SECOND_NEGATED>
-__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, SECOND_NEGATED>& g, const Counts& counts) {
+template <class GateCounts, typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void decays_from_start(LaneChunk& to, const LaneGates<G, SECOND_NEGATED>& g,
+                                                  const GateCounts& counts) {
   u32 b[2];
   counts.from_start(b);
   exponentiate_sums(to, g, b);
 }
-template <class Counts, typename G, bool SECOND_NEGATED>
-__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, SECOND_NEGATED>& g, const Counts& counts) {
+template <class GateCounts, typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void decays_to_end(LaneChunk& to, const LaneGates<G, SECOND_NEGATED>& g,
+                                              const GateCounts& counts) {
   u32 b[2];
   counts.to_end(b);
   exponentiate_sums(to, g, b);
@@ -311,9 +314,9 @@ struct SubChunkDecays {
   __device__ __forceinline__ float all(int h) const { return sub[0][h] * sub[1][h] * (sub[2][h] * sub[3][h]); }
 };
 // Sets d from log gates.
-template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g) {
+template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const LaneGates<G>& g) {
   const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
-  sum_gates(g, b, [&](int n, const SubChunk& sum) {
+  sum_gates(g, b, [&](int n, const LaneSubChunk& sum) {
     for (int h = 0; h < 2; ++h) d.sub[n][h] = exp2_approx(sum[2 * h]);
   });
 }
@@ -321,8 +324,8 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
 // times that from there to its end. If queries read before the write, the decay of query 2t + 1 is the one that ends
 // with gate 2t.
 template <class ReadOrder>
-__device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& from_start, const Chunk& to_end) {
-  each_neighbours(
+__device__ __forceinline__ void decays_of(SubChunkDecays& d, const LaneChunk& from_start, const LaneChunk& to_end) {
+  each_token_pair(
       [&](int n, int h) { d.sub[n][h] = from_start[n][2 * h + ReadOrder::reads_before_write] * to_end[n][2 * h]; });
 }
 
@@ -338,12 +341,13 @@ template <bool AS_MULTIPLIED> __device__ __forceinline__ float operand_value(flo
 // Sets `queries` and `keys` to their factors in sub-chunk n: e^(the sum of gates from the middle to the state that
 // query i reads), and e^-(the sum from the middle through the key's own gate). LOADED_CLAMPED: `gates` were loaded with
 // CLAMPED.
-template <bool LOADED_CLAMPED = false, class Counts, typename G, bool SECOND_NEGATED>
-__device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys,
-                                                   const Gates<G, SECOND_NEGATED>& gates, const Counts& counts, int n) {
-  constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
+template <bool LOADED_CLAMPED = false, class GateCounts, typename G, bool SECOND_NEGATED>
+__device__ __forceinline__ void decays_from_middle(LaneSubChunk& queries, LaneSubChunk& keys,
+                                                   const LaneGates<G, SECOND_NEGATED>& gates, const GateCounts& counts,
+                                                   int n) {
+  constexpr bool READS_BEFORE_WRITE = GateCounts::Order::reads_before_write;
   u32 a[4], b[2];
-  SubChunk read = {}, minus_written = {};
+  LaneSubChunk read = {}, minus_written = {};
   gates.template operand<!LOADED_CLAMPED>(a, n);
   counts.read_from_middle(b);
   multiply_gates(read, a, b, typename GateFormat<G>::Type{});
@@ -361,12 +365,12 @@ __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& 
 // Sets `queries` and `keys` to those of sub-chunk n, q and k, times their factors of decays_from_middle. Calls
 // f(i, query, key) with the numbers without factors, i = 2h + p.
 template <bool AS_MULTIPLIED, typename T, class F>
-__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& query_decays,
-                                             const SubChunk& key_decays, const Operand& q, const Operand& k, int n,
-                                             F f) {
+__device__ __forceinline__ void decay_within(LaneSubChunk& queries, LaneSubChunk& keys,
+                                             const LaneSubChunk& query_decays, const LaneSubChunk& key_decays,
+                                             const Operand& q, const Operand& k, int n, F f) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float2 query = unpack<T>(neighbours_of(q, n, h)), key = unpack<T>(neighbours_of(k, n, h));
+    const float2 query = unpack<T>(token_pair_of(q, n, h)), key = unpack<T>(token_pair_of(k, n, h));
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
@@ -382,17 +386,17 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
 // of 0 and 1. The products' results, sums over the pairs of each of these queries or keys, have the same type and
 // order.
 struct Across {
-  SubChunk by8[2], by16[2];
+  LaneSubChunk by8[2], by16[2];
 };
 
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with the lane's two queries of sub-chunk n and
 // channel h, times their decays from the chunk's start and scale[h], for products with a state. outer_decays: those
 // of queries from the start of their sub-chunk; d: decays over whole sub-chunks.
 template <bool AS_MULTIPLIED, typename T, class F>
-__device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
+__device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const LaneChunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
-  each_neighbours([&](int n, int h) {
-    const float2 two = unpack<T>(neighbours_of(q, n, h));
+  each_token_pair([&](int n, int h) {
+    const float2 two = unpack<T>(token_pair_of(q, n, h));
     const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]},
                 factor = scale[h] * d.before(n, h);
 #pragma unroll
@@ -409,10 +413,10 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
 // h, times their decays to the chunk's end. outer_decays: those of keys to the end of their sub-chunk; d: decays
 // over whole sub-chunks.
 template <bool AS_MULTIPLIED, typename T, class F>
-__device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
+__device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const LaneChunk& outer_decays,
                                            const SubChunkDecays& d, F put) {
-  each_neighbours([&](int n, int h) {
-    const float2 two = unpack<T>(neighbours_of(k, n, h));
+  each_token_pair([&](int n, int h) {
+    const float2 two = unpack<T>(token_pair_of(k, n, h));
     const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]}, factor = d.after(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -440,16 +444,16 @@ __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to
 // RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, n < 4, at place 3 XOR
 // n: there pair_index puts keys 24 to 31 of query n, which are after the query and in no pair.
 __device__ __forceinline__ float& self_weight_at(Pairs& x, int token) {
-  return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
+  return x[token / SUB_CHUNK][(CHUNK - SUB_CHUNK ^ token / SUB_CHUNK * SUB_CHUNK) + token % SUB_CHUNK];
 }
 // The values of a lane's two tokens in sub-chunk n.
 __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
-  return *reinterpret_cast<const float2*>(&self_weight_at(x, n * BC) + 2 * (threadIdx.x & 3));
+  return *reinterpret_cast<const float2*>(&self_weight_at(x, n * SUB_CHUNK) + 2 * (threadIdx.x & 3));
 }
 
 // d[channel, i] += sum_j x[channel, j] b[j, i], over the 8 tokens j of a sub-chunk. The right operand b has token 2t at
 // depth t, and token 2t + 1 at depth t + 4, and so has the left operand that is made of x.
-__device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
+__device__ __forceinline__ void multiply_pairs(LaneSubChunk& d, const LaneSubChunk& x, const u32 (&b)[2]) {
   const u32 a[4] = {__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])};
   mma_tf32(d, a, b);
 }
@@ -466,13 +470,13 @@ struct PairReader {
   __device__ __forceinline__ PairReader(Pairs& x, int keys_index, int queries_index)
       : pairs(&x[0][0]), keys_index(keys_index), queries_index(queries_index) {}
   // Sums over the keys of sub-chunk `keys`, for the queries of sub-chunk `queries`: to_i += sum_j pairs_ij k_j.
-  __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {
+  __device__ __forceinline__ void add_keys(LaneSubChunk& to, const LaneSubChunk& k, int queries, int keys) const {
     const float2 two = *reinterpret_cast<const float2*>(pairs + (keys_index ^ 8 * keys) + 8 * CHUNK * queries);
     const u32 b[2] = {__float_as_uint(two.x), __float_as_uint(two.y)};
     multiply_pairs(to, k, b);
   }
   // Sums over these queries, for these keys: to_j += sum_i pairs_ij q_i.
-  __device__ __forceinline__ void add_queries(SubChunk& to, const SubChunk& q, int queries, int keys) const {
+  __device__ __forceinline__ void add_queries(LaneSubChunk& to, const LaneSubChunk& q, int queries, int keys) const {
     const float* from = pairs + 8 * CHUNK * queries;
     // Query 2t + 1, a row of CHUNK pairs later, has its groups of 8 keys at places with the other bit 0: keys ^ 1.
     const float first = from[queries_index ^ 8 * keys], second = from[(queries_index ^ 8 * (keys ^ 1)) + CHUNK];

@@ -19,11 +19,11 @@
 //           columns of V, BK and BV 64 or 128; rows start on 16 bytes
 //
 // Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
-// that make chunks in turn; rank_of, the block's number in its cluster. Of Shared: GROUPS, producer groups; STAGES,
-// chunks of operands; VALUE_SLOTS, chunks of v of a warpgroup. PANEL = 64: columns of a warpgroup. SENT: copies of a
-// chunk that arrive from the other block. WHOLE_CHUNK: a header's mark that the stage has a whole chunk. narrow_work
-// sets s.work to this block's part of a segment, without the tokens that are forgotten at the segment's end.
-// threads_copy_rows: whether tokens have a negative stride, for which there is no tensor map
+// that make chunks in turn; rank_in_cluster, the block's number in its cluster. Of Shared: GROUPS, producer groups;
+// STAGES, chunks of operands; VALUE_SLOTS, chunks of v of a warpgroup. PANEL = 64: columns of a warpgroup. SENT: copies
+// of a chunk that arrive from the other block. WHOLE_CHUNK: a header's mark that the stage has a whole chunk.
+// narrow_work sets s.work to this block's part of a segment, without the tokens that are forgotten at the segment's
+// end. threads_copy_rows: whether tokens have a negative stride, for which there is no tensor map
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
@@ -56,7 +56,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
       mbarrier_init(s.gates_copied[group], backwards ? GROUP_THREADS : 1),
           mbarrier_init(s.qk_copied[group], backwards ? GROUP_THREADS : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {
-      const bool made_here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
+      const bool made_here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_in_cluster<Schedule>();
       mbarrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
       mbarrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
@@ -72,7 +72,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if constexpr (Schedule::has_outputs) {
     if (Order::reads_before_write)
       for (int c = threadIdx.x; c < BK; c += THREADS) {
-        const i64 channel = (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0) + c;
+        const i64 channel = (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0) + c;
         s.u[c] = channel < args.shape.K ? args.u[work.head * args.shape.K + channel] : 0.f;
       }
     // Scores of a key later than the query stay zero: producers write none of them.

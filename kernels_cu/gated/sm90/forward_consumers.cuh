@@ -24,19 +24,16 @@
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
 //   GATES_PER_TOKEN: 4, or 1 for ScalarDecay. SPLIT_SCORES: whether a score is stored as two numbers
-//   operands.flip(stage): the byte offset of a stage's scores in a tile of scores that two stages share, else 0
 //   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first; for ScalarDecay, too, producers store
 //     one for every channel. headers[stage].row[0]: WHOLE_CHUNK; or the row of the one token whose operands the stage
 //     holds, plus MORE_FILLS if the stage will be filled again for this chunk
 //   scan.skipped_decay: 0 if tokens before this part are skipped, since they decay to nothing; else 1
 //   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
 //     else the tensor maps `v` and `o_boxes` do
-//   Rows x: x.row(b, h, t): the address of a token's row; x.t: the token stride, in elements
-//   VALUES: the named barrier of the first consumer warpgroup. args.channel: the launch's first channel
+//   args.channel: the launch's first channel
 // ptx.cuh:
 //   forget(x), opaque(x): hide x's origin from the compiler, which else keeps in registers what it computes from x
 //   copy_of(x): x in a register of its own, not rounded: a tf32 product ignores the last 13 bits
-//   copies_arrive(barrier): this thread arrives when its copies by cp_async have ended
 
 // Calls f(number, address) for every number of the state that this lane holds and that is inside [K, V], with its
 // address in `state` [K, V]. A warpgroup holds BK channels from `channel` on of 64 columns from `column` on. With t =
@@ -92,7 +89,7 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
   auto& tiles = operands.scores(stage);
 #pragma unroll
   for (int rank = 0; rank < int(sizeof tiles / sizeof tiles[0]); ++rank) {
-    u64 A = k_major_tile(tiles[rank]) + operands.flip(stage) / 16;
+    u64 A = k_major_tile(tiles[rank]) + operands.scores_offset(stage) / 16;
     forget(A);  // hides A's origin: the compiler would hold every address computed from it in a register
 #pragma unroll
     for (int piece = 0; piece < (SPLIT ? 4 : 2); ++piece)  // 16 columns of the tile: of scores, then of errors
@@ -198,7 +195,7 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
 #pragma unroll 1
   for (int row = thread / 8; row < CHUNK; row += 16)
     cp_async<16>(swizzled(tile[0], row, piece), from + row * stride + 8 * piece, row < rows && 8 * piece < columns);
-  copies_arrive(loaded);
+  mbarrier_arrive_after_copies(loaded);
 }
 
 // The work of one thread of a consumer warpgroup. For each chunk `consume` calls compute_chunk; compute_token_by_token,
@@ -227,7 +224,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     bool has_initial = work.initial;
     // SegmentState: if tokens before this part are skipped, nothing of the initial state is left after them.
     if constexpr (!Schedule::has_outputs) total_decay = s.scan.skipped_decay, has_initial &= total_decay != 0;
-    if (has_initial) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
+    if (has_initial) each_pair_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     if (threads_copy_rows<Schedule>(args))
       for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
     else if (thread == 0)
@@ -239,7 +236,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // The warpgroup's slot of the chunk's v, and later of its o.
   __device__ __forceinline__ T* slot_of(u32 chunk) { return s.v[warpgroup][chunk % SLOTS][0]; }
 
-  template <typename P, class F> __device__ __forceinline__ void each_of_state(P* state, F f) {
+  template <typename P, class F> __device__ __forceinline__ void each_pair_of_state(P* state, F f) {
     each_state_number<K_RANKS * BK>(S, state, args.shape, args.channel, first_column(), f);
   }
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread stores or clears.
@@ -301,9 +298,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Tells the blocks that made a chunk's operands that this warp has read them; for one lane of a warp.
   __device__ __forceinline__ void release(u32 chunk, u32 stage) {
     order_reads_before_peer_copy();
-    const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();
+    const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_in_cluster<Schedule>();
     if (made_here) mbarrier_arrive(s.empty[stage]);
-    if (Schedule::K_RANKS > 1 || !made_here) arrive_at_peer(s.empty[stage]);
+    if (Schedule::K_RANKS > 1 || !made_here) mbarrier_arrive_at_other_block(s.empty[stage]);
   }
 
   // Multiplies a chunk's operands, and stores o in the slot of v. Returns whether the producers fill the stage for the
@@ -320,7 +317,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       each_piece([&](int row, int piece) {
         if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(values, row, piece)) = {0, 0, 0, 0};
       });
-      named_barrier_sync(VALUES + warpgroup, 128);  // all warps see zeros in these rows
+      named_barrier_sync(VALUES_BARRIER + warpgroup, 128);  // all warps see zeros in these rows
     }
     ldmatrix_x4_trans(v[0], ldmatrix_row(values, 0));
     ldmatrix_x4_trans(v[1], ldmatrix_row(values, 16));
@@ -328,8 +325,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     start_products(stage);
 
     if constexpr (!Schedule::has_outputs) {
-      fence_proxy_async();                          // orders these reads before the next copy of v
-      named_barrier_sync(VALUES + warpgroup, 128);  // every warp has read v: its slot may be filled again
+      fence_proxy_async();                                  // orders these reads before the next copy of v
+      named_barrier_sync(VALUES_BARRIER + warpgroup, 128);  // every warp has read v: its slot may be filled again
     }
     if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !threads_copy_rows<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
@@ -391,7 +388,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ void store(u32 chunk) {
     if constexpr (Schedule::has_outputs) {
       fence_proxy_async();
-      named_barrier_sync(VALUES + warpgroup,
+      named_barrier_sync(VALUES_BARRIER + warpgroup,
                          128);  // all warps' columns of o are in shared memory: one thread may store them
       const u32 token = chunk * CHUNK;
       T* const from = slot_of(chunk);
@@ -414,7 +411,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ void store_mark(u32 chunk, u32 mask) {
     if (STORES_MARKS && args.marks && (chunk & mask) == 0) {
       const i64 state = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;
-      each_of_state(args.marks + state * args.shape.K * args.shape.V, [](float& x, float* to) { *to = x; });
+      each_pair_of_state(args.marks + state * args.shape.K * args.shape.V, [](float& x, float* to) { *to = x; });
     }
   }
 
@@ -429,7 +426,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       if (first_column() == 0 && thread < BK && channel < args.shape.K)
         decays[0] = total_decay, decays[args.shape.K] = 1.f;
     }
-    if (work.final) each_of_state(work.final, [](float& x, float* to) { *to = x; });
+    if (work.final) each_pair_of_state(work.final, [](float& x, float* to) { *to = x; });
   }
 };
 
@@ -446,7 +443,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     consumer.store_mark(chunk, mask);
     bool one_by_one = false;
-    if constexpr (ConsumerOf::K_RANKS == 1) named_barrier_sync(VALUES + consumer.warpgroup, 128);
+    if constexpr (ConsumerOf::K_RANKS == 1) named_barrier_sync(VALUES_BARRIER + consumer.warpgroup, 128);
     do {
       one_by_one = consumer.compute_chunk(chunk);
       if (__builtin_expect(one_by_one, false)) {

@@ -79,8 +79,8 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       const bool gives_up =
           largest_gate > 0.f || has_channel && !(sum * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
       const bool remembered =
-          named_barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
-      if (remembered && !named_barrier_any(VALUES, THREADS, gives_up)) continue;
+          named_barrier_any(VALUES_BARRIER, THREADS, largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
+      if (remembered && !named_barrier_any(VALUES_BARRIER, THREADS, gives_up)) continue;
       if (stop) mbarrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
       return remembered ? 0 : stop * CHUNK;
     }

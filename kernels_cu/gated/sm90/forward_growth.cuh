@@ -21,18 +21,17 @@
 //   T: the type of q and k; G: the gates' type, ScalarDecay if all channels of a token have one. GATES: a lane's gates
 //     of a token, 4 or 1
 //   ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels; LANES: lanes of a sub-chunk;
-//     THREADS: threads of a producer group. PRODUCERS: the named barrier of group 0. MAKERS: producer groups that take
+//     THREADS: threads of a producer group. PRODUCER_GROUPS: producer groups that take
 //     chunks in turn
-//   InputStage: a chunk's q, k and g. load_gates: a token's log gates; unpack(x, y): sets x to 4 numbers y as floats
+//   InputStage: a chunk's q, k and g. unpack(x, y): sets x to 4 numbers y as floats
 //   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands; put_scores: two neighbouring
 //     scores; put_decays: decays of 4 channels
 //   header.row[0]: the row of the token that the stage holds, plus MORE_FILLS if the stage will be filled again for
-//     this chunk. s.SHARED: whether two stages share a tile of scores, each with half of its columns; flip(stage): the
-//     byte offset of the stage's half
-//   K_RANKS = 2: two blocks have half of the channels each; rank_of: the block's number in its cluster. send_operands,
-//     send_scores: copy to the cluster's other block; copy_to_peer: the same for any memory. fetch_gates, fetch_qk:
+//     this chunk. s.SHARED: whether two stages share a tile of scores, each with half of its columns;
+//     scores_offset(stage): the byte offset of the stage's half
+//   K_RANKS = 2: two blocks have half of the channels each; send_operands,
+//     send_scores: copy to the cluster's other block. fetch_gates, fetch_qk:
 //     start copies of inputs
-//   at_least(x, y): the larger one, NaN if x is NaN; larger_of_halves: the larger number of each half of two registers
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
@@ -59,7 +58,7 @@ template <typename T> constexpr float CHUNK_GROWTH = IS_BFLOAT16<T> ? 32.f : 4.f
 // Whether largest_gate is larger than the gate `other`, both as bits. If G has 16 bits, both hold two gates: then
 // whether one of largest_gate's is larger.
 template <typename G> __device__ __forceinline__ bool exceeds(u32 largest_gate, u32 other) {
-  if (sizeof(G) == 2) return larger_of_halves(largest_gate, other) != other;
+  if (sizeof(G) == 2) return max_of_each_half(largest_gate, other) != other;
   return i32(largest_gate) > i32(other);
 }
 
@@ -81,7 +80,7 @@ template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __forceinline__ void update_largest_gate(u32& largest_gate, const InputStage<HAS_OUTPUTS, T, G, BK>& in,
                                                     const ProducerCoord<BK>& coord, float, int i) {
   const uint2 four = *reinterpret_cast<const uint2*>(in.g[coord.first_row + i] + coord.channel);
-  largest_gate = larger_of_halves(larger_of_halves(largest_gate, four.x), four.y);
+  largest_gate = max_of_each_half(max_of_each_half(largest_gate, four.x), four.y);
 }
 
 // Whether gates above 0 of this lane's 4 channels sum to more than SUBCHUNK_GROWTH or CHUNK_GROWTH; also true for NaN.
@@ -95,18 +94,18 @@ __device__ __noinline__ bool exceeds_growth(const InputStage<HAS_OUTPUTS, T, G, 
     unpack(g, in.g[row] + channel);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float x = at_least(g[c], 0.f);
-      in_subchunk[c] = row % BC ? in_subchunk[c] + x : x, in_chunk[c] += x;
+      const float x = max_nan(g[c], 0.f);
+      in_subchunk[c] = row % SUB_CHUNK ? in_subchunk[c] + x : x, in_chunk[c] += x;
       found |= !(in_subchunk[c] <= SUBCHUNK_GROWTH && in_chunk[c] <= CHUNK_GROWTH<T>);
     }
   }
   return found;
 }
 // Whether a ScalarDecay's gates above 0 sum to more than SUBCHUNK_GROWTH or a fourth of CHUNK_GROWTH over a sub-chunk.
-// scalar_gate: the gate of this lane's token; BC neighbouring lanes have the tokens of a sub-chunk.
+// scalar_gate: the gate of this lane's token; SUB_CHUNK neighbouring lanes have the tokens of a sub-chunk.
 template <typename T> __device__ __forceinline__ bool exceeds_growth(float scalar_gate) {
-  float x = at_least(scalar_gate, 0.f);
-  for (int distance = 1; distance < BC; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  float x = max_nan(scalar_gate, 0.f);
+  for (int distance = 1; distance < SUB_CHUNK; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return !(x <= SUBCHUNK_GROWTH && x <= CHUNK_GROWTH<T> / NUM_SUBCHUNKS);
 }
 
@@ -118,7 +117,7 @@ template <int K_RANKS>
 __device__ __forceinline__ void send_vote(Votes<K_RANKS>& votes, int rank, int stage, bool grows) {
   votes.grows[rank][stage][0] = grows;
   fence_proxy_async();
-  copy_to_peer(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.arrived[stage]);
+  copy_to_other_block(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.arrived[stage]);
   mbarrier_arrive(votes.arrived[stage]);
 }
 template <int K_RANKS> __device__ __forceinline__ bool wait_for_votes(Votes<K_RANKS>& votes, int stage, u32 parity) {
@@ -138,7 +137,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   constexpr int STEPS =
       HAS_OUTPUTS && !Order::reads_before_write ? 2 : 1;  // for each token: GLA's decay, then the rest
   const ProducerCoord<BK> coord(producer);
-  const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0, tokens = s.work.tokens - chunk * CHUNK;
+  const int rank = Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() : 0, tokens = s.work.tokens - chunk * CHUNK;
   const float scale = float(args.scale);
   const auto& in = s.inputs[coord.group];
   auto& header = s.headers[stage];
@@ -153,7 +152,8 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       if (coord.channel == 0)
         put_scores<Schedule, T>(
             reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + coord.first_row * 128 + lane_pair * 4,
-            (coord.subchunk ^ i) * 16 ^ s.operands.flip(stage), i * 128, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
+            (coord.subchunk ^ i) * 16 ^ s.operands.scores_offset(stage), i * 128, i & 1 ? 0.f : score,
+            i & 1 ? score : 0.f);
     }
   };
   const float scalar_gate = load_scalar_gate(s, args, coord, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
@@ -161,7 +161,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   // Step 0 stores zeros. With STEPS of 2 token n has steps 2n + 1 (decay) and 2n + 2 (write and read), else step n + 1.
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
     if (fills + step) mbarrier_wait(s.empty[stage], fills + step - 1 & 1);
-    const int token = (step - 1) / STEPS, i = token % BC;
+    const int token = (step - 1) / STEPS, i = token % SUB_CHUNK;
     const bool decays = STEPS == 1 || step % STEPS == 1, writes = STEPS == 1 || step % STEPS == 0;
     if (step == 0) {
       if constexpr (HAS_OUTPUTS)
@@ -169,8 +169,9 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
           const bool second = (index ^ index / 8) & 16;  // whether `index` is in the tile's columns of stage 1
           if (!s.SHARED || second == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[index] = 0;
         }
-      named_barrier_sync(PRODUCERS + coord.group, THREADS);  // the stage's scores are zero before a score is stored
-      for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);
+      named_barrier_sync(PRODUCER_BARRIER + coord.group,
+                         THREADS);  // the stage's scores are zero before a score is stored
+      for (int row = 0; row < SUB_CHUNK; ++row) put(row, zeros, zeros, 0.f);
       put_decays(header.decay[rank], coord.channel, ones);
     } else {
       float g[GATES], q[4] = {}, k[4] = {}, score = 0.f;
@@ -188,20 +189,22 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       for (int distance = LANES / 2; distance > 0; distance /= 2)
         score += __shfl_xor_sync(0xffffffffu, score, distance);
       // the previous token's row becomes zero again
-      if (decays && token % CHUNK > 0 && coord.subchunk == (token - 1) / BC) put((token - 1) % BC, zeros, zeros, 0.f);
-      if (writes && coord.subchunk == token / BC) put(i, q, k, score);
+      if (decays && token % CHUNK > 0 && coord.subchunk == (token - 1) / SUB_CHUNK)
+        put((token - 1) % SUB_CHUNK, zeros, zeros, 0.f);
+      if (writes && coord.subchunk == token / SUB_CHUNK) put(i, q, k, score);
       float decay[4];
       for (int c = 0; c < 4; ++c) decay[c] = decays ? decay_of(g[c % GATES]) : 1.f;
-      if (coord.subchunk == token / BC) put_decays(header.decay[rank], coord.channel, decay);
+      if (coord.subchunk == token / SUB_CHUNK) put_decays(header.decay[rank], coord.channel, decay);
     }
     if (coord.thread == 0) header.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE_FILLS : 0);
     fence_proxy_async();
-    named_barrier_sync(PRODUCERS + coord.group, THREADS);  // the step's operands are in shared memory: they may be sent
+    named_barrier_sync(PRODUCER_BARRIER + coord.group,
+                       THREADS);  // the step's operands are in shared memory: they may be sent
     if constexpr (HAS_OUTPUTS && Schedule::CLUSTER_SIZE > 1)
       if (coord.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
     if (step < STEPS * CHUNK) mbarrier_arrive(s.full[stage]);
   }
-  const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
+  const int next = chunk + Shared<Schedule, T, G, BK, BV>::PRODUCER_GROUPS;
   fetch_gates(s, args, coord.thread, coord.group, next, s.work.tokens);
   fetch_qk(s, args, coord.thread, coord.group, next, s.work.tokens);
 }

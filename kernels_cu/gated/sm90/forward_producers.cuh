@@ -43,17 +43,14 @@
 //   T, B           the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T
 //                  is bfloat16
 //   GATES          the gates that a lane has of a token: 4, of its channels, or 1 if G is ScalarDecay
-//   CHUNK, BC      32 and 8, the tokens of a chunk and of a sub-chunk
+//   CHUNK, SUB_CHUNK      32 and 8, the tokens of a chunk and of a sub-chunk
 //   coord          a ProducerCoord: the lane's group, its thread in the group, its sub-chunk, first_row, and the first
 //                  of its 4 channels. LANES: lanes of a sub-chunk; THREADS: threads of the group
-//   MAKERS         how many producer groups of the cluster take chunks in turn. rank_of: the block's number in its
-//                  cluster
+//   PRODUCER_GROUPS         how many producer groups of the cluster take chunks in turn
 //   s.u            RWKV-6's bonus u of each channel
 // From forward_storage.cuh and forward_rows.cuh
 //   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one
 //                  token at a time, stores the token's row there
-//   PRODUCERS      the named barrier of group 0, from which each group counts on
-//   flip(stage)    where two stages share a tile of scores, the byte offset of the stage's scores in it, else 0
 //   unpack(x, y)   sets x to 4 numbers y as floats. times(y, x, f): y = x f, channel by channel. put_four stores 4
 //                  numbers, put_decays 4 decays in the consumers' order. load_gates: a token's log gates
 //   in_tile        the address of a sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store
@@ -79,8 +76,6 @@
 //                  its own key from self_scores, with the key before it from `direct`. All others: products of
 //                  score_operands
 //   ScoreShare::N  the sub-chunks whose scores a warp computes, 4 / warps of the group
-// From ptx.cuh: store_if(stores, to, x): a store without a branch; named_barrier_any: a named barrier, which returns
-// whether its argument is true for any thread
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -88,7 +83,7 @@
 #include "gated/sm90/forward_scores.cuh"
 
 constexpr float LEAST_DECAY = 2.0611536e-9f;  // e^-20: the least a_t that decays from and to a middle are made of
-constexpr int MIDDLE = BC / 2;                // a sub-chunk's middle is before its token MIDDLE
+constexpr int MIDDLE = SUB_CHUNK / 2;         // a sub-chunk's middle is before its token MIDDLE
 
 // Stores 4 neighbouring channels as T or as float: the caller gives them as they were `loaded`, of type T, and as
 // floats x, so that nothing has to be rounded.
@@ -194,12 +189,12 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
 // chunk's keys as they are in memory; a: decays of single tokens; scales: those of k_rows (RowScales or NoScales).
 template <bool HAS_OUTPUTS, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales>
 __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, const T (&k_rows)[CHUNK][BK],
-                                         const float (&a)[BC][GATES], const ProducerCoord<BK>& coord,
+                                         const float (&a)[SUB_CHUNK][GATES], const ProducerCoord<BK>& coord,
                                          const Neighbour& neighbour, const float (&later_decay)[GATES],
                                          const Scales& scales) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(k_rows[coord.first_row + i] + coord.channel); };
   char* const row0 = in_tile(k_tile, coord.first_row, coord.channel);
-  uint2 earlier_key = load(BC - 1);
+  uint2 earlier_key = load(SUB_CHUNK - 1);
   // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch. So
   // lanes of sub-chunk 1 take it, too, if the warp has both. They store their rows, from HALF_ROW + 8 on, twice with
   // the same numbers, because their `neighbour` is 1.
@@ -214,7 +209,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
 #pragma unroll
   for (int c = 0; c < GATES; ++c) to_end[c] = to_middle[c] = 1.f;
 #pragma unroll
-  for (int i = BC - 1; i >= 0; --i) {
+  for (int i = SUB_CHUNK - 1; i >= 0; --i) {
     float k[4], x[4];
     const uint2 loaded = earlier_key;
     unpack<T>(k, loaded);
@@ -222,7 +217,8 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
     times(x, k, to_end);
     if constexpr (HAS_OUTPUTS) {
       using B = typename Scores::Border;
-      const uint2 rounded = border_operand<T, B>(i == BC - 1, loaded, x, scales, i);  // the last key has no decay yet
+      const uint2 rounded =
+          border_operand<T, B>(i == SUB_CHUNK - 1, loaded, x, scales, i);  // the last key has no decay yet
       store_if(coord.subchunk < 3, border + i * sizeof score_operands.rows[0], rounded);
       if (two_borders)
         neighbour.put(&score_operands.rows[score_operands.HALF_ROW + coord.first_row + i].border_k[coord.channel],
@@ -252,14 +248,14 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
 template <class Order, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales,
           class Direct>
 __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands, const T (&q_rows)[CHUNK][BK],
-                                            const T (&k_rows)[CHUNK][BK], const float (&a)[BC][GATES],
+                                            const T (&k_rows)[CHUNK][BK], const float (&a)[SUB_CHUNK][GATES],
                                             const ProducerCoord<BK>& coord, const Neighbour& neighbour,
                                             const Scales& scales, const float (&earlier_decay)[GATES],
-                                            const float (&u)[4], float (&self_scores)[BC], Direct& direct) {
+                                            const float (&u)[4], float (&self_scores)[SUB_CHUNK], Direct& direct) {
   constexpr int INCLUSIVE = !Order::reads_before_write;  // whether query i's state has had the decay of token i
   // from_start: the decay from the sub-chunk's start to the state that query i reads; from_middle: the decay between
   // that state and the middle. inverse_decay[i]: what query i before the middle, or key i after it, is multiplied by.
-  float from_start[GATES], from_middle[GATES], inverse_decay[BC][GATES];
+  float from_start[GATES], from_middle[GATES], inverse_decay[SUB_CHUNK][GATES];
 #pragma unroll
   for (int c = 0; c < GATES; ++c) from_start[c] = from_middle[c] = 1.f;
 #pragma unroll
@@ -275,19 +271,19 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
   };
   char* const row0 = in_tile(q_tile, coord.first_row, coord.channel);
   // The first and last key that is needed here: the keys after the middle but the last, or, for self_scores, all keys.
-  constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
+  constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? SUB_CHUNK - 2 : SUB_CHUNK - 1;
   uint2 next_query = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
   const int border_row = near_queries(score_operands, coord.subchunk);
 #pragma unroll
-  for (int i = 0; i < BC; ++i) {
+  for (int i = 0; i < SUB_CHUNK; ++i) {
     float q[4], k[4], x[4];
     const uint2 loaded = next_query;
     // Row 0 takes steps 0 and 1 of `direct`, row i step i + 1, the last row none: so nothing waits for the last step.
     if (i == 0) direct.load(0);
-    else if (i + 1 < BC) direct.load(i + 1);
+    else if (i + 1 < SUB_CHUNK) direct.load(i + 1);
     unpack<T>(q, loaded);
-    if (i + 1 < BC) next_query = load(q_rows, i + 1);
+    if (i + 1 < SUB_CHUNK) next_query = load(q_rows, i + 1);
     if (i >= FIRST_KEY && i <= LAST_KEY) unpack<T>(k, next_key);
     if (i >= FIRST_KEY && i < LAST_KEY) next_key = load(k_rows, i + 1);
     if (!INCLUSIVE) times(x, q, from_start);
@@ -312,7 +308,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
         put_loaded(&score_operands.rows[coord.first_row + i].middle_q[coord.channel], loaded, q);
       else put_four(&score_operands.rows[coord.first_row + i].middle_q[coord.channel], x);
     }
-    if (i >= MIDDLE && i + 1 < BC) {  // the last key has no later query in its sub-chunk
+    if (i >= MIDDLE && i + 1 < SUB_CHUNK) {  // the last key has no later query in its sub-chunk
       invert(inverse_decay[i], from_middle);
       times(x, k, inverse_decay[i]);
       put_four(&score_operands.rows[coord.first_row + i].middle_k[coord.channel], x);
@@ -321,7 +317,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
       times(k, k, u);
       self_scores[i] = dot(q, k);
     }
-    if (i + 1 < BC) direct.multiply_step(i + 1);
+    if (i + 1 < SUB_CHUNK) direct.multiply_step(i + 1);
   }
 }
 
@@ -382,7 +378,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   MBarrier& full = s.full[job.stage];
   const auto& decays = s.decays[coord.group];
   const float scale = float(args.scale);
-  float a[BC][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
+  float a[SUB_CHUNK][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
   // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, because at most 16 gates, of 1/8 each, lie between a token and
   // its border, and float16 holds a row that is in range times e^2; else GATE_LIMIT.
@@ -391,7 +387,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
 #pragma unroll
   for (int c = 0; c < GATES; ++c) decay[c] = 1.f;
 #pragma unroll
-  for (int i = 0; i < BC; ++i) {
+  for (int i = 0; i < SUB_CHUNK; ++i) {
     float g[GATES];
     load_gates(g, in, coord, scalar_gate, i);
     update_largest_gate(largest_gate, in, coord, scalar_gate, i);
@@ -402,7 +398,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (GATES == 4) fence_proxy_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
   // score_operands.
-  bool grows = named_barrier_any(PRODUCERS + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
+  bool grows =
+      named_barrier_any(PRODUCER_BARRIER + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
   const bool above_limit = grows;
   // Without SCALES_ROWS, but if BORDER_IS_NARROWER, `grows` stays true, so that the caller calls make_scaled, which
   // makes the chunk with SCALES_ROWS. Otherwise the chunk grows only if a lane has a gate above GATE_LIMIT (1, or 1/8
@@ -412,7 +409,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
     else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
-    grows = named_barrier_any(PRODUCERS + coord.group, Coord::THREADS, exceeds_here);
+    grows = named_barrier_any(PRODUCER_BARRIER + coord.group, Coord::THREADS, exceeds_here);
   }
   const auto fetch_next_gates = [&] {
     fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
@@ -467,7 +464,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     header.row[0] = WHOLE_CHUNK;
   }
   if constexpr (HAS_OUTPUTS) {
-    float self_scores[BC], u[4];
+    float self_scores[SUB_CHUNK], u[4];
 #pragma unroll
     for (int c = 0; c < GATES; ++c) outside[c] *= IS_BFLOAT16<T> ? scale : scale * TF32_CORRECTION_OF_BOTH;
     if (BEFORE) unpack(u, &s.u[coord.channel]);
@@ -482,25 +479,26 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
     fence_proxy_async();  // orders these reads before the next copies of q and k
-    named_barrier_sync(PRODUCERS + coord.group,
+    named_barrier_sync(PRODUCER_BARRIER + coord.group,
                        Coord::THREADS);  // all operands are in shared memory; q and k have been read
     const bool out_of_float16 = CHECKS_RANGE && score_operands.out_of_float16;
     fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
     make_scores<WARPS, Order, Schedule, SCALES_ROWS>(s.operands.scores(job.stage)[job.rank], score_operands,
-                                                     direct.scores, self_scores, s.operands.flip(job.stage), scale,
-                                                     warp, lane);
+                                                     direct.scores, self_scores, s.operands.scores_offset(job.stage),
+                                                     scale, warp, lane);
     if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_proxy_async();
-      named_barrier_sync(PRODUCERS + coord.group,
+      named_barrier_sync(PRODUCER_BARRIER + coord.group,
                          Coord::THREADS);  // all scores are in shared memory: one thread may send them
       if (coord.thread == 0) send_scores(s, job.stage, job.rank, full);
     }
   } else {
-    fence_proxy_async();                                          // orders these reads before the next copy of k
-    named_barrier_sync(PRODUCERS + coord.group, Coord::THREADS);  // keys and the sub-chunks' decays have been read
+    fence_proxy_async();  // orders these reads before the next copy of k
+    named_barrier_sync(PRODUCER_BARRIER + coord.group,
+                       Coord::THREADS);  // keys and the sub-chunks' decays have been read
     fetch_next_qk();
   }
   return ChunkResult::MADE;
@@ -517,9 +515,9 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
   const ProducerCoord<BK> coord(producer);
   if (inputs_lost) fetch_again(s, args, coord, chunk, parity);
   else
-    named_barrier_sync(PRODUCERS + coord.group,
+    named_barrier_sync(PRODUCER_BARRIER + coord.group,
                        coord.THREADS);  // all have read the decays, which make_chunk stores again
-  const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
+  const ChunkJob job{coord.group, 0, chunk, chunk + s.PRODUCER_GROUPS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
   if (make_chunk<Order, SCALES_ROWS>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate) !=
       ChunkResult::MADE)
@@ -535,16 +533,16 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   const WorkTile& work = s.work;
   const int tokens = work.tokens;
   int group = GROUPS > 1 ? u32(thread) / Coord::THREADS : 0;
-  const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
-  // The group's number among the MAKERS that take chunks in turn, and so its first chunk.
-  int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
+  const int rank = Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() : 0;
+  // The group's number among the PRODUCER_GROUPS that take chunks in turn, and so its first chunk.
+  int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_in_cluster<Schedule>() : 0);
   fetch_gates(s, args, thread % Coord::THREADS, group, maker, tokens);
   fetch_qk(s, args, thread % Coord::THREADS, group, maker, tokens);
   float next_scalar_gate = load_scalar_gate(s, args, Coord(thread), maker);
   u32 iteration = 0;
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
   bool after_overflow = false;
-  for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
+  for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::PRODUCER_GROUPS, ++iteration) {
     // `forget` hides a value's origin, so that the compiler computes addresses again instead of holding them in
     // registers. Instances with spare registers are faster without it. Time decided which instances forget what.
     constexpr bool HAS_SPARE_REGISTERS =
@@ -558,9 +556,9 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const Coord coord{GROUPS > 1 ? u32(thread)
                                  : u32(thread) % Coord::THREADS};  // `%` tells the compiler that the group is 0
     const float scalar_gate = next_scalar_gate;
-    const u32 stage = S::MAKERS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
-    const u32 fills = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
-    const ChunkJob job{group, rank, chunk, chunk + S::MAKERS, tokens, stage, fills, iteration & 1};
+    const u32 stage = S::PRODUCER_GROUPS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
+    const u32 fills = S::PRODUCER_GROUPS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
+    const ChunkJob job{group, rank, chunk, chunk + S::PRODUCER_GROUPS, tokens, stage, fills, iteration & 1};
     if (GATES_PER_TOKEN<G> == 4) {
       mbarrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);

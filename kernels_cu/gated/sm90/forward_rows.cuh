@@ -8,10 +8,7 @@
 
 // From ptx.cuh and forward_schedules.cuh:
 //   store_flipped(base, flip, offset, x): stores x at (base XOR flip) + offset, in bytes
-//   copies_arrive(barrier): this thread arrives when its copies by cp_async have ended
-//   tensor_load(to, map, barrier, column, token, head, batch): starts copying a box; copy_to_peer: starts copying to
-//     the same address of the cluster's other block
-//   rank_of: this block's number in its cluster
+//   tensor_load(to, map, barrier, column, token, head, batch): starts copying a box
 
 // Sets x to 4 neighbouring values, as float32: of float32, or two registers of 16-bit numbers, or 8 bytes in memory.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
@@ -40,7 +37,7 @@ template <int BK> struct ProducerCoord {
       : group(producer / THREADS),
         thread(producer % THREADS),
         subchunk(producer % THREADS / LANES),
-        first_row(subchunk * BC),
+        first_row(subchunk * SUB_CHUNK),
         channel(producer % LANES * 4) {}
 };
 
@@ -54,7 +51,7 @@ template <class Scores> __device__ __forceinline__ int near_queries(const Scores
 }
 template <class Scores> __device__ __forceinline__ int near_keys(const Scores& score_operands, int subchunk) {
   // Sub-chunk 0: NEAR_ROW, 2: NEAR_ROW + 8. Sub-chunk 3 has no border after it; its result is not used.
-  return subchunk == 1 ? score_operands.HALF_ROW + BC : score_operands.NEAR_ROW + 4 * subchunk;
+  return subchunk == 1 ? score_operands.HALF_ROW + SUB_CHUNK : score_operands.NEAR_ROW + 4 * subchunk;
 }
 
 // Sets y to x times a factor for each channel, or times factor[0] if GATES is 1.
@@ -126,7 +123,7 @@ template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, int chunk) {
   const WorkTile& work = s.work;
-  const int row = chunk * CHUNK + coord.first_row + coord.thread % BC;
+  const int row = chunk * CHUNK + coord.first_row + coord.thread % SUB_CHUNK;
   const bool exists = row < work.tokens && work.start + row < i32(args.shape.T);
   return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(work.batch, work.head, work.start + row) : 0.f;
 }
@@ -138,14 +135,14 @@ template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                          int channel) {
   if constexpr (GATES_PER_TOKEN<G> == 4)
-    for (int row = max(first_row, tokens_left); row < first_row + BC; ++row)
+    for (int row = max(first_row, tokens_left); row < first_row + SUB_CHUNK; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
   fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
 }
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                         int channel) {
-  for (int row = max(first_row, tokens_left); row < first_row + BC; ++row)
+  for (int row = max(first_row, tokens_left); row < first_row + SUB_CHUNK; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
   fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
 }
@@ -178,16 +175,16 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
     if (chunk * CHUNK >= tokens) return;
     const WorkTile& work = s.work;
     if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
-      const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+      const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0);
       const G* const from = args.g_rows.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
       copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.token_stride, tokens - chunk * CHUNK,
                                             int(args.shape.K - first_channel), thread);
-      copies_arrive(s.gates_copied[group]);  // once this thread's copies are complete
+      mbarrier_arrive_after_copies(s.gates_copied[group]);  // once this thread's copies are complete
       return;
     }
     if (thread) return;
     auto& g = s.inputs[group].g;
-    const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+    const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0);
     mbarrier_arrive_and_expect(s.gates_copied[group], sizeof g);
     tensor_load(g, args.g, s.gates_copied[group], channel, work.start + chunk * CHUNK, work.head, work.batch);
   }
@@ -200,7 +197,7 @@ __device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, cons
   auto& in = s.inputs[group];
   if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
     constexpr int THREADS = ProducerCoord<BK>::THREADS;
-    const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+    const i64 first_channel = args.channel + (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0);
     const int tokens_left = tokens - chunk * CHUNK, channels = int(args.shape.K - first_channel);
     const auto start = [&](const StridedRows<const T>& x) {
       return x.row(work.batch, work.head, work.start + chunk * CHUNK) + first_channel;
@@ -208,11 +205,11 @@ __device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, cons
     copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.token_stride, tokens_left, channels, thread);
     if constexpr (Schedule::has_outputs)
       copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.token_stride, tokens_left, channels, thread);
-    copies_arrive(s.qk_copied[group]);
+    mbarrier_arrive_after_copies(s.qk_copied[group]);
     return;
   }
   if (thread) return;
-  const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+  const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0);
   const i32 row = work.start + chunk * CHUNK, h = work.head, b = work.batch;
   MBarrier& copied = s.qk_copied[group];
   if constexpr (Schedule::has_outputs) {
@@ -233,15 +230,15 @@ template <class S> __device__ __forceinline__ void send_operands(const S& s, int
   const auto& q = s.operands.q[stage][rank];
   const auto& k = s.operands.k[stage][rank];
   const auto& header = s.headers[stage];
-  copy_to_peer(q, sizeof q, full);
-  copy_to_peer(k, sizeof k, full);
+  copy_to_other_block(q, sizeof q, full);
+  copy_to_other_block(k, sizeof k, full);
   // Each of K_RANKS blocks writes header.row itself. If blocks make chunks in turn, K_RANKS is 1, and header.row, which
   // lies behind the decays, is sent along with them.
   static_assert(sizeof header == sizeof header.decay + sizeof header.row, "header.row lies behind the decays");
   constexpr u32 row_bytes = S::K_RANKS == 1 ? sizeof header.row : 0;
-  copy_to_peer(header.decay[rank], sizeof header.decay[0] + row_bytes, full);
+  copy_to_other_block(header.decay[rank], sizeof header.decay[0] + row_bytes, full);
 }
 template <class S> __device__ __forceinline__ void send_scores(const S& s, int stage, int rank, MBarrier& full) {
   const auto& A = s.operands.A[stage][rank];
-  copy_to_peer(A, sizeof A, full);
+  copy_to_other_block(A, sizeof A, full);
 }

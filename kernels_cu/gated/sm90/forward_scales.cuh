@@ -39,9 +39,9 @@ template <int BK> struct RowScales {
   int first_lane;     // of the LANES that share the sub-chunk
   __device__ __forceinline__ RowScales(const bf16 (&rows)[CHUNK][BK], const ProducerCoord<BK>& coord, bool grows) {
     const int lane = u32(coord.thread) % 32;
-    u32 x[BC];
+    u32 x[SUB_CHUNK];
 #pragma unroll
-    for (int i = 0; i < BC; ++i) {
+    for (int i = 0; i < SUB_CHUNK; ++i) {
       const uint2 four = LaneRows<BK>{rows, coord}[i];
       x[i] = larger(four.x, four.y);
     }
@@ -77,9 +77,9 @@ template <class Scores, int BK>
 __device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerCoord<BK>& coord, const RowScales<BK>& q,
                                          const RowScales<BK>& k) {
   const int i = u32(coord.thread) % ProducerCoord<BK>::LANES;
-  if (i >= BC) return;
+  if (i >= SUB_CHUNK) return;
   if (coord.subchunk > 0) score_operands.rows[near_queries(score_operands, coord.subchunk) + i].undo_q = q.undo;
-  if (coord.subchunk == 3) score_operands.rows[score_operands.HALF_ROW + BC + i].undo_q = q.undo;
+  if (coord.subchunk == 3) score_operands.rows[score_operands.HALF_ROW + SUB_CHUNK + i].undo_q = q.undo;
   if (coord.subchunk < 3) score_operands.rows[near_keys(score_operands, coord.subchunk) + i].undo_k = k.undo;
   if (coord.subchunk == 0) score_operands.rows[score_operands.HALF_ROW + i].undo_k = k.undo;
 }
@@ -99,9 +99,10 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
     if (GATES_PER_TOKEN<G> == 4) mbarrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied
     mbarrier_wait(s.qk_copied[coord.group], parity);
   };
-  if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();  // the group's next chunk; MAKERS groups take turns
+  if (chunk + s.PRODUCER_GROUPS < (tokens + CHUNK - 1) / CHUNK)
+    wait();  // the group's next chunk; PRODUCER_GROUPS groups take turns
   // The group's threads have waited for the next chunk, and read out_of_float16 in make_chunk.
-  named_barrier_sync(PRODUCERS + coord.group, coord.THREADS);
+  named_barrier_sync(PRODUCER_BARRIER + coord.group, coord.THREADS);
   fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
   fetch_qk(s, args, coord.thread, coord.group, chunk, tokens);
   wait();

@@ -15,8 +15,9 @@
 //     `initial`); backwards (the token stride is negative: then threads copy rows, else tensor maps copy boxes of CHUNK
 //     tokens. Never set for ClusterSplitK: the host copies such arrays first)
 
-constexpr int CHUNK = 32, BC = 8, NUM_SUBCHUNKS = CHUNK / BC;  // CHUNK, BC (of a sub-chunk): in tokens
-constexpr int PANEL = 64;                                      // columns of V a warpgroup
+constexpr int CHUNK = 32, SUB_CHUNK = 8,
+              NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // CHUNK, SUB_CHUNK (of a sub-chunk): in tokens
+constexpr int PANEL = 64;                         // columns of V a warpgroup
 
 // One block makes all operands of its chunks and multiplies them.
 struct SinglePass {
@@ -44,7 +45,7 @@ struct SegmentState : SinglePass {
 };
 
 // This block's number in its cluster: that of blockIdx.x, which is also the `block` of work_tile.
-template <class Schedule> __device__ __forceinline__ int rank_of() {
+template <class Schedule> __device__ __forceinline__ int rank_in_cluster() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 

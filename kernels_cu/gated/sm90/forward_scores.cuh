@@ -12,7 +12,7 @@
 #include "gated/sm90/forward_storage.cuh"
 
 // From the includes:
-//   BC = 8: tokens of a sub-chunk; CHUNK = 32; NUM_SUBCHUNKS = 4; PANEL = 64: columns of a tile of scores
+//   SUB_CHUNK = 8: tokens of a sub-chunk; CHUNK = 32; NUM_SUBCHUNKS = 4; PANEL = 64: columns of a tile of scores
 //   SPLIT_SCORES: whether a score is stored as two numbers, the second its rounding error
 //   score_operands.rows: a chunk's ScoreOperands; NEAR_ROW, HALF_ROW: their first rows for borders in a half, and for
 //     the border between the halves
@@ -110,14 +110,14 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   // 16 rows (N = 1, within a sub-chunk: of 8 queries and 8 keys), 2 and 3 are piece 1 of the same rows. Keys, N = 2:
   // matrices 0 and 1 are pieces 0 and 1 of 8 keys, 2 and 3 of the next 8 keys; N = 1: pieces 0 to 3 of 8 keys.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
-  const auto* const subchunk_rows = score_operands.rows + BC * share.subchunk;
+  const auto* const subchunk_rows = score_operands.rows + SUB_CHUNK * share.subchunk;
   const auto* const rows =
       score_operands.rows + (share.is_across_halves ? score_operands.HALF_ROW : score_operands.NEAR_ROW);
   const auto& row = subchunk_rows[N == 1 ? lane & 7 : lane & 15];
   const char* const middle_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
-  const char* const middle_keys = piece_of(subchunk_rows[BC * key + (lane & 7)].middle_k, piece);
+  const char* const middle_keys = piece_of(subchunk_rows[SUB_CHUNK * key + (lane & 7)].middle_k, piece);
   const char* const queries = piece_of(rows[lane & 15].border_q, lane >> 4);
-  const char* const keys = piece_of(rows[BC * (N == 1 ? share.first_tile : key) + (lane & 7)].border_k, piece);
+  const char* const keys = piece_of(rows[SUB_CHUNK * (N == 1 ? share.first_tile : key) + (lane & 7)].border_k, piece);
   Sums turns[TURNS][N] = {};
 #pragma unroll
   for (int m = 0; m < N; ++m)
@@ -155,18 +155,18 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
 // so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // for each sub-chunk
-  static_assert(N * STEPS == BC);
+  static_assert(N * STEPS == SUB_CHUNK);
   const char* both;  // this lane's row of 8 queries and 8 keys, which are the product's 16 rows
   Sums scores[N] = {}, squares[N] = {};
   u32 x[4];
 
   __device__ __forceinline__ DirectProducts(const T (&q)[CHUNK][BK], const T (&k)[CHUNK][BK], int first, int lane) {
     const int row = lane & 7;
-    both = piece_of((lane & 8 ? k : q)[BC * first + row], lane >> 4 ^ (BEFORE && lane & 8 ? row + 1 & 7 : row));
+    both = piece_of((lane & 8 ? k : q)[SUB_CHUNK * first + row], lane >> 4 ^ (BEFORE && lane & 8 ? row + 1 & 7 : row));
   }
   __device__ __forceinline__ void load(int step) {
     const int m = step / STEPS, index = step % STEPS * STEP;
-    ldmatrix_x4_flipped(x, both, index % 128, index / 128 * 128 + m * (BC * BK * int(sizeof(T))));
+    ldmatrix_x4_flipped(x, both, index % 128, index / 128 * 128 + m * (SUB_CHUNK * BK * int(sizeof(T))));
   }
   __device__ __forceinline__ void multiply_step(int step) {
 #pragma unroll
@@ -227,7 +227,7 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
 // tokens; flip: see Operands (forward_storage.cuh).
 template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
 __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& score_operands,
-                                            const Sums (&direct)[ScoreShare<WARPS>::N], float (&self_scores)[BC],
+                                            const Sums (&direct)[ScoreShare<WARPS>::N], float (&self_scores)[SUB_CHUNK],
                                             int flip, float scale, int warp, int lane) {
   using Share = ScoreShare<WARPS>;
   const int g = lane >> 2, t = lane & 3;
@@ -241,9 +241,9 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
     const int first = share.is_across_halves ? score_operands.HALF_ROW : score_operands.NEAR_ROW;
 #pragma unroll
     for (int m = 0; m < Share::N; ++m)
-      undo_scales(border[m], score_operands, first, first + BC * (share.first_tile + m), lane);
+      undo_scales(border[m], score_operands, first, first + SUB_CHUNK * (share.first_tile + m), lane);
   }
-  constexpr int ROWS = BC * 128;  // bytes of the rows of a sub-chunk
+  constexpr int ROWS = SUB_CHUNK * 128;  // bytes of the rows of a sub-chunk
   // Stores two scores of the queries of sub-chunk `queries` + `next` and the keys of sub-chunk `keys`.
   const auto put = [&](int queries, int keys, int next, float x, float y) {
     // Of row g the piece g of 16 bytes. XOR 16 keys makes it piece g ^ keys, where the swizzle puts columns 8 keys on.

@@ -20,14 +20,15 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   CHUNK = 32, BC = 8: tokens of a chunk and of a sub-chunk; NUM_SUBCHUNKS = 4; PANEL = 64 columns of V
+//   CHUNK = 32, SUB_CHUNK = 8: tokens of a chunk and of a sub-chunk; NUM_SUBCHUNKS = 4; PANEL = 64 columns of V
 //   Schedule: what the blocks of a cluster share. has_outputs: whether there are queries and outputs; CLUSTER_SIZE, 1
 //     or 2 blocks; K_RANKS: blocks that share the channels of every chunk; CHUNK_RANKS: blocks that make chunks in turn
 //   SegmentState: the schedule that computes only final states of parts of segments, and their decays
 //   WorkTile: what a block computes
 
-// Numbers of named barriers: VALUES + warpgroup joins a consumer warpgroup, PRODUCERS + group a producer group.
-enum NamedBarrier { VALUES = 1, PRODUCERS = 3 };
+// Numbers of named barriers: VALUES_BARRIER + warpgroup joins a consumer warpgroup, PRODUCER_BARRIER + group a producer
+// group.
+enum NamedBarrier { VALUES_BARRIER = 1, PRODUCER_BARRIER = 3 };
 
 // The template argument G, the gates' type, if all channels of a token have one gate. Such gates are float32, and
 // threads read them from memory.
@@ -124,15 +125,15 @@ constexpr int WHOLE_CHUNK = -1, MORE_FILLS = CHUNK;
 // The consumers' operands, of one chunk in each stage: BK channels of each of K_RANKS blocks. Producers write them
 // before full[stage], consumers read them before empty[stage]. Scores [query, key] are in the first 32 columns of a
 // tile, their rounding errors (SPLIT_SCORES) in the other 32. SHARED: without rounding errors two stages share a tile,
-// and the second stage has the other 32 columns. `flip` is XORed with byte offsets in a stage's tile: 64 bytes, 32
-// columns, for the second stage of a shared tile, else 0.
+// and the second stage has the other 32 columns. `scores_offset` is XORed with byte offsets in a stage's tile: 64
+// bytes, 32 columns, for the second stage of a shared tile, else 0.
 template <bool HAS_OUTPUTS, typename T, int BK, int K_RANKS, int STAGES, bool SHARED> struct alignas(1024) Operands {
   using Scores = T[K_RANKS][CHUNK][PANEL];
   Tile<Wide<T>, CHUNK, BK> q[STAGES][K_RANKS];  // decayed from the chunk's start; tf32: channels in in_tile's order
   Tile<T, CHUNK, BK> k[STAGES][K_RANKS];        // decayed to the chunk's end
   Scores A[SHARED ? 1 : STAGES];
   __device__ __forceinline__ Scores& scores(int stage) { return A[SHARED ? 0 : stage]; }
-  static __device__ __forceinline__ int flip(int stage) { return SHARED ? stage * 64 : 0; }
+  static __device__ __forceinline__ int scores_offset(int stage) { return SHARED ? stage * 64 : 0; }
 };
 template <typename T, int BK, int K_RANKS, int STAGES, bool SHARED>
 struct alignas(1024) Operands<false, T, BK, K_RANKS, STAGES, SHARED> {
@@ -211,10 +212,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   // has that take more shared memory; with two or three of them there is no room for two groups.
   static constexpr int LARGE = (sizeof(G) == 4) + !IS_BFLOAT16<T> + (Schedule::CHUNK_RANKS > 1);
   static constexpr int GROUPS = HAS_OUTPUTS && (K_RANKS > 1 || BK == 128 && LARGE > 1) ? 1 : 2;
-  // MAKERS: the producer groups of the cluster that make whole chunks in turn. Each stage is filled by one of them
-  // only.
-  static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;
-  static constexpr int STAGES = MAKERS > 2 ? MAKERS : 2;
+  // PRODUCER_GROUPS: the producer groups of the cluster that make whole chunks in turn. Each stage is filled by one of
+  // them only.
+  static constexpr int PRODUCER_GROUPS = GROUPS * Schedule::CHUNK_RANKS;
+  static constexpr int STAGES = PRODUCER_GROUPS > 2 ? PRODUCER_GROUPS : 2;
 
   // Whether two stages share a tile of scores: see Operands.
   static constexpr bool SHARED = !SPLIT_SCORES<Schedule, T> && Schedule::CLUSTER_SIZE == 1;

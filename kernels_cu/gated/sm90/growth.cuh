@@ -22,9 +22,8 @@
 // From the includes:
 //   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels; PANEL<X>: of 128
 //     bytes
-//   Gates (decays.cuh): a lane's log gates, float32 ones times LOG2E; each_neighbours, neighbours_of: its pairs of
-//     tokens; Chunk: its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i
-//   at_least: the larger one, NaN if one is; on packed numbers, of each half
+//   LaneGates (decays.cuh): a lane's log gates, float32 ones times LOG2E; each_token_pair, token_pair_of: its pairs of
+//     tokens; LaneChunk: its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i
 //   IN_UNITS<G> (query_share.cuh): whether shares have a unit, which is kept as its float32 exponent, ONE for 2^0;
 //     power_of_two(exponent); sum_with_unit: a sum whose lowest bits hold the exponent; query_share_value: a stored
 //     share
@@ -61,23 +60,22 @@ __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
 // Whether one of the gates that this lane holds is GROWTH or more, or NaN.
-template <typename T, typename G> __device__ __forceinline__ bool some_gate_grows(const Gates<G>& gates) {
+template <typename T, typename G> __device__ __forceinline__ bool some_gate_grows(const LaneGates<G>& gates) {
   u32 largest = gates.x[0][0];
-  each_neighbours([&](int n, int h) { largest = at_least<G>(largest, neighbours_of(gates.x, n, h)); });
+  each_token_pair([&](int n, int h) { largest = max_nan<G>(largest, token_pair_of(gates.x, n, h)); });
   const float2 two = unpack<G>(largest);
-  return grows<T>(at_least(two.x, two.y));
+  return grows<T>(max_nan(two.x, two.y));
 }
 // The log gates, in nats, of this lane's pair of tokens in sub-chunk n, of the lane's channel h, 0 or 1.
-template <typename G> __device__ __forceinline__ float2 two_gates(const Gates<G>& gates, int n, int h) {
-  return unpack<G>(neighbours_of(gates.x, n, h));
+template <typename G> __device__ __forceinline__ float2 two_gates(const LaneGates<G>& gates, int n, int h) {
+  return unpack<G>(token_pair_of(gates.x, n, h));
 }
-template <typename T> __device__ __forceinline__ bool some_gate_grows(const Gates<float>& gates) {
+template <typename T> __device__ __forceinline__ bool some_gate_grows(const LaneGates<float>& gates) {
   float largest = gates.x[0][0];
-  each_neighbours(
-      [&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
+  each_token_pair([&](int n, int h) { largest = max_nan(max_nan(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
   return grows<T>(largest / LOG2E);
 }
-__device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, int h) {
+__device__ __forceinline__ float2 two_gates(const LaneGates<float>& gates, int n, int h) {
   return {gates.x[n][2 * h] / LOG2E, gates.x[n][2 * h + 1] / LOG2E};
 }
 
@@ -86,12 +84,12 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
 // [CHUNK][PANELS]: the numbers of a panel's row; with [PANELS][CHUNK]: the number of panels.
 template <typename T, typename G, int PANELS>
 __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
-  Gates<G> gates;
-  gates.load(panels, lane_offset());
+  LaneGates<G> gates;
+  gates.load(panels, ldmatrix_offset());
   float sums[2] = {};
-  each_neighbours([&](int n, int h) {
+  each_token_pair([&](int n, int h) {
     const float2 two = two_gates(gates, n, h);
-    sums[h] = (sums[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
+    sums[h] = (sums[h] + max_nan(two.x, 0.f)) + max_nan(two.y, 0.f);
   });
   return __any_sync(0xffffffffu,
                     !(channel_sum(sums[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(sums[1]) <= GROWTH_LIMIT<T>));
@@ -99,7 +97,7 @@ __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
 // Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
 // for all lanes of the warp. gates: this lane's; panels: the chunk's gates in shared memory.
 template <typename T, typename G, int PANELS>
-__device__ __forceinline__ bool exceeds_growth(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
+__device__ __forceinline__ bool exceeds_growth(const LaneGates<G>& gates, G (*panels)[CHUNK][PANELS]) {
   return __any_sync(0xffffffffu, some_gate_grows<T>(gates)) && sum_exceeds_growth<T>(panels);
 }
 
@@ -223,7 +221,7 @@ __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum
 }
 
 // Divides the query share of this lane's two channels by their units, and sets sum to the sums with units.
-__device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum)[2]) {
+__device__ __forceinline__ void convert_to_units(LaneChunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     Tokens share;  // the lane's own tokens, not 4m + lane % 4: convert_to_units does not depend on their order
@@ -342,9 +340,9 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
 
 // Computes a chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites
 // q, dg overwrites g, dv overwrites v. carried: for this lane's channels sum_v S dS with the state after the chunk; on
-// return, with the state before it. query_sums: [BK], from channel 0 on. parts: [BC][BK / 16][BV] in shared memory;
-// barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: whether the first
-// pass computed the chunk token by token (query_share_value).
+// return, with the state before it. query_sums: [BK], from channel 0 on. parts: [SUB_CHUNK][BK / 16][BV] in shared
+// memory; barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: whether the
+// first pass computed the chunk token by token (query_share_value).
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&carried)[2], const float* query_sums,
                                                       float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
@@ -373,10 +371,10 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
       self_score = scale * (first * key.x + second * key.y);
     }
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
-    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, dS, key, self_score, do_, row);
-    if (row % BC) return;
+    put_value_part<T, BV>(parts + (row % SUB_CHUNK * WARPS + warp) * BV, dS, key, self_score, do_, row);
+    if (row % SUB_CHUNK) return;
     named_barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
-    for (int number = opaque(threadIdx.x); number < BC * BV; number += THREADS) {
+    for (int number = opaque(threadIdx.x); number < SUB_CHUNK * BV; number += THREADS) {
       const float* from = parts + number / BV * (WARPS * BV) + number % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];

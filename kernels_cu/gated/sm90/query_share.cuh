@@ -3,9 +3,9 @@
 //           32 tokens. The first pass stores the share in dg's memory, with dg's type G. The second pass
 //           (backward_keys.cu) loads the share, adds the other terms of dg and overwrites it.
 // shapes    A chunk's tile is [32 tokens, 64 channels] for each warpgroup. Lane `lane` of a warp has channels lane / 4
-//           and lane / 4 + 8 of the warp's 16 channels; index h, 0 or 1, selects one of the two. A `Chunk` holds the
-//           lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p. All lanes of a
-//           warp call functions with products or shuffles together
+//           and lane / 4 + 8 of the warp's 16 channels; index h, 0 or 1, selects one of the two. A `LaneChunk` holds
+//           the lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p. All lanes
+//           of a warp call functions with products or shuffles together
 // numerics  The terms of dg nearly cancel, so an error of the share is large beside dg. If a chunk's gates do not grow
 //           (`exceeds_growth` in growth.cuh):
 //             G bfloat16: the share is stored as float16 multiples of a unit, a power of 2 for each channel of a chunk.
@@ -37,7 +37,7 @@ __device__ __forceinline__ float power_of_two(u32 exponent) { return __uint_as_f
 
 // Adds the absolute values of this lane's numbers to the sizes of its two channels. The size bounds every sum of these
 // numbers over tokens, and the share consists of such sums.
-__device__ __forceinline__ void add_sizes(float (&size)[2], const Chunk& x) {
+__device__ __forceinline__ void add_sizes(float (&size)[2], const LaneChunk& x) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     static_assert(SUBCHUNKS == 4);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void units_for(u32 (&unit_exponent)[2], const float (
   // The largest exponents over four lanes, of channel 0 in the low 16 bits and of channel 1 in the high 16 bits.
   u32 largest = __float_as_uint(size[0]) >> 23 | __float_as_uint(size[1]) >> 23 << 16;
   for (int distance = 1; distance < 4; distance *= 2)
-    largest = larger_of_halves(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    largest = max_of_each_half(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const u32 exponent = h ? largest >> 16 : largest & 0xffff;
@@ -74,7 +74,7 @@ __device__ __forceinline__ float inverse_of_power(float x) {
 }
 
 // Whether a number of the warp's share is infinite in float16.
-__device__ __forceinline__ bool exceeds_float16(const Chunk& x) {
+__device__ __forceinline__ bool exceeds_float16(const LaneChunk& x) {
   float largest = 0.f;
   for (int n = 0; n < SUBCHUNKS; ++n)
     for (float value : x[n]) largest = fmaxf(largest, fabsf(value));
@@ -84,13 +84,13 @@ __device__ __forceinline__ bool exceeds_float16(const Chunk& x) {
 // Stores this lane's share x of a chunk whose gates do not grow. panels: the warpgroup's tile of dg in shared memory;
 // offset: the byte, swizzled, at which this lane's rows begin in a panel. unit_exponent is not read unless IN_UNITS.
 template <typename G>
-__device__ __forceinline__ void store_query_share(G (*panels)[CHUNK][PANEL<G>], const Chunk& x,
+__device__ __forceinline__ void store_query_share(G (*panels)[CHUNK][PANEL<G>], const LaneChunk& x,
                                                   const u32 (&unit_exponent)[2], int offset) {
   if constexpr (IN_UNITS<G>) {
     const float inverse[2] = {power_of_two(2 * ONE - unit_exponent[0]), power_of_two(2 * ONE - unit_exponent[1])};
     Operand packed;  // pairs of neighbouring tokens in float16
-    each_neighbours([&](int n, int h) {
-      neighbours_of(packed, n, h) = pack<f16>(inverse[h] * x[n][2 * h], inverse[h] * x[n][2 * h + 1]);
+    each_token_pair([&](int n, int h) {
+      token_pair_of(packed, n, h) = pack<f16>(inverse[h] * x[n][2 * h], inverse[h] * x[n][2 * h + 1]);
     });
     store_operand(*panels, packed, offset);
   } else store_chunk_values(panels, x, offset);
@@ -115,13 +115,14 @@ __device__ __forceinline__ u32 identity_of_lane() {
 // units. identity: from identity_of_lane(). A product with the identity converts multiples of a unit to float32 and
 // adds the state's term: 4 instructions instead of 32 conversions and additions.
 template <typename G>
-__device__ __forceinline__ void add_query_share(Chunk& x, G (*panels)[CHUNK][PANEL<G>], const float (&state_term)[2],
-                                                const float (&sums)[2], int offset, u32 identity) {
+__device__ __forceinline__ void add_query_share(LaneChunk& x, G (*panels)[CHUNK][PANEL<G>],
+                                                const float (&state_term)[2], const float (&sums)[2], int offset,
+                                                u32 identity) {
   if constexpr (IN_UNITS<G>) {
     const float unit[2] = {unit_of(sums[0]), unit_of(sums[1])};
     // state_term / unit: what the products below are added to. The same number twice, by different instructions: if the
     // compiler saw that both are equal, it would copy the register for each product.
-    SubChunk in_units;
+    LaneSubChunk in_units;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float inverse = inverse_of_power(unit[h]);
@@ -131,13 +132,14 @@ __device__ __forceinline__ void add_query_share(Chunk& x, G (*panels)[CHUNK][PAN
     load_operand(packed, *panels, offset);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      SubChunk share;  // in units, with the state's term; an operand register has two sub-chunks, of which one is taken
+      LaneSubChunk
+          share;  // in units, with the state's term; an operand register has two sub-chunks, of which one is taken
       mma_f16(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = fmaf(unit[i / 2], share[i], x[n][i]);
     }
   } else {
-    Chunk share;
+    LaneChunk share;
     load_chunk(share, panels, offset);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n)

@@ -4,7 +4,8 @@
 //           (backward_keys.cu) backwards with its gradient dS. Both are "a state" here, called S.
 // shapes    A chunk has 32 tokens in four sub-chunks of 8. Lane 4 g + t of a warp has channels g and g + 8 of the
 //           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. Values, Operand,
-//           Chunk, SubChunk: decays.cuh, warpgroup.cuh. All threads of a warpgroup start products with states together
+//           LaneChunk, LaneSubChunk: decays.cuh, warpgroup.cuh. All threads of a warpgroup start products with states
+//           together
 // numerics  A product with a state takes the state in tf32, which has float32's range, or as two bfloat16 numbers, or
 //           as one float16 number. These roundings add up in the gate's gradient from chunk to chunk, so the first pass
 //           stores S every CHECKPOINT_EVERY tokens, and the second pass computes anew from each stored S what it
@@ -138,8 +139,8 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
 
 // Whether T's exponents have fewer bits than float32's: float16's do. One float16 number, of 11 bits, is enough where
 // an operand in bfloat16, of 8 bits, takes two numbers.
-template <typename T> constexpr bool IS_NARROW = false;
-template <> constexpr bool IS_NARROW<f16> = true;
+template <typename T> constexpr bool IS_FLOAT16 = false;
+template <> constexpr bool IS_FLOAT16<f16> = true;
 
 // For a state whose largest magnitude is `largest`: `up` is the power of 2 by which that becomes 2^13 to 2^14, near
 // float16's largest number, `down` its inverse; both are 1 if `largest` is between 2^-8 and 2^15.
@@ -161,9 +162,9 @@ struct QueryScale {
   bool is_one;  // for all channels of the warp
 };
 template <class ReadOrder, typename T>
-__device__ __forceinline__ QueryScale scale_of_queries(const Chunk& outer_decays) {
+__device__ __forceinline__ QueryScale scale_of_queries(const LaneChunk& outer_decays) {
   QueryScale s = {{1.f, 1.f}, {1.f, 1.f}, true};
-  if (IS_NARROW<T> && !ReadOrder::reads_before_write) {
+  if (IS_FLOAT16<T> && !ReadOrder::reads_before_write) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
@@ -177,8 +178,9 @@ __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& outer_decays
   return s;
 }
 // Whether QueryScale::up is not 1 for some channel of the warp, which is rare.
-template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gate_is_strong(const Chunk& outer_decays) {
-  if (!IS_NARROW<T> || ReadOrder::reads_before_write) return false;
+template <class ReadOrder, typename T>
+__device__ __forceinline__ bool first_gate_is_strong(const LaneChunk& outer_decays) {
+  if (!IS_FLOAT16<T> || ReadOrder::reads_before_write) return false;
   return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(outer_decays[0][0], outer_decays[0][2]) < 0x1p-8f);
 }
 
@@ -203,8 +205,8 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
   return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
-// v or do of a chunk in float32 [token, column], in the order that read_part needs: of every 8 columns first the even
-// ones, then the odd ones.
+// v or do of a chunk in float32 [token, column], in the order that start_state_read_part needs: of every 8 columns
+// first the even ones, then the odd ones.
 template <int BV> using FloatTile = Tile<float, BV>;
 
 // Writes a FloatTile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
@@ -232,8 +234,8 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
 // start one beside the work of each sub-chunk; a part sums over BV / SUBCHUNKS columns. columns: registers for the
 // part's copy of S. First waits for the previous part, whose copy of S is in the same registers.
 template <int BV>
-__device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
-                                          FloatTile<BV>& tokens, int part) {
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4],
+                                                      const float (&S)[BV / 2], FloatTile<BV>& tokens, int part) {
   constexpr int TILES = BV / 8 / SUBCHUNKS;
   if (part) wgmma_wait<0>();
 #pragma unroll
@@ -254,8 +256,9 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
 // Starts a part of S tokens^T, as above, with S as two bfloat16 numbers (rounded numbers and rounding errors) and
 // tokens in T; calls put(n, this lane's rounded numbers) for the n-th 16 columns of S.
 template <int BV, class Put>
-__device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
-                                          bf16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4],
+                                                      const float (&S)[BV / 2], bf16 (&tokens)[BV / 64][CHUNK][64],
+                                                      int part, Put put) {
   constexpr int TILES = BV / 16 / SUBCHUNKS;
   if (part) wgmma_wait<0>();
 #pragma unroll
@@ -282,8 +285,9 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
 // brings it into float16's range. First waits for the part before the previous one, whose copy of S is in the same
 // registers.
 template <int BV, class Put>
-__device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
-                                          f16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4],
+                                                      const float (&S)[BV / 2], f16 (&tokens)[BV / 64][CHUNK][64],
+                                                      int part, Put put) {
   constexpr int TILES = BV / 16 / SUBCHUNKS;
   const int first = part % 2 * TILES;
   if (part > 1) wgmma_wait<1>();
@@ -306,7 +310,7 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
 
 // Starts the whole product x[channel, token] = S tokens^T in tf32; needs registers for a copy of S.
 template <int BV>
-__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], FloatTile<BV>& tokens) {
+__device__ __forceinline__ void start_state_read(Values& x, const float (&S)[BV / 2], FloatTile<BV>& tokens) {
   u32 columns[BV / 8][4];
 #pragma unroll
   for (int n = 0; n < BV / 8; ++n)
@@ -323,7 +327,8 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
 
 // Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column].
 template <typename T, int BV>
-__device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x, T (&tokens)[BV / 64][CHUNK][64]) {
+__device__ __forceinline__ void start_state_write(float (&S)[BV / 2], const Operand& x,
+                                                  T (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = mn_major_tile(tokens, CHUNK * 128);
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, MN_MAJOR>(S, x[s], b + s * 16 * 128 / 16, ACCUMULATE);
@@ -335,21 +340,21 @@ template <typename T> struct StateOperand {
   Operand rounded, remainder;
 
   __device__ __forceinline__ void put(int n, int h, float x, float y) {
-    neighbours_of(rounded, n, h) = pack<T>(x, y);
-    if (!IS_NARROW<T>) neighbours_of(remainder, n, h) = remainder_of(neighbours_of(rounded, n, h), x, y);
+    token_pair_of(rounded, n, h) = pack<T>(x, y);
+    if (!IS_FLOAT16<T>) token_pair_of(remainder, n, h) = remainder_of(token_pair_of(rounded, n, h), x, y);
   }
 };
 template <typename T, int BV>
-__device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOperand<T>& x,
-                                            T (&tokens)[BV / 64][CHUNK][64]) {
-  start_write<T, BV>(S, x.rounded, tokens);
-  if (!IS_NARROW<T>) start_write<T, BV>(S, x.remainder, tokens);
+__device__ __forceinline__ void start_state_write(float (&S)[BV / 2], const StateOperand<T>& x,
+                                                  T (&tokens)[BV / 64][CHUNK][64]) {
+  start_state_write<T, BV>(S, x.rounded, tokens);
+  if (!IS_FLOAT16<T>) start_state_write<T, BV>(S, x.remainder, tokens);
 }
 // Two queries or keys x and y, with the values that they have in the product which adds them to a state. One pass adds
 // them to its state, the other multiplies these values by products with its state; the gate's gradient is a difference
 // of both, whose terms cancel only if the values are the same. Two bfloat16 numbers hold so much of x that x is taken.
 template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
-  return IS_NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
+  return IS_FLOAT16<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
 
 // S <- diag(up) diag(D) S, D the decay over the chunk.
@@ -362,12 +367,12 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
 // x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: the operand that earlier_tokens sets.
 // all: for each of the lane's two channels the sum over all tokens. The sums are products of x, as two tf32 numbers,
 // and of ones.
-__device__ __forceinline__ void sum_earlier_tokens(Chunk& x, float (&all)[2], const u32 (&counted)[2]) {
+__device__ __forceinline__ void sum_earlier_tokens(LaneChunk& x, float (&all)[2], const u32 (&counted)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
-  SubChunk sum = {};
+  LaneSubChunk sum = {};
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    SubChunk truncated, remainder;
+    LaneSubChunk truncated, remainder;
 #pragma unroll
     for (int m = 0; m < 4; ++m)
       truncated[m] = cut_off(x[n][m]), remainder[m] = x[n][m] - truncated[m], x[n][m] = sum[m];
@@ -389,7 +394,7 @@ __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
 // sum_earlier_tokens by shuffles, for places where a sum on tensor cores would wait for a product with a state that
 // they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
 constexpr bool FROM_TOKEN_ON = true, BEFORE_TOKEN = false;
-template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
+template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(LaneChunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   // Of the four lanes with a channel, the neighbour is lane t ^ 1. Whether its tokens count in this lane's sums, and
   // whether those of the other two lanes do.
@@ -398,7 +403,7 @@ template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuf
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 0; step < SUBCHUNKS; ++step) {
-      SubChunk& sums = x[FROM_TOKEN_ON ? SUBCHUNKS - 1 - step : step];
+      LaneSubChunk& sums = x[FROM_TOKEN_ON ? SUBCHUNKS - 1 - step : step];
       // Of the lane's two tokens, `more` is the one whose sum has one term more.
       float &more = sums[2 * h + !FROM_TOKEN_ON], &less = sums[2 * h + FROM_TOKEN_ON];
       const float lane_sum = more + less, neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1),
@@ -418,7 +423,7 @@ __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* give
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
   if (given)
-    each_of_state<BV, HAS_FULL_PATH>(S, given, shape, channel, [](float& x, float& y, const float* from) {
+    each_pair_of_state<BV, HAS_FULL_PATH>(S, given, shape, channel, [](float& x, float& y, const float* from) {
       const float2 two = *reinterpret_cast<const float2*>(from);
       x = two.x, y = two.y;
     });

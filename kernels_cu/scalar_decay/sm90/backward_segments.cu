@@ -27,13 +27,14 @@
 //   load_token_factors  loads a number for each of the lane's tokens, of 8n + 2t + p at 2n + p
 //   low, high           the two numbers of a register; remainder_of: their rounding errors
 //   gate_of             the log gate of a token of the segment, 0 before and after the segment
-//   each_of_state       calls f for the lane's numbers of S, two at a time
+//   each_pair_of_state       calls f for the lane's numbers of S, two at a time
 //   wgmma_fence_operand          keeps uses of a product's result, and other uses of its operands' registers, behind
 //     the wait
 // From backward_tokens.cuh
-//   is_last             whether a segment is its sequence's last one in a direction; slot_of: its index in `states`, of
+//   is_last_segment             whether a segment is its sequence's last one in a direction; state_index_of: its index
+//     in `states`, of
 //                       `tiles` blocks for each
-//   load_initial_state  for a sequence's first segment, loads what it starts with and stores that in `states`
+//   load_and_store_initial_state  for a sequence's first segment, loads what it starts with and stores that in `states`
 constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the include needs; channels of a block
 #include "backward_tokens.cuh"
 
@@ -118,8 +119,8 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
                                         u32 tiles, bool backwards) {
   const int lane = threadIdx.x & 31, channel = first_channel + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, total_decay = 1.f;
-  load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P, backwards,
-                         channel, tiles);
+  load_and_store_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P,
+                                   backwards, channel, tiles);
   // Waits for a chunk, and sets x + remainder to its keys times their decays, for this warp's 16 channels.
   const auto load = [&](u32(&x)[2][4], u32(&remainder)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
@@ -152,10 +153,10 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     for (int i = 0; i < 8; ++i)
       x[i / 4][i % 4] = next_x[i / 4][i % 4], remainder[i / 4][i % 4] = next_remainder[i / 4][i % 4];
   }
-  const i64 slot = slot_of(work, backwards, tiles), K = args.shape.K,
+  const i64 slot = state_index_of(work, backwards, tiles), K = args.shape.K,
             next = slot + (backwards ? -args.shape.H : args.shape.H);
-  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
-                    [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+  each_pair_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
+                         [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = total_decay;
 }
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int first_channel = block % tiles * CHANNELS;
-  if (is_last(work, args.P, backwards)) return;
+  if (is_last_segment(work, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) copy_chunks(s, args, work, first_channel, backwards);
   else consume(s, args, work, first_channel, tiles, backwards);
 }

@@ -271,7 +271,7 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
       const int earlier = next - CLUSTER_LEAD;
       if (earlier >= 0) mbarrier_wait(s.requested[earlier % (2 * CLUSTER_LEAD)], earlier / (2 * CLUSTER_LEAD) & 1);
       __syncwarp();  // all lanes have passed the wait, whose barrier the other block may then use again
-      if ((threadIdx.x & 31) == 0) arrive_at_peer(s.requested[next % (2 * CLUSTER_LEAD)]);
+      if ((threadIdx.x & 31) == 0) mbarrier_arrive_at_other_block(s.requested[next % (2 * CLUSTER_LEAD)]);
     }
     fetch_chunk(s.full[next % STAGES], work, first_token_of(next, work, backwards), [&](auto f) {
       if constexpr (HAS_OUTPUTS<Pass>) f(stage.q, sum.q, sum.q_rows, sum.K, 0);
