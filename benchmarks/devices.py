@@ -18,6 +18,9 @@ from linattn_np.command import measuring
 
 LONGEST_S = 0.01  # of a sample, if it is not a single call
 REST_S, RESTS = 0.01, 30  # before a sample, and so often at most
+WAKING = (
+    1_000_000  # nanoseconds more for which the card is held before a sample: after a rest the host is slow at first
+)
 AS_HIGH = 0.995  # of the highest clock: NVIDIA's go by steps of 15 MHz
 
 
@@ -93,7 +96,7 @@ class Gpu(measuring.Cuda):
         return medians(lambda: self.sample(turns), samples)
 
     def sample(self, turns):
-        ms, mhz = self.ms_and_clock(turns.go, int(1.5e9 * turns.enqueued_s) + 100_000)
+        ms, mhz = self.ms_and_clock(turns.go, int(1.5e9 * turns.enqueued_s) + WAKING)
         return ms / turns.count, mhz
 
     def ms_and_clock(self, call, held=0):
