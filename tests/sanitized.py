@@ -86,8 +86,8 @@ OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
     ((1, 66, 200, 128, 128), BFLOAT16, "trained", None, {}),  # columns of V over a cluster, here and below
     ((1, 32, 600, 64, 136), HALF, "trained", SINGLE, {}),
     ((1, 67, 133, 128, 128), HALF, "trained", None, {}),  # many heads in the finer type
-    ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),  # no whole pieces: the kernel of every card, here and below
-    ((1, 2, 900, 130, 70), BFLOAT16, "trained", SINGLE, {}),  # more channels than a launch has; in segments
+    ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),  # no whole pieces: on copies
+    ((1, 2, 600, 264, 72), BFLOAT16, "trained", SINGLE, {}),  # the kernels of every card, here and below; in segments
     ((1, 1, 133, 100, 129), HALF, "some-inf", None, {"cu_seqlens": PACKED}),
     ((1, 1, 70, 300, 128), SINGLE, "logsigmoid", None, {}),
     ((1, 2, 70, 64, 64), SINGLE, "some-1e30", None, {}),

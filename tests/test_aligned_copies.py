@@ -1,4 +1,4 @@
-"""Calls whose rows are not whole pieces of 16 bytes: by wider copies where these are worth it, or number by number."""
+"""Calls whose rows are not whole pieces of 16 bytes, on wider copies."""
 
 import numpy as np
 import planned
@@ -6,24 +6,32 @@ import pytest
 from conftest import Kernels
 from reference import assert_close, assert_results, draw, draw_states, exact_vjp, same_bits
 
-from linattn_np import gla, rwkv6, simple_gla, vjp
+from linattn_np import delta_rule, gated_delta_rule, gla, kda, rwkv6, rwkv7, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import aligned_copies, execute, segments
 from linattn_np.backends.cupy.execute import describe_array
 from linattn_np.backends.cupy.plan import Draft, as_array
-from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
+from linattn_np.declarations import (
+    DELTA_RULE,
+    GATED_DELTA_RULE,
+    GLA,
+    GLA_VALUE_GATE,
+    KDA,
+    RWKV6,
+    RWKV7,
+    SIMPLE_GLA,
+)
 from linattn_np.layouts import swap_heads
 
 SIZES = {"B": 1, "H": 2, "T": 75, "K": 12, "V": 9, "N": 1}
-OPERATORS = {GLA: gla, RWKV6: rwkv6, SIMPLE_GLA: simple_gla}
+DELTA_RULES = {DELTA_RULE: delta_rule, GATED_DELTA_RULE: gated_delta_rule, KDA: kda, RWKV7: rwkv7}
+OPERATORS = {GLA: gla, RWKV6: rwkv6, SIMPLE_GLA: simple_gla, GLA_VALUE_GATE: gla} | DELTA_RULES
 
 
 @pytest.fixture
-def kernels(backend, monkeypatch):
-    """A backend of kernels, which thinks copies worth it whatever the size."""
+def kernels(backend):
     if not isinstance(backend, Kernels):
         pytest.skip("NumPy has no kernels")
-    monkeypatch.setattr("linattn_np.backends.cupy.plan.LARGE_BYTES", 1)
     return backend
 
 
@@ -47,16 +55,17 @@ def test_gradients(kernels, rng, op, dtype):
 
 @pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
-@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+@pytest.mark.pairwise
+@pytest.mark.parametrize("op", [GLA, RWKV6, *DELTA_RULES], ids=lambda op: op.name)
 def test_forward(kernels, rng, op, layout, given):
     """Two packed sequences with states; o in the caller's memory or in new."""
-    sizes = {**SIZES, "N": 2}
+    sizes = {**SIZES, "K": 18, "N": 2}  # heads of at most 16 channels have kernels that load smaller pieces
     arrays, state = draw(op, rng, sizes, BFLOAT16), draw_states(op, rng, sizes, np.float32)[0]
     packed = {"cu_seqlens": [0, 33, 75]}
     turned = [np.ascontiguousarray(swap_heads(x, axes, layout)) for x, axes in zip(arrays, op.arrays.values())]
     options = {"layout": layout, "initial_state": kernels.asarray(state), "output_final_state": True}
     if given:
-        options["out"] = kernels.asarray(np.full_like(turned[2], np.nan))
+        options["out"] = kernels.asarray(np.full_like(turned[list(op.arrays).index("v")], np.nan))
     o, final = kernels.run(OPERATORS[op], *map(kernels.asarray, turned), mode="chunk", **packed, **options)
     assert not given or o is options["out"]
     found = swap_heads(kernels.tohost(o), op.out, layout), kernels.tohost(final)
@@ -87,9 +96,9 @@ def test_time_backwards(kernels, rng, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("K, V, T, copied", [(64, 64, 4096, False), (64, 65, 4096, True), (64, 65, 64, False)])
+@pytest.mark.parametrize("K, V, T, copied", [(64, 64, 4096, False), (64, 65, 4096, True), (64, 65, 64, True)])
 def test_which_calls_are_copied(device, K, V, T, copied, gradient, monkeypatch):
-    """Large ones with uneven rows; the kernels are then those of the wider rows, Hopper's own on Hopper."""
+    """Those with uneven rows; the kernels are then those of the wider rows, Hopper's own on Hopper."""
     monkeypatch.setattr(
         segments, "backward_segments", lambda *_: 1
     )  # states of segments are saved for plain rows alone

@@ -394,7 +394,7 @@ PREPARE = {KDA: "delta_channel_prepare", RWKV7: "delta_dplr_prepare"}
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_explained(op, rng):
     """A gate beside a write strength of another dtype is copied; gradients take what is stated."""
-    arrays, *_ = Case(op, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
+    arrays, *_ = Case(op, K=24, V=24, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
     if op is KDA:
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
@@ -667,5 +667,5 @@ def test_odd_rows_of_small_heads(name, assert_small_heads, monkeypatch):
 def test_which_calls_are_of_small_heads(sizes, mode, kernel):
     B, H, T, K, V = sizes
     q, v, g = (np.zeros(shape, HALF) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
-    plan = planned.plan_of(GATED_DELTA_RULE.bind((q, q, v, g, g), mode=mode), EmulatedDevice(90))
-    assert planned.names(plan)[0] == kernel
+    plan = planned.plan_of(GATED_DELTA_RULE.bind((q, q, v, g, g), mode=mode), EmulatedDevice(80))
+    assert [name for name in planned.names(plan) if name != "elementwise_copy_rows"][0] == kernel

@@ -428,7 +428,7 @@ def flat(result):
 @pytest.mark.parametrize("stateful", [False, True], ids=["", "states"])
 def test_plans_and_replays(stateful, dtype, gates, rng):
     """Calls alike share a plan, also where it copies a gate."""
-    on, case = planned.Noting(), Case(T=20, dtype=dtype, gates=(gates, None))
+    on, case = planned.Noting(), Case(T=20, K=24, V=16, dtype=dtype, gates=(gates, None))
     for _ in range(3):
         arrays, (start, dht) = case.drawn(rng)
         do = rng.standard_normal(arrays[2].shape).astype(dtype)
@@ -471,7 +471,7 @@ def test_few_heads_are_cut_into_segments():
 
 
 def test_scratch_is_what_is_made(rng):
-    on, (arrays, (start, _)) = planned.Noting(), Case(T=20).drawn(rng)
+    on, (arrays, (start, _)) = planned.Noting(), Case(T=20, K=24, V=16).drawn(rng)
     problem = GLA_VALUE_GATE.bind(arrays, gradient=True)
     found = flat(planned.pull(problem, on, arrays[2], None))
     scratch = planned.plan_of(problem, on).scratch

@@ -135,7 +135,7 @@ def pullback(problem):
 def saved_arrays(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of each array that the plan of a call saves for its pullback."""
     planner = PLANNERS[problem.op]
-    return planner.saved(problem, device) if hasattr(planner, "saved") else ()
+    return planner.saved(execute.describe(problem, device)[0], device) if hasattr(planner, "saved") else ()
 
 
 class Pullback:

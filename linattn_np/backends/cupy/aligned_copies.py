@@ -16,21 +16,25 @@ PADDED_BYTES = 16
 
 
 # -- calls on padded copies --------------------------------------------------------------------------------------------
-def plan_on_copies(problem, plan, *cotangents):
+def plan_on_copies(problem, plan, *cotangents, keep=""):
     """The plan of a call on padded copies of its arrays; or, for `cotangents` (do, dht), that of its pullback. Results
-    have the shapes that the caller wants. `plan` is a function of (the padded problem, *padded cotangents)."""
-    draft, padded_plan = plan_of_padded(problem, plan, *cotangents)
+    have the shapes that the caller wants. `plan` is a function of (the padded problem, *padded cotangents). `keep`: the
+    name of an array that is not copied, and whose gradient is returned as `plan` gives it."""
+    draft, padded_plan = plan_of_padded(problem, plan, *cotangents, keep=keep)
     results, states = draft.include(padded_plan)
     if cotangents:
-        wanted = tuple(draft.with_shape(dx, x.shape) for dx, x in zip(results, problem.arrays.values(), strict=True))
+        named = zip(results, problem.arrays.items(), strict=True)
+        wanted = tuple(dx if name == keep else draft.with_shape(dx, x.shape) for dx, (name, x) in named)
     else:
-        wanted = draft.output(problem, fits=lambda out: True)
+        o_shape = problem.shape(problem.op.out)
+        wanted = draft.with_shape(results, o_shape) if problem.out is None else problem.out
     state = states and (draft.with_shape(states[0], problem.shape(problem.op.state[0])),)
     copy_rows(draft, zip(arrays_in((results, states)), arrays_in((wanted, state)), strict=True))
-    return draft.plan((wanted, state), mode=padded_plan.mode, tiles=padded_plan.tiles)
+    explained = {"mode": padded_plan.mode, "tiles": padded_plan.tiles, "reasons": padded_plan.reasons}
+    return draft.plan((wanted, state), **explained)
 
 
-def plan_of_padded(problem, plan, do=None, dht=None):
+def plan_of_padded(problem, plan, do=None, dht=None, keep=""):
     """(a draft that makes the padded copies, what `plan` returns for them, which is not yet a part of the draft)."""
     sizes, draft, copies = dict(problem.sizes), Draft(), {}
     multiple = PADDED_BYTES // min(x.dtype.itemsize for x in token_arrays(problem))
@@ -38,7 +42,10 @@ def plan_of_padded(problem, plan, do=None, dht=None):
         sizes[axis] = multiple * ceil_div(sizes[axis], multiple)
 
     def padded(name, x, axes):
-        shape = tuple(sizes[axis] if axis in "KV" else size for axis, size in zip(axes.split(), x.shape, strict=True))
+        names = axes.split()
+        if name == keep or names[-1] not in "KV":
+            return x
+        shape = tuple(sizes[axis] if axis in "KV" else size for axis, size in zip(names, x.shape, strict=True))
         if shape == x.shape and aligned16(x):
             return x
         copies[name] = x, draft.like(x, shape=shape)

@@ -34,7 +34,7 @@ from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels
-from .plan import FLOAT32, Draft, are_large, common_bytes, token_arrays
+from .plan import FLOAT32, Draft, aligned16, are_large, common_bytes, token_arrays
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
@@ -69,8 +69,26 @@ def last_kernel(problem):
     return (DplrBackwardChunks if rule_of(problem.op) == DPLR else KdaBackwardChunks)(*instance)
 
 
+def needs_copies(problem, device, gradient=False) -> bool:
+    """Whether a call, or its pullback if `gradient`, is computed on copies whose rows are whole pieces of 16 bytes.
+
+    Hopper's own kernels read no other rows. The kernels of every card in chunks copy other rows number by number, and
+    wait for each number.
+    """
+    rows = [x for name, x in problem.arrays.items() if problem.op.arrays[name].split()[-1] in "KV"]
+    if aligned16(*rows) or not all(x.size for x in rows) or "final_state" in problem.options:
+        return False
+    if why_not_in_chunks(problem, device, gradient):
+        return False
+    if gradient:
+        return ScalarGradientsOnHopper(problem, device).why_not() is not None
+    return None not in (ScalarOnHopper.why_not(problem, device), SmallHeads.why_not(problem, device))
+
+
 def plan(problem, device):
     """The plan of a call."""
+    if needs_copies(problem, device):
+        return plan_on_copies(problem, lambda copies: plan(copies.replace(gradient=False), device))
     reasons = {}
     for way in FORWARD_WAYS:
         reason = way.why_not(problem, device)
@@ -275,9 +293,11 @@ KEPT = 2.6
 
 def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them and the
-    residuals. Calls of KDA and RWKV-7 keep them whose pullback is in chunks, too, if no sequence is cut into segments;
-    the pullbacks of others compute them again."""
+    residuals. Calls of KDA and RWKV-7 keep them whose pullback is in chunks, too, if no sequence is cut into segments
+    and no array is copied; the pullbacks of others compute them again."""
     if not problem.gradient or rule_of(problem.op) == GATED_DELTA or why_not_in_chunks(problem, device, gradient=True):
+        return ()
+    if needs_copies(problem, device):
         return ()
     if any(way.why_not(problem, device) is None for way in FORWARD_WAYS[: FORWARD_WAYS.index(InChunks)]):
         return ()
@@ -302,6 +322,8 @@ def kept_arrays(problem, walk) -> dict[str, tuple]:
 def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None). `saved`:
     what the plan of the call has saved."""
+    if needs_copies(problem, device, gradient=True):
+        return plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
     reasons = {}
     for way in gradient_ways(problem.op):
         gradients = way(problem, device)

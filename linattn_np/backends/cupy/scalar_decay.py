@@ -17,7 +17,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...declarations import GLA
-from . import float64, gated, gated_backward, segments
+from . import aligned_copies, float64, gated, gated_backward, segments
 from .arithmetic import ceil_div
 from .backward_tiles import DraftOfTiles, tiles_of
 from .elementwise_kernels import (
@@ -271,6 +271,8 @@ def plan_gla(draft, gla, device, reason, summaries=()):
     for every channel, which `draft` makes; `reason` is what `explain` prints for that copy."""
     if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
+    if gla.mode == "chunk" and segments.only_copies_fit_hopper(gla, device, [gla[name] for name in "qkv"]):
+        return aligned_copies.plan_on_copies(gla, lambda copies: plan_gla(draft, copies, device, reason), keep="g")
     cut = segments.scalar_forward_cut(gla, device)
     if cut is None:
         return gated.plan(with_gate_of_every_channel(draft, gla, reason), device)
@@ -369,6 +371,13 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
     """
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
+    uneven = segments.only_copies_fit_hopper(gla, device, [gla[name] for name in "qkv"])
+    if uneven and gla.dtype == BFLOAT16 and not segments.are_short(gla, device):
+
+        def plan_of_copies(copies, do, dht):
+            return plan_gla_vjp(draft, copies, device, do, dht, reason, wants_dg=wants_dg)
+
+        return aligned_copies.plan_on_copies(gla, plan_of_copies, do, dht, keep="g")
     cut = segments.scalar_backward_cut(gla, device, bool(summaries))
     if cut.way == PORTABLE:
         gate = SHARED_GATE if wants_dg else UNWANTED_GATE

@@ -57,12 +57,15 @@ from .gated_kernels import (
     GatedWideOperands,
     read_order,
 )
-from .plan import FLOAT32, aligned16, are_large, common_bytes, has_rows, mappable, mappable_either_way, token_arrays
+from .plan import FLOAT32, common_bytes, has_rows, mappable, mappable_either_way, token_arrays
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 
 # -- constants ---------------------------------------------------------------------------------------------------------
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
 MOST_PARTS = 16  # the most parts of a segment that is summarised
+# Bytes of the smallest pieces of rows that forward kernels of every card load without a wait for each: in general, and
+# by those of small heads. Those of the backward pass need pieces of 16 bytes.
+LEAST_PIECE, LEAST_PIECE_OF_SMALL = 8, 4
 COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal; the fewest segments are then taken
 
 # Heads of at most 16 channels and columns.
@@ -265,10 +268,9 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 
 
 def forward_cut(problem, device) -> ForwardCut:
-    """How the forward pass is computed for gates of every channel. Large arrays that kernels could load only 2 bytes at
-    a time are copied first, which is faster."""
+    """How the forward pass is computed for gates of every channel."""
     arrays = token_arrays(problem)
-    if are_large(arrays) and "final_state" not in problem.options and common_bytes(*arrays) == 2:
+    if "final_state" not in problem.options and copies_are_faster(problem, device):
         return ForwardCut(COPIED)
     if are_small(problem, device):
         return small_forward_cut(problem, device)
@@ -278,6 +280,31 @@ def forward_cut(problem, device) -> ForwardCut:
         backward = segments_of_pullback(problem, device) if pullback_follows else NO_PULLBACK
         return hoppers_forward_cut(problem, device, backward)
     return portable_forward_cut(problem, device)
+
+
+def copies_are_faster(problem, device) -> bool:
+    """Whether the forward pass is computed on copies whose rows are whole pieces of 16 bytes: if Hopper's own kernels
+    can read no others, or if the kernels of every card load slowly. (Where Hopper's own kernels can read rows of these
+    lengths, only arrays at other addresses are copied: see `Draft.mapped`.)"""
+    arrays = token_arrays(problem)
+    if are_small(problem, device):
+        return load_slowly(arrays, LEAST_PIECE_OF_SMALL)
+    if fits_hoppers_forward(problem, device, arrays):
+        return False
+    return only_copies_fit_hopper(problem, device, arrays) or load_slowly(arrays, LEAST_PIECE)
+
+
+def only_copies_fit_hopper(problem, device, arrays) -> bool:
+    """Whether Hopper's own kernels can read `arrays` only as copies, since rows are no whole pieces of 16 bytes."""
+    kernels = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
+    return kernels and all(x.size for x in arrays) and not mappable_once_copied(arrays)
+
+
+def load_slowly(arrays, least_piece) -> bool:
+    """Whether kernels load rows of `arrays` slowly, since the pieces that they can load at a time have less than
+    `least_piece` bytes. They then load numbers one by one, and wait for each. A copy takes less time even of the
+    smallest arrays; empty ones need none."""
+    return all(x.size for x in arrays) and common_bytes(*arrays) < least_piece
 
 
 def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
@@ -471,7 +498,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
         of_tiles = segments_of_tiles(problem, device, arrays)
         if of_tiles.count:
             return BackwardCut(TILED, device, of_tiles.count, short=of_tiles.short)
-    if are_large([*arrays, do]) and not aligned16(*arrays, do):  # kernels and copies together are then 10 times as fast
+    if load_slowly([*arrays, do], 16):
         return BackwardCut(COPIED, device)
     if are_small(problem, device):
         return small_backward_cut(problem, device)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from . import float64, gated, gated_backward, segments
+from . import aligned_copies, float64, gated, gated_backward, segments
 from .arguments import members
 from .arithmetic import ceil_div
 from .gated_forward import PortableForward
@@ -29,7 +29,7 @@ from .gated_kernels import (
     channels,
 )
 from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
-from .plan import FLOAT32, Draft, aligned16
+from .plan import FLOAT32, Draft, aligned16, token_arrays
 from .segments import PORTABLE
 
 # How a class describes its kernel:
@@ -159,6 +159,8 @@ def plan(problem, device):
     """The plan of a call."""
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
+    if problem.mode == "chunk" and segments.load_slowly(token_arrays(problem), segments.LEAST_PIECE):
+        return aligned_copies.plan_on_copies(problem, lambda copies: plan(copies, device))
     draft = Draft()
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
     if problem.mode == "recurrent":
@@ -211,6 +213,8 @@ def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of a pullback. `saved` is always empty: plans of calls save nothing."""
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
+    if segments.load_slowly([*token_arrays(problem), do], 16):
+        return aligned_copies.plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
     draft = Draft()
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
     dh0 = draft.gradient_of_state(problem)
