@@ -43,10 +43,10 @@
 //   T, B           the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T
 //                  is bfloat16
 //   GATES          the gates that a lane has of a token: 4, of its channels, or 1 if G is ScalarDecay
-//   CHUNK, SUB_CHUNK      32 and 8, the tokens of a chunk and of a sub-chunk
+//   CHUNK, SUB_CHUNK  32 and 8, the tokens of a chunk and of a sub-chunk
 //   coord          a ProducerCoord: the lane's group, its thread in the group, its sub-chunk, first_row, and the first
 //                  of its 4 channels. LANES: lanes of a sub-chunk; THREADS: threads of the group
-//   PRODUCER_GROUPS         how many producer groups of the cluster take chunks in turn
+//   PRODUCER_GROUPS  how many producer groups of the cluster take chunks in turn
 //   s.u            RWKV-6's bonus u of each channel
 // From forward_storage.cuh and forward_rows.cuh
 //   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one

@@ -65,7 +65,12 @@ def read_order(op) -> str:
 # clusters of two blocks, each with half of K or half of V.
 SINGLE_PASS, SEGMENT_STATE, SPLIT_CHANNELS = "SinglePass", "SegmentState", "SplitChannels"
 CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
-TILES = (64, 128)  # BK and BV of forward kernels; TILES[size > 64] is the smallest that holds `size`, if any does
+TILES = (64, 128)  # BK and BV of forward kernels
+
+
+def tile_for(size) -> int:
+    """The smallest of TILES that holds `size` channels or columns; the largest if none does."""
+    return TILES[size > TILES[0]]
 
 
 class GatedForward(TiledKernel):
@@ -91,7 +96,7 @@ class GatedForward(TiledKernel):
 
         If the first choice is too large, SPLIT_CHANNELS halves BK; the other schedules halve BV.
         """
-        instance = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
+        instance = cls(read_order, schedule, dtype, gate, products, tile_for(K), tile_for(V))
         is_split = schedule == SPLIT_CHANNELS
         wide_instance = replace(instance, BV=2 * TILES[-1])
         if is_split and dtype == BFLOAT16 and V > TILES[-1] and wide_instance.shared_bytes <= shared:
@@ -137,7 +142,7 @@ class GatedSegmentStates(TiledKernel):
 
         With float16 data a block's registers hold 64 columns only.
         """
-        instance = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
+        instance = cls(dtype, gate, products, tile_for(K), TILES[0] if dtype == np.float16 else tile_for(V))
         return instance if instance.shared_bytes <= shared else replace(instance, BK=TILES[0])
 
     @property
@@ -299,7 +304,7 @@ class GatedForwardSm90(TiledKernel):
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, K, V):
         columns = {CLUSTER_SPLIT_K: TILES[V > 128], CLUSTER_SPLIT_V: PANEL}
-        return cls(read_order, schedule, dtype, gate, TILES[K > 64], columns.get(schedule, TILES[V > 64]))
+        return cls(read_order, schedule, dtype, gate, tile_for(K), columns.get(schedule, tile_for(V)))
 
     @property
     def channels(self):
@@ -353,7 +358,7 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
 
     @classmethod
     def fitting(cls, read_order, dtype, gate, K, V, *schedule):
-        return cls(read_order, dtype, gate, TILES[K > 64], TILES[V > 64], *schedule)
+        return cls(read_order, dtype, gate, tile_for(K), tile_for(V), *schedule)
 
     @property
     def threads(self):

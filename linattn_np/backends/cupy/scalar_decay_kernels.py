@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members, structs
-from .gated_kernels import SM90, TILES
+from .gated_kernels import SM90, tile_for
 from .kernel import TiledKernel
 
 # How a class describes its kernel:
@@ -59,7 +59,7 @@ class WeightedSums(TiledKernel):
 
     @classmethod
     def fitting(cls, what, gate, K, V):
-        return cls(what, gate, TILES[K > 64], TILES[V > 64])
+        return cls(what, gate, tile_for(K), tile_for(V))
 
     @property
     def arguments(self):
@@ -106,4 +106,4 @@ class ScalarBackwardSegments(TiledKernel):
 
     @classmethod
     def fitting(cls, V):
-        return cls(TILES[V > 64])
+        return cls(tile_for(V))

@@ -27,6 +27,7 @@ from .gated_kernels import (
     GatedForward,
     Recurrent,
     channels,
+    tile_for,
 )
 from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, token_arrays
@@ -70,7 +71,7 @@ class ValueGateForward(TiledKernel):
 
         Columns are reduced first, then channels; a tile with fewer than K channels has the schedule SPLIT_CHANNELS.
         """
-        most_channels, columns = TILES[K > TILES[0]], TILES[V > TILES[0]]
+        most_channels, columns = tile_for(K), tile_for(V)
         tiles = [
             (schedule, most_channels, columns),
             (schedule, most_channels, TILES[0]),
