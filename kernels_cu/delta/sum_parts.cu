@@ -18,7 +18,8 @@
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   sum_over_lanes<32>: over the warp; LEAST_SQUARE = 1e-6
 
-constexpr int LANE_CHANNELS = 8;  // numbers of a lane
+constexpr int LANE_CHANNELS = 8;                               // numbers of a lane
+template <typename R> constexpr int AT_ONCE = 32 / sizeof(R);  // parts whose loads are under way together
 
 template <typename T> struct Args {
   const Real<T>* parts;
@@ -38,13 +39,22 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   const R* from = args.parts + (head * args.group * args.T_ + t) * K;
   R dx[LANE_CHANNELS] = {};
   const i64 head_size = args.T_ * K, tile_size = args.B * args.H * args.group * head_size;
-  for (int tile = 0; tile < int(args.tiles); ++tile)
-    for (int member = 0; member < int(args.group); ++member) {
-      const R* part = from + tile * tile_size + member * head_size;
+  const int group = int(args.group), parts = int(args.tiles) * group;
+#pragma unroll 1
+  for (int first = 0; first < parts; first += AT_ONCE<R>) {
+    R terms[AT_ONCE<R>][LANE_CHANNELS];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE<R>; ++n) {
+      const R* part = from + (first + n) / group * tile_size + (first + n) % group * head_size;
 #pragma unroll
       for (int i = 0; i < LANE_CHANNELS; ++i)
-        if (lane + 32 * i < K) dx[i] += part[lane + 32 * i];
+        terms[n][i] = first + n < parts && lane + 32 * i < K ? part[lane + 32 * i] : R(0);
     }
+#pragma unroll
+    for (int n = 0; n < AT_ONCE<R>; ++n)
+#pragma unroll
+      for (int i = 0; i < LANE_CHANNELS; ++i) dx[i] += terms[n][i];
+  }
   if (args.x.p) {
     const T* x_row = args.x.row(b, h, t);
     R x[LANE_CHANNELS], squares = 0, dot = 0;
