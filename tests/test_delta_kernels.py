@@ -30,7 +30,7 @@ class Case:
     B: int = 1
     H: int = 2
     groups: int = 1  # heads of values for each head of keys
-    T: int = 20
+    T: int = 36  # more than a chunk
     K: int = 20
     V: int = 18
     dtype: np.dtype = SINGLE
@@ -56,7 +56,7 @@ class Case:
         return arrays, start.astype(kept), do, dht.astype(kept)
 
 
-PACKED = {"cu_seqlens": [0, 0, 7, 8, 20]}
+PACKED = {"cu_seqlens": [0, 0, 2, 3, 36]}
 CASES = {
     "delta_rule": Case(DELTA_RULE, B=2, dtype=BFLOAT16),
     "delta_rule-normalized": Case(DELTA_RULE, groups=2, options={"qk_l2norm": True} | PACKED),
@@ -474,8 +474,9 @@ def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
         ({"op": KDA, "K": 130}, "auto", "K=130 is over 128"),
         ({"dtype": SINGLE, "K": 130}, "auto", "K=130 is over 128"),
         ({}, "recurrent", "mode='recurrent' is token by token"),
+        ({"T": 3}, "auto", "sequences of at most 3 tokens"),
     ],
-    ids=["data", "channels", "channels-float32", "mode"],
+    ids=["data", "channels", "channels-float32", "mode", "few-tokens"],
 )
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_reasons_against_chunks(changed, mode, reason, gradient, rng):

@@ -29,7 +29,7 @@ from .delta_kernels import (
     KdaBackwardChunks,
     sum_parts,
 )
-from .delta_segments import CutByToken, CutInChunks, chunk_kernels, gate_dtype, launch_by_token, rule_of
+from .delta_segments import CutByToken, CutInChunks, are_few_tokens, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
@@ -58,6 +58,8 @@ def why_not_in_chunks(problem, device, gradient=False) -> str | None:
     kernels = *chunk_kernels(problem, device, gradient), *([last_kernel(problem)] if gradient else ())
     if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels of {problem.dtype} in chunks"
+    if problem.mode == "auto" and are_few_tokens(problem, gradient):
+        return f"sequences of at most {problem.spans.longest} tokens take less time token by token"
     return None
 
 

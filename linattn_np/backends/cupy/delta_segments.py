@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .arithmetic import ceil_div
+from .arithmetic import ceil_div, padded
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -41,6 +41,20 @@ def chunk_kernels(problem, device, gradient, segments=1):
     walk = walk_class.fitting(problem.dtype, K, V, rule, walks, device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
     return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
+
+
+# Times of a head, in that of one token of one column; without gradients, and with them. Fitted to an H200.
+TOKEN_BY_TOKEN_START = {False: 8, True: 2}  # of a column, besides its tokens
+CHUNK_OF_COLUMN = {False: 8.6, True: 4.5}  # of a column in a chunk of half precision; float32 takes twice as long
+CHUNK_COLUMNS = 64  # a chunk takes as long as if it had so many columns more
+
+
+def are_few_tokens(problem, gradient) -> bool:
+    """Whether no sequence is longer than a chunk, and all take less time token by token, with or without `gradient`."""
+    columns, tokens = padded(problem.sizes["V"], 32), problem.spans.longest
+    by_token = columns * (TOKEN_BY_TOKEN_START[gradient] + tokens)
+    in_chunks = (columns + CHUNK_COLUMNS) * CHUNK_OF_COLUMN[gradient] * problem.dtype.itemsize / 2
+    return tokens <= DeltaScan.CHUNK and by_token < in_chunks
 
 
 def rule_of(op):
