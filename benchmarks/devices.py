@@ -47,7 +47,6 @@ class Gpu(measuring.Cuda):
         do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
         *mhz = 1e3 * (clock64() - cycles) / (now - start);
     }"""
-    LATE = 1_000_000  # nanoseconds that the host may take longer than before, as it does after a rest
     COUNTED = 400_000  # nanoseconds in which cycles are counted: some cards' timer goes by microseconds
 
     def __init__(self):
