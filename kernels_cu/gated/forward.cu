@@ -24,7 +24,7 @@
 // span of 4 tokens, of which a lane has LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the
 // chunk; exists(): whether there is one. TokenDecays: e^g of a lane's tokens and channels. State, Output: a lane's
 // numbers of S and o in accumulators. state_q, state_k: the chunk's queries and keys, decayed for products with S.
-// copy_rows<bytes, loops unrolled, ...>, copy_unaligned_rows start copies of rows; Piece<2, X>: two numbers of a row
+// Piece<2, X>: two numbers of a row
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     const T *k = args.k.row(b, h, first_token) + args.channel, *v = args.v.row(b, h, first_token) + first_column;
     const T* q = args.q.row(b, h, first_token) + args.channel;
     if (bytes == 16) {
-      copy_rows<16, 8, BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels);
-      copy_rows<16, 8, BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels);
-      copy_rows<16, 8, BT, BV, THREADS>(s.v[stage], v, args.v.token_stride, rows, columns);
+      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels);
+      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels);
+      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BV, THREADS>(s.v[stage], v, args.v.token_stride, rows, columns);
     } else {
       copy_unaligned_rows<BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels, bytes);
       copy_unaligned_rows<BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels, bytes);

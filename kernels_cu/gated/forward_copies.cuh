@@ -9,6 +9,7 @@
 // columns from `width` on become zero. A thread has one column of pieces and every AT_ONCE-th row; if AT_ONCE is a
 // multiple of 8, its pieces have the same place in all of these rows, and `place` is computed once. UNROLL: how far the
 // loop over rows is unrolled.
+constexpr int PIECE_BYTES = 16, UNROLL_ROWS = 8;  // for aligned rows
 template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;

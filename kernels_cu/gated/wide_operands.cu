@@ -20,7 +20,6 @@
 //     SUB_CHUNK = 8 tokens of a sub-chunk
 //   Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has LANE_CHANNELS channels from
 //     coord.channel on; coord.row(i): its token i in the chunk
-//   copy_rows<bytes, loops unrolled, ...>, copy_unaligned_rows: start copies of rows
 //   ScoreTask (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them,
 //     put_scores stores them in s.A
 #include "read_order.cuh"
@@ -61,8 +60,10 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const auto fetch = [&](int tile, int stage) {
     const int channel = tile * WIDE, channels = int(min(shape.K - channel, i64(WIDE)));
     if (bytes == 16) {
-      copy_rows<16, 8, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows, channels);
-      copy_rows<16, 8, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows, channels);
+      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows,
+                                                             channels);
+      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows,
+                                                             channels);
     } else {
       copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows, channels, bytes);
       copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows, channels, bytes);

@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
 // Calls f(value of a, value of b, m, half, column) for every value of this lane: its row in the warp's 16 M is 16 m + 8
 // half + lane / 4.
 template <int M, int N, class F>
-__device__ __forceinline__ void each_of_two(Fragment<M, N>& a, Fragment<M, N>& b, F f) {
+__device__ __forceinline__ void each_two_values(Fragment<M, N>& a, Fragment<M, N>& b, F f) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -87,9 +87,9 @@ __device__ __forceinline__ void each_of_two(Fragment<M, N>& a, Fragment<M, N>& b
         for (int x = 0; x < 2; ++x)
           f(a[m][n][2 * half + x], b[m][n][2 * half + x], m, half, 8 * n + 2 * int(threadIdx.x & 3) + x);
 }
-// Calls f(value, m, half, column) for every value of this lane, as each_of_two does.
-template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M, N>& a, F f) {
-  each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
+// Calls f(value, m, half, column) for every value of this lane, as each_two_values does.
+template <int M, int N, class F> __device__ __forceinline__ void each_value(Fragment<M, N>& a, F f) {
+  each_two_values<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
 // Replaces N products s of a row by weights 2^(score - maximum), and updates the row's maximum and this lane's part of

@@ -19,13 +19,12 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
-//   fetch, store: copy a tile of tokens to shared memory, results from it
-//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each,
-//     each_of_two: call f for the lane's values
+//   THREADS = 128, CHUNK_QUERIES = 64
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   slope_of_cap: 1 - tanh^2, from the weight
 
 constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
+constexpr int M = 1;  // a warp's keys, in blocks of 16
 
 template <typename T> struct Args {
   StridedRows<const T> q, k, v, do_;
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   fetch<KEYS, D>(s.v, args.v, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   fetch_queries(0);
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
-  Fragment<1, D> dk = {}, dv = {};
+  Fragment<M, D> dk = {}, dv = {};
   for (int n = 0; n < work.tiles * int(args.group); ++n) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
@@ -83,22 +82,23 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     const int stage = n & 1, query = tile_of(n) * QUERIES;
     const float (&L)[QUERIES] = s.statistics[stage][0], (&deltas)[QUERIES] = s.statistics[stage][1];
     // [the warp's 16 keys, QUERIES queries]. p: q . k, then weights, then gradients of scores; dp: do . v. A lane's
-    // values (each) have a row and a column, the query in the tile.
-    Fragment<1, QUERIES> p = {}, dp = {};
+    // values have a row and a column, the query in the tile.
+    Fragment<M, QUERIES> p = {}, dp = {};
     multiply_transposed<D, 1, QUERIES, CAPPED>(p, s.k, row, s.q[stage]);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
-      each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
+      each_value<M, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
-    each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
+    each_value<M, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
     // `right` and `left` change places: a key is seen by queries up to `right` before it, and `left` after it.
-    if (needs_mask<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
+    if (needs_mask<16 * M, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
       mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
     multiply_rows<D, 1, QUERIES>(dv, p, s.do_[stage]);
-    if (CAPPED) each<1, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
+    if (CAPPED)
+      each_value<M, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
     multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.do_[stage]);
     // p becomes the gradient of the scores.
-    each_of_two<1, QUERIES>(p, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
+    each_two_values<M, QUERIES>(p, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
     multiply_rows<D, 1, QUERIES>(dk, p, s.q[stage]);
   }
   store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, work, args.K, args.vectors);

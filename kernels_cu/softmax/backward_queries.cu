@@ -23,14 +23,13 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
-//   fetch, store: copy a tile of tokens to shared memory, results from it
-//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each,
-//     each_of_two: call f for the lane's values
+//   THREADS = 128, CHUNK_QUERIES = 64
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   slope_of_cap: 1 - tanh^2, from the weight
 //   piece_of: the address of 8 numbers of a tile's row
 
 constexpr int QUERIES = 128, KEYS = 32;
+constexpr int M = 2;  // a warp's queries, in blocks of 16
 
 template <typename T> struct Args {
   StridedRows<const T> q, k, v, o, do_;
@@ -49,7 +48,9 @@ template <typename T, int D> struct alignas(128) Shared {
   T do_[QUERIES * D];
   union {
     T o[QUERIES * D];
-    T kv[2][2][KEYS * D];  // of two tiles: k, v
+    struct {
+      T k[KEYS * D], v[KEYS * D];
+    } stages[2];
   };
   float L[QUERIES], delta[QUERIES];
   Work work;
@@ -63,15 +64,15 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   // The block's tile of queries: tokens work.start on, work.tokens of them. The other_... are the keys' sequence;
   // first_tile, tiles: its tiles of KEYS keys that the queries see.
   const Work& work = s.work;
-  const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;  // row: of the warp's first query in the tile
+  const int row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x & 31;  // row: of the warp's first query in the tile
   // Functions, since there are too few registers to hold these numbers.
   auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first query among the keys
   auto end = [&] { return work.first_tile + work.tiles; };
   auto fetch_keys = [&](int tile, int stage) {
     const int head = work.head / int(args.group), rows = work.other_length - tile * KEYS,
               token = work.other_start + tile * KEYS;
-    fetch<KEYS, D>(s.kv[stage][0], args.k, work.batch, head, token, rows, args.K, args.vectors);
-    fetch<KEYS, D>(s.kv[stage][1], args.v, work.batch, head, token, rows, args.V, args.vectors);
+    fetch<KEYS, D>(s.stages[stage].k, args.k, work.batch, head, token, rows, args.K, args.vectors);
+    fetch<KEYS, D>(s.stages[stage].v, args.v, work.batch, head, token, rows, args.V, args.vectors);
     cp_async_commit();
   };
 
@@ -111,12 +112,12 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   // L of one of the lane's rows, from shared memory: there are too few registers to hold it.
   auto L = [&](int m, int half) { return s.L[row + 16 * m + 8 * half + lane / 4]; };
-  float delta[2][2];
+  float delta[M][2];
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) delta[m][half] = s.delta[row + 16 * m + 8 * half + lane / 4];
-  Fragment<2, D> dq = {};
+  Fragment<M, D> dq = {};
   for (int tile = work.first_tile, stage = 0; tile < end(); ++tile, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
@@ -125,22 +126,23 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     if (key > diagonal() + 31 + int(args.right) || key + KEYS <= diagonal() - int(args.left)) continue;  // unseen
     // [the warp's 32 queries, KEYS keys]. p: q . k, then weights, then gradients of scores; dp: do . v. A lane's values
     // (each) have row 16 m + 8 half + lane / 4.
-    Fragment<2, KEYS> p = {}, dp = {};
-    multiply_transposed<D, 2, KEYS, CAPPED>(p, s.q, row, s.kv[stage][0]);
-    multiply_transposed<D, 2, KEYS, CAPPED>(dp, s.do_, row, s.kv[stage][1]);
+    Fragment<M, KEYS> p = {}, dp = {};
+    multiply_transposed<D, M, KEYS, CAPPED>(p, s.q, row, s.stages[stage].k);
+    multiply_transposed<D, M, KEYS, CAPPED>(dp, s.do_, row, s.stages[stage].v);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
-      each<2, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
+      each_value<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
-    each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
-    if (needs_mask<32, KEYS>(key, diagonal(), int(args.left), int(args.right), work.other_length))
+    each_value<M, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
+    if (needs_mask<16 * M, KEYS>(key, diagonal(), int(args.left), int(args.right), work.other_length))
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < M; ++m)
         mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), work.other_length, 0.f);
-    if (CAPPED) each<2, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
+    if (CAPPED)
+      each_value<M, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
     // p becomes the gradient of the scores.
-    each_of_two<2, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
-    multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);
+    each_two_values<M, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
+    multiply_rows<D, M, KEYS>(dq, p, s.stages[stage].k);
   }
   store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, work, args.K, args.vectors);
 }

@@ -18,11 +18,8 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   THREADS = 128, CHUNK_QUERIES = 64, LOG2E = log2 e
-//   fetch, store: copy a tile of tokens to shared memory, results from it
-//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B; each: call f for
-//     the lane's values
-//   weigh: scores to weights
+//   THREADS = 128, CHUNK_QUERIES = 64
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   RowMaximum, row_end: a row's largest score, its results at the end
 
 constexpr int KEYS = 64;
@@ -90,8 +87,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
     multiply_transposed<D, M, KEYS>(p, s.q, row, s.k[stage]);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
-      each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
-    } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
+      each_value<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
+    } else if (args.scale < 0) each_value<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
     if (needs_mask<16 * M, KEYS>(key, diagonal, left, right, work.other_length))
 #pragma unroll
       for (int m = 0; m < M; ++m)

@@ -74,6 +74,7 @@ template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_FLOAT16<
 
 // Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
+constexpr int SCORE_WARPS = 4;  // of that warpgroup
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
 // The largest magnitude of dS for which float16 products are used. They take dS times a power of 2 that makes its
@@ -341,7 +342,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     if (TF32_READ<T, G, BK>) {
       if (iteration)
         mbarrier_wait(s.operands, (iteration - 1) & 1);  // s.float_v of the previous iteration has been read
-      put_float_tile<4, T, BV>(s.float_v, in.v, warp, lane);
+      put_float_tile<SCORE_WARPS, T, BV>(s.float_v, in.v, warp, lane);
     }
     if (channel < BK) s.query_sums[iteration & 1][channel] = query_sum;
     if (channel == 0) s.flags[iteration & 1] = flags;

@@ -79,7 +79,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Pairs dA;  // dA_ij is at pair_at(dA, i, j) (decays.cuh). RWKV-6: scale do_i . v_i: self_weight_at(dA, i)
 };
 
-constexpr int STAGES = 3;  // chunks in shared memory at a time
+constexpr int STAGES = 3;       // chunks in shared memory at a time
+constexpr int SCORE_WARPS = 3;  // they compute dA
 // Schedule: OneEach or InTurn (states.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
@@ -201,7 +202,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
         *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
       }
     }
-    put_float_tile<3, T, BV>(in.float_do, in.do_, block, lane);  // 3: warps that share the rows
+    put_float_tile<SCORE_WARPS, T, BV>(in.float_do, in.do_, block, lane);
     fence_proxy_async();
     mbarrier_arrive(s.dA_stored[iteration % STAGES]);
   }
@@ -554,7 +555,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(s.arrived[stage], 32);
       mbarrier_init(s.full[stage], 32);
-      mbarrier_init(s.dA_stored[stage], 3 * 32);
+      mbarrier_init(s.dA_stored[stage], SCORE_WARPS * 32);
       mbarrier_init(s.done[stage], CONSUMERS);
     }
   fence_proxy_async();
@@ -570,7 +571,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   }
   if constexpr (FEW_REGISTERS) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
-  if (warp == 3) return move_chunks<ReadOrder>(s, args);
+  if (warp == SCORE_WARPS) return move_chunks<ReadOrder>(s, args);
   each_segment<Schedule, FORWARDS>(args, [&](const Segment& segment, int chunks_before) {
     make_dA<ReadOrder>(s, segment.tokens, chunks_before, float(args.scale), warp, threadIdx.x & 31);
   });
