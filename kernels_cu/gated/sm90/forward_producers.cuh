@@ -357,9 +357,8 @@ enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 //    8  barrier of the group: operands are stored, q and k have been read; so have the decays, which 1 stores again
 //    9  the next chunk's q and k are copied over this chunk's; operands are sent to the cluster's other block
 //   10  scores are stored; cluster: barrier of the group, then scores are sent
-// A fence_proxy_async is between a group's own accesses and a later copy from or to the same memory: after 1 for 3,
-// before 8 for 9, in 10 for the scores. The second vote of 2 reads gates once more, after the fence for 3. No fence
-// orders these reads; they have ended before the vote's barrier, because the vote is computed from what they read.
+// A fence_proxy_async is between a group's own accesses and a later copy from or to the same memory: for 3 before each
+// vote of 2, since both read gates; for 9 before 8; for the scores in 10.
 constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;
 template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
@@ -408,7 +407,10 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
-    else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
+    else {
+      exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
+      fence_proxy_async();  // orders these reads, too, before the next copy of gates
+    }
     grows = named_barrier_any(PRODUCER_BARRIER + coord.group, Coord::THREADS, exceeds_here);
   }
   const auto fetch_next_gates = [&] {
