@@ -627,9 +627,11 @@ __device__ __forceinline__ u32 max_of_each_half(u32 a, u32 b) {
   return y;
 }
 
-// Orders this thread's ordinary accesses of shared memory before later ones of wgmma and of bulk copies, which see its
-// stores, and overwrite nothing before its loads have read it; after a barrier, also before those that other threads
-// start. Ordinary accesses need none among themselves, nor wgmma and copies whose end has been waited for.
+// Orders ordinary accesses of shared memory before later ones of wgmma and of bulk copies, which see the stores, and
+// overwrite nothing before the loads have read it. The rule: between other threads' accesses and a copy, either they
+// call this before the barrier at which they arrive, or the copying thread after it has waited for that barrier, which
+// costs less. Ordinary accesses do not need it among themselves, nor after wgmma and copies whose end has been waited
+// for.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The inverse of ldmatrix_x4: lane l gives the 16-byte row l % 8 of matrix l / 8.

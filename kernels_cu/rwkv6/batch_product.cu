@@ -42,6 +42,7 @@ template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
 
 template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   typedef typename MultipliedAs<T>::Type X;
+  static constexpr bool WIDENS = sizeof(T) == 1;  // consumers read weights by plain loads, to convert them
   static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>, ROWS = ROWS_;
   static constexpr int PITCH = ROWS + 4;     // distance of columns in `parts`, without bank conflicts
   static constexpr int SHARES = 128 / ROWS;  // 2: both warpgroups have the same 64 rows, and each a share of K
@@ -86,7 +87,10 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
     MBarrier& full = s.w_full[step % S::STAGES];
-    if (step >= S::STAGES) mbarrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
+    if (step >= S::STAGES) {
+      mbarrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
+      if (S::WIDENS) fence_proxy_async();  // orders those reads before the copy that overwrites the stage
+    }
     // Until the previous kernel has ended, the copy FLIGHT steps before this one must have arrived.
     if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
       mbarrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);

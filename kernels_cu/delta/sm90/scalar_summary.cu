@@ -82,7 +82,10 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& stage = s.stages[ring.stage];
-    if (token >= S::STAGES * CHUNK) mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+    if (token >= S::STAGES * CHUNK) {
+      mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+      fence_proxy_async();  // orders consumers' reads before the copies that overwrite the stage
+    }
     fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
       for (int panel = 0; panel < S::BK / 64; ++panel) {
         auto& tile = *reinterpret_cast<Panel<typename S::T>(*)[1]>(&stage.queries_keys[panel][CHUNK]);

@@ -80,7 +80,10 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
       const int iteration = first_turn + stage;
       if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
-      if (first_turn) mbarrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
+      if (first_turn) {
+        mbarrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
+        fence_proxy_async();  // orders consumers' reads before the copies that overwrite the stage
+      }
       // For each f(tile, tensor map, rows, width, first column), copies the chunk by the tensor map, or from `rows`
       // where a box would reach into another sequence or tokens have a negative stride; all lanes arrive.
       fetch_chunk(s.full[stage], work, first_token_of(iteration), [&](auto f) {

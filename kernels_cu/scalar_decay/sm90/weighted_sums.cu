@@ -257,13 +257,12 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
     if (iteration >= 0) {
       mbarrier_wait((block_serves_gate_gradient<Pass>() ? s.summed : s.done)[iteration % STAGES],
                     iteration / STAGES & 1);
-      if constexpr (HAS_OUTPUTS<Pass>) {
-        // Orders the consumers' results, which the barrier has made visible to this warp, before the copy engine's
-        // reads. The consumers could do it, too, but have less time.
-        fence_proxy_async();
+      // Orders what the consumers have read and written, as the barrier says, before the copies from and to the stage.
+      // The consumers could do it, too, but have less time.
+      fence_proxy_async();
+      if constexpr (HAS_OUTPUTS<Pass>)
         store_chunk(work, first_token_of(iteration, work, backwards),
                     [&](auto f) { f(stage.v, sum.o, sum.o_rows, sum.V, column, sum.adds_to_o); });
-      }
     }
     if (next * CHUNK >= work.tokens) continue;
     if constexpr (IN_CLUSTER<Pass, BK, BV>) {
