@@ -84,6 +84,7 @@ SHAPES = {
     "bfloat16": {"bounds": [0, 20], "dtype": BFLOAT16},
     "float16": {"bounds": [0, 20], "dtype": np.float16},
     "chunk-of-64": {"bounds": [0, 30, 130], "K": 70, "V": 66, "H": 1, "chunk": 64},
+    "channels-of-two-launches": {"bounds": [0, 20], "K": 260, "V": 4, "H": 1},
     "float64": {"bounds": [0, 20], "dtype": np.float64},
 }
 FOR_A_SIMULATOR = ("short", "packed", "some-inf", "bfloat16")

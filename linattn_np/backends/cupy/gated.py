@@ -22,7 +22,7 @@ def unsupported(problem) -> str | None:
         return f"no mode {mode!r}; it has {', '.join(map(repr, ('auto', *PLANS)))}"
     if mode == "chunk" and problem.materialize:
         return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
-    if problem.sizes["K"] > CHANNELS[-1] and mode != "chunk":
+    if problem.sizes["K"] > CHANNELS[-1] and mode == "recurrent":
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return no_kernels(problem.dtype, CTYPES)
 

@@ -12,14 +12,17 @@ with B batch, H heads, T tokens, K channels, V columns and NC chunks. Stages 3 t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ...contract import SUB_CHUNK
 from .arguments import members
 from .arithmetic import ceil_div
+from .elementwise_kernels import sum_arrays
 from .gated_kernels import CHANNELS, channels
-from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
-from .plan import Array, Draft, common_bytes
+from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
+from .plan import Array, Draft, common_bytes, is_contiguous
 
 # How a class describes its kernel:
 #     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
@@ -121,8 +124,6 @@ class Float64Combine(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.op.name == "intra_chunk" and problem.dtype in CTYPES and problem.sizes["K"] > CHANNELS[-1]:
-        return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return no_kernels(problem.dtype, FLOATS)
 
 
@@ -136,7 +137,7 @@ def plan(problem, device):
     if name == "combine":
         results = draft.give_back(problem, results)
     tiled = name == "intra_chunk" and problem.dtype != DOUBLE
-    BK = {"BK": channels(problem.sizes["K"])} if tiled else {}
+    BK = {"BK": channels_of_launch(problem)} if tiled else {}
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
 
 
@@ -151,8 +152,13 @@ def plan_all_stages(problem, device, summaries):
     o = stages.combine(qg, h, stages.intra_chunk(q, k, g), v)
     tiles = {"chunk": stages.shape.chunk}
     if problem.dtype != DOUBLE:
-        tiles = {"BK": channels(problem.sizes["K"]), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
+        tiles = {"BK": channels_of_launch(problem), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
     return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
+
+
+def channels_of_launch(problem) -> int:
+    """The channels of a launch of scores."""
+    return channels(min(problem.sizes["K"], CHANNELS[-1]))
 
 
 class Stages:
@@ -200,17 +206,33 @@ class Stages:
         return h, final
 
     def intra_chunk(self, q, k, g):
-        shape = self.shape
+        """A. More channels than a launch has take several launches, whose scores are then added."""
+        shape, draft, u = self.shape, self.draft, self.draft.bonus(self.problem)
         A = self.new_array(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
-        access = {}
         if q.dtype == DOUBLE:
-            kernel, blocks = Float64IntraChunk(self.read_order), shape.all_chunks
-        else:
-            access = {"bytes": common_bytes(q, k, g)}
-            kernel = IntraChunk(self.read_order, q.dtype, g.dtype, channels(shape.K))
-            blocks = shape.all_chunks * ceil_div(shape.chunk, kernel.rows)
-        self.launch(kernel, blocks, q=q, k=k, g=g, u=self.draft.bonus(self.problem), A=A, **access)
+            self.launch(Float64IntraChunk(self.read_order), shape.all_chunks, q=q, k=k, g=g, u=u, A=A)
+            return A
+        first_channels = range(0, shape.K, CHANNELS[-1])
+        if len(first_channels) < 2:
+            self.launch_scores(q, k, g, u, A)
+            return A
+        parts = draft.empty((len(first_channels), *A.shape), self.real)
+        for part, first in enumerate(first_channels):
+            q_part, k_part, g_part = (x[..., first : first + CHANNELS[-1]] for x in (q, k, g))
+            u_part = None if u is None else draft.contiguous_copy(u[:, first : first + CHANNELS[-1]])
+            self.launch_scores(q_part, k_part, g_part, u_part, parts[part])
+        total = A if is_contiguous(A) else draft.empty(A.shape, A.dtype)
+        sum_arrays(draft, parts, total)
+        if total is not A:
+            draft.copy(total, A)
         return A
+
+    def launch_scores(self, q, k, g, u, A):
+        """Launches the scores A of the channels of q, k, g and u, at most as many as a launch has."""
+        kernel, shape = IntraChunk(self.read_order, q.dtype, g.dtype, channels(q.shape[-1])), self.shape
+        blocks, arrays = shape.all_chunks * ceil_div(shape.chunk, kernel.rows), {"q": q, "k": k, "g": g, "u": u, "A": A}
+        part = replace(shape, K=q.shape[-1])
+        self.draft.launch(kernel, blocks, **arrays, shape=part, bytes=common_bytes(q, k, g))
 
     def combine(self, qg, h, A, v):
         """o in an array that the kernel can write, which may be the caller's `out`."""
