@@ -262,7 +262,7 @@ class Swapped(Wrong):
 
 
 class Longer(Wrong):
-    arguments = (*gated_kernels.Recurrent.arguments, *members("integers more"))
+    arguments = (*gated_kernels.Recurrent.arguments, *members("int64s more"))
 
 
 class KeptTooRarely(gated_kernels.GatedBackwardQueriesSm90):

@@ -98,7 +98,7 @@ def given(name="x", shape=(2, 3, 4, 8), dtype=SINGLE, start=0):
 
 
 def test_an_argument_is_packed_as_declared():
-    declared = arguments.members("rows q, pointers u none, integers T, reals scale")
+    declared = arguments.members("strided q, pointers u none, int64s T, float64s scale")
     memory = given()
     args = {
         "q": as_array(memory)[:, :, 1:],
@@ -116,7 +116,7 @@ def test_an_argument_is_packed_as_declared():
 
 
 def test_a_declaration_names_kinds_and_members():
-    found = arguments.members("maps+rows q do_, pointers? u, shape, integers T")
+    found = arguments.members("tensor_maps+strided q do_, pointers? u, shape, int64s T")
     assert [(x.name, x.kind) for x in found[:4]] == [
         ("q", "map"),
         ("do_", "map"),
@@ -137,8 +137,8 @@ def test_members_that_may_be_null_can_be_left_out():
 
 
 def test_tensor_maps_and_structs_are_packed_in_place():
-    inner = arguments.members("maps m, integers n")
-    declared = (*arguments.structs("two", 2, inner), *arguments.members("integers last"))
+    inner = arguments.members("tensor_maps m, int64s n")
+    declared = (*arguments.structs("two", 2, inner), *arguments.members("int64s last"))
     memory = given()
     box = TensorMap(as_array(memory), 8, 4, False)
     packed = arguments.Packed(declared, {"two": [{"m": box, "n": 5}, {"m": box, "n": 6}], "last": 7}, {memory: 0})

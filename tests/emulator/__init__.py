@@ -190,7 +190,7 @@ class EmulatedDevice:
 
     def launch(self, kernel, blocks, args, smem=None):
         smem = kernel.shared_bytes if smem is None else smem
-        error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem, kernel.cluster)
+        error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem, kernel.blocks_per_cluster)
         if error:
             raise EmulatorError(f"{kernel.expression}: {error.decode()}")
 

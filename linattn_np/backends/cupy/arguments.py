@@ -30,27 +30,28 @@ class StructMember:
 
 
 KINDS = {  # first word of a part of a declaration -> (kind of its members, 8-byte words per member)
-    "rows": ("rows", 4),  # `StridedRows`: a pointer and three strides, in elements
+    "strided": ("rows", 4),  # `StridedRows`: a pointer and three strides, in elements
     "pointers": ("pointer", 1),
-    "integers": ("integer", 1),
-    "reals": ("real", 1),
-    "maps": ("map", MAP_WORDS),
+    "int64s": ("integer", 1),
+    "float64s": ("real", 1),
+    "tensor_maps": ("map", MAP_WORDS),
     "shape": ("shape", len(SHAPE)),
 }
 
 
 def members(declaration: str) -> tuple[StructMember, ...]:
-    """The members that a text such as "rows q k v o, pointers? initial final, shape, reals scale" declares.
+    """The members that a text such as "strided q k v o, pointers? initial final, shape, float64s scale" declares.
 
-    Each part is a kind and the members' names; `?` marks optional members. "maps+rows q k" declares tensor maps q and
-    k, and the same arrays as rows q_rows and k_rows, for tokens that the boxes of a tensor map do not cover.
+    Each part is a kind and the members' names; `?` marks optional members. "tensor_maps+strided q k" declares tensor
+    maps q and k, and the same arrays, strided, as q_rows and k_rows, for tokens that the boxes of a tensor map do not
+    cover.
     """
     found: list[StructMember] = []
     for part in declaration.split(", "):
         kind, *names = part.split()
-        if kind == "maps+rows":
-            found += members("maps " + " ".join(names))
-            found += members("rows " + " ".join(f"{name.removesuffix('_')}_rows" for name in names))
+        if kind == "tensor_maps+strided":
+            found += members("tensor_maps " + " ".join(names))
+            found += members("strided " + " ".join(f"{name.removesuffix('_')}_rows" for name in names))
         else:
             found += [
                 StructMember(name, *KINDS[kind.rstrip("?")], optional=kind.endswith("?")) for name in names or [kind]

@@ -19,14 +19,8 @@ from .kernel import DOUBLE, TiledKernel
 from .plan import FLOAT32, Draft, TensorMap, mappable
 from .segments import mappable_once_copied
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: scale: the factor of o; dht: the gradient of the final state; others: see `delta_kernels`
 
@@ -39,10 +33,10 @@ class DeltaScalarForwardSm90(TiledKernel):
 
     file = "delta/sm90/scalar_forward"
     arguments = members(
-        "maps+rows q k v o, rows? g, rows beta, shape, pointers? initial final starts, "
-        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "tensor_maps+strided q k v o, strided? g, strided beta, shape, pointers? initial final starts, "
+        "int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}>",)
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
@@ -54,7 +48,7 @@ class DeltaScalarForwardSm90(TiledKernel):
         return 2 * self.BV + 256
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 2 if self.BK + self.BV == 128 else 1
 
 
@@ -63,8 +57,8 @@ class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_summary"
     arguments = members(
-        "maps+rows k v, rows? g, rows beta, shape, pointers? initial, pointers starts F forgets, "
-        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "tensor_maps+strided k v, strided? g, strided beta, shape, pointers? initial, pointers starts F forgets, "
+        "int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
     )
 
 
@@ -74,10 +68,10 @@ class DeltaScalarBackwardStatesSm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_backward_states"
     arguments = members(
-        "maps+rows q k do_ dv, maps state_gradients, rows? g, rows beta, shape, pointers? dht dh0 starts, "
-        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "tensor_maps+strided q k do_ dv, tensor_maps state_gradients, strided? g, strided beta, shape, pointers? dht "
+        "dh0 starts, int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {outputs}>",)
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {outputs}>",)
     outputs: bool = True
 
 
@@ -86,13 +80,13 @@ class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_backward_tokens"
     arguments = members(
-        "maps state_gradients, maps+rows q k v do_ dv dq dk, rows? g, rows beta dbeta, rows? dg, "
-        "pointers? initial starts parts, shape, "
-        "integers P group state_k state_v wide_gate wide_beta normalized, reals scale"
+        "tensor_maps state_gradients, tensor_maps+strided q k v do_ dv dq dk, strided? g, strided beta dbeta, "
+        "strided? dg, pointers? initial starts parts, shape, int64s P group state_k state_v wide_gate wide_beta "
+        "normalized, float64s scale"
     )
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 1
 
 
@@ -160,7 +154,7 @@ class ScalarCut(SegmentCut):
         """An estimate for a chunk of every walk, for so many tiles of columns per sequence and head."""
         N, H = self.problem.shape("N H")
         blocks, alone = ceil_div(N * H * tiles, self.device.multiprocessors), times[kernel.BV]
-        shared, single = divmod(blocks, 2) if kernel.resident == 2 else (0, blocks)
+        shared, single = divmod(blocks, 2) if kernel.blocks_per_multiprocessor == 2 else (0, blocks)
         return shared * of_two + single * alone
 
     def outputs_time(self, segments) -> float:

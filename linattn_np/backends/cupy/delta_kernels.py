@@ -36,14 +36,8 @@ from .gated_kernels import SMALL_SIZES, TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import FLOAT32
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
@@ -63,9 +57,9 @@ class DeltaPrepare(ChunkKernel):
 
     file = "delta/prepare"
     arguments = members(
-        "rows q k g beta, pointers prepared, shape, integers group, reals w_scale, integers normalized bytes"
+        "strided q k g beta, pointers prepared, shape, int64s group, float64s w_scale, int64s normalized bytes"
     )
-    shared = ("Shared<{dtype}, {BK}>",)
+    shared_memory = ("Shared<{dtype}, {BK}>",)
     dtype: np.dtype
     gate: np.dtype
     BK: int
@@ -80,22 +74,22 @@ class DeltaChannelPrepare(DeltaPrepare):
     """`DeltaPrepare` for a gate of every channel."""
 
     file = "delta/channel_prepare"
-    shared = ("Shared<{dtype}, {gate}, {BK}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {BK}>",)
 
 
 class DeltaDplrPrepare(DeltaPrepare):
     """`DeltaPrepare` for RWKV-7, which erases along the vectors a and b."""
 
     file = "delta/dplr_prepare"
-    arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
-    shared = ("Shared<{dtype}, {gate}, {BK}>",)
+    arguments = members("strided q k a b g, pointers prepared, shape, float64s w_scale, int64s bytes")
+    shared_memory = ("Shared<{dtype}, {gate}, {BK}>",)
 
 
 class Walk(ChunkKernel, TiledKernel):
     """The base of walks from chunk to chunk, which read what `DeltaPrepare` or a kernel like it has prepared."""
 
     CHUNK: ClassVar[int] = 32
-    shared = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}>",)
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}>",)
     dtype: np.dtype
     BK: int
     BV: int
@@ -120,7 +114,7 @@ class Walk(ChunkKernel, TiledKernel):
         return 2 * self.BV
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return TILES[1] // self.BV
 
     @property
@@ -134,8 +128,8 @@ class DeltaScan(Walk):
 
     file = "delta/scan"
     arguments = members(
-        "rows v, rows? o initial final, pointers? starts F, pointers prepared, shape, integers P, reals scale, "
-        "integers bytes"
+        "strided v, strided? o initial final, pointers? starts F, pointers prepared, shape, int64s P, float64s scale, "
+        "int64s bytes"
     )
     directions: ClassVar[int] = 1
 
@@ -147,11 +141,11 @@ class DeltaBackwardStates(Walk):
 
     file = "delta/backward_states"
     arguments = members(
-        "rows? v do_ initial dht final dh0 o dv residual dresidual, "
-        "pointers? chunk_states state_gradients starts F, pointers prepared, shape, integers P, reals scale, "
-        "integers bytes"
+        "strided? v do_ initial dht final dh0 o dv residual dresidual, "
+        "pointers? chunk_states state_gradients starts F, pointers prepared, shape, int64s P, float64s scale, "
+        "int64s bytes"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "FORWARDS", "BACKWARDS")  # the possible `of`
     directions: ClassVar[int] = 2
     of: str = DIRECTIONS[0]
@@ -182,10 +176,10 @@ class DeltaBackwardChunks(ChunkKernel):
 
     file = "delta/backward_chunks"
     arguments = members(
-        "rows q k do_ e w g beta, pointers chunk_states state_gradients, rows dq dk, pointers? parts, rows dbeta, "
-        "rows? dg, shape, integers group, reals scale, integers normalized bytes"
+        "strided q k do_ e w g beta, pointers chunk_states state_gradients, strided dq dk, pointers? parts, strided "
+        "dbeta, strided? dg, shape, int64s group, float64s scale, int64s normalized bytes"
     )
-    shared = ("Shared<{dtype}, {BK}>",)
+    shared_memory = ("Shared<{dtype}, {BK}>",)
     constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
     COLUMNS: ClassVar[int] = 64  # columns of a state that are in shared memory at a time
     CHUNK: ClassVar[int] = 32
@@ -198,7 +192,7 @@ class DeltaBackwardChunks(ChunkKernel):
         return 2 * self.BK
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 2
 
     def blocks(self, chunks, K) -> int:
@@ -216,10 +210,10 @@ class DplrBackwardChunks(ChunkKernel):
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
-        "rows q a k b do_ du v u g, pointers chunk_states state_gradients, rows dq dk da db dg, shape, reals scale, "
-        "integers bytes"
+        "strided q a k b do_ du v u g, pointers chunk_states state_gradients, strided dq dk da db dg, shape, "
+        "float64s scale, int64s bytes"
     )
-    shared = ("Shared<{dtype}, {gate}>",)
+    shared_memory = ("Shared<{dtype}, {gate}>",)
     constants: ClassVar[tuple] = (("TILE", "TILE"),)
     TILE: ClassVar[int] = 64  # channels of a block, and columns of a state that are in shared memory at a time
     CHUNK: ClassVar[int] = 32
@@ -241,16 +235,16 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
     file = "delta/kda_backward_chunks"
     arguments = members(
-        "rows q k do_ w e g beta, pointers chunk_states state_gradients, pointers? parts, rows? dq dk, "
-        "rows dg dbeta, shape, "
-        "integers group, reals scale, integers normalized bytes"
+        "strided q k do_ w e g beta, pointers chunk_states state_gradients, pointers? parts, strided? dq dk, "
+        "strided dg dbeta, shape, "
+        "int64s group, float64s scale, int64s normalized bytes"
     )
 
 
 # -- token by token ----------------------------------------------------------------------------------------------------
 COMMON_ARGUMENTS = members(
-    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes, "
-    "pointers? starts, integers P"
+    "strided q k v, strided? a b, strided g, strided? beta initial, shape, int64s group, float64s scale, int64s "
+    "normalized bytes, pointers? starts, int64s P"
 )
 
 
@@ -268,8 +262,8 @@ class DeltaRecurrentForward(DeltaKernel):
     token, for `DeltaRecurrentBackward`; or what segments do to a state: `F`, and G in `starts`."""
 
     file = "delta/recurrent_forward"
-    arguments = COMMON_ARGUMENTS + members("rows? o final, pointers? kept F")
-    shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
+    arguments = COMMON_ARGUMENTS + members("strided? o final, pointers? kept F")
+    shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
     constants: ClassVar[tuple] = (("CHANNELS", "CHANNELS"),)
     CHANNELS: ClassVar[int] = 16  # of a lane: BK / CHANNELS lanes share a column
     BK: int
@@ -301,13 +295,13 @@ class DeltaSmallForward(DeltaKernel):
     """o and final states, for heads of at most D channels and columns: a block, of one warp, has `heads` of them."""
 
     file = "delta/small_forward"
-    arguments = COMMON_ARGUMENTS + members("rows o, rows? final")
-    shared = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
+    arguments = COMMON_ARGUMENTS + members("strided o, strided? final")
+    shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
     threads = 32
     D: int
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 16 if self.D == SMALL_SIZES[0] else 8
 
     @property
@@ -326,8 +320,8 @@ class DeltaRecurrentBackward(DeltaKernel):
     of those with one for each token."""
 
     file = "delta/recurrent_backward"
-    arguments = COMMON_ARGUMENTS + members("rows do_, rows? dv dht dh0, pointers? kept parts token_parts")
-    shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
+    arguments = COMMON_ARGUMENTS + members("strided do_, strided? dv dht dh0, pointers? kept parts token_parts")
+    shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
     BK: int
     TOKENS: int
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
@@ -376,10 +370,10 @@ class DeltaStep(Kernel):
 
     file = "delta/step"
     arguments = members(
-        "rows q k v, rows? a b, rows g, rows? beta, rows o state, pointers? slots, integers H K V group, reals scale, "
-        "integers normalized pieces"
+        "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
+        "group, float64s scale, int64s normalized pieces"
     )
-    shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)
+    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)
     threads = 256
     BV: ClassVar[int] = 64  # columns of the state per block
     rule: str
@@ -395,8 +389,8 @@ class DeltaJoinSegments(Kernel):
     `starts` has G before the launch, and the states and gradients after it."""
 
     file = "delta/join_segments"
-    shared = ("Shared<{dtype}, {BK}>",)
-    arguments = members("pointers F starts, pointers? forgets, integers N P H K V")
+    shared_memory = ("Shared<{dtype}, {BK}>",)
+    arguments = members("pointers F starts, pointers? forgets, int64s N P H K V")
     dtype: np.dtype  # of states
     BK: int
     BV: ClassVar[int] = 16
@@ -411,7 +405,7 @@ class DeltaSumParts(Kernel):
     pass divided its rows by their lengths, and dx is then the gradient of the undivided rows; else null."""
 
     file = "delta/sum_parts"
-    arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
+    arguments = members("pointers parts, strided? x, strided dx, int64s B H T_ K group tiles")
     threads = 128
     dtype: np.dtype
 

@@ -16,14 +16,8 @@ from .arguments import members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
 
@@ -34,7 +28,7 @@ class FeatureMap(Kernel):
     then allow 16-byte copies."""
 
     file = "elementwise/feature_map"
-    arguments = members("rows x y, integers B H T_ C step vectors")
+    arguments = members("strided x y, int64s B H T_ C step vectors")
     threads = 256
     PIECE: ClassVar[int] = 8
     phi: str
@@ -46,7 +40,7 @@ class FeatureGradient(Kernel):
     """dx = dy phi'(x), of C channels."""
 
     file = "elementwise/feature_gradient"
-    arguments = members("rows x dy dx, integers B H T_ C")
+    arguments = members("strided x dy dx, int64s B H T_ C")
     threads = 256
     phi: str
     dtype: np.dtype  # of x and dx
@@ -57,7 +51,7 @@ class GateGradient(Kernel):
     """dg [B, H, T, 1] of a gate that C channels share: the sum of `dg_channels` [B, H, T, C] over the channels."""
 
     file = "elementwise/gate_gradient"
-    arguments = members("rows dg_channels dg, integers B H T_ C")
+    arguments = members("strided dg_channels dg, int64s B H T_ C")
     threads = 128
     dtype: np.dtype  # of dg
 
@@ -66,7 +60,7 @@ class SumArrays(Kernel):
     """sum [H, K] = the sum of N `arrays` [N, H, K]; rows of `sum` lie `row_stride` numbers apart."""
 
     file = "elementwise/sum_arrays"
-    arguments = members("pointers arrays sum, integers N H K row_stride")
+    arguments = members("pointers arrays sum, int64s N H K row_stride")
     threads = 128
     LANES: ClassVar[int] = 8  # threads that add the N values of one number
     dtype: np.dtype  # of sum
@@ -76,7 +70,7 @@ class Divide(Kernel):
     """o = y / z, the normalisation of linear attention: y is columns 0 ... V - 1 of `yz`, and z is column V."""
 
     file = "elementwise/divide"
-    arguments = members("rows yz o, integers B H T_ V")
+    arguments = members("strided yz o, int64s B H T_ V")
     threads = 128
     dtype: np.dtype  # of o
 
@@ -86,7 +80,7 @@ class DivideGradient(Kernel):
     and their gradient is 0."""
 
     file = "elementwise/divide_gradient"
-    arguments = members("rows yz do_ dyz, integers B H T_ V columns")
+    arguments = members("strided yz do_ dyz, int64s B H T_ V columns")
     threads = 128
     dtype: np.dtype  # of do
 
@@ -108,7 +102,7 @@ class CopyRows(Kernel):
         "copies",
         COPIES,
         members(
-            "pointers from_ to, integers stride_b stride_h stride_t stride_c H T C "
+            "pointers from_ to, int64s stride_b stride_h stride_t stride_c H T C "
             "size_b size_h size_t size_c count bytes first_block"
         ),
     )

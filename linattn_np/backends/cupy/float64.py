@@ -28,14 +28,8 @@ from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 
 COLUMNS = (64, 256, 512)  # columns of X that a launch can take; if X has more, several launches add up their results
 CHUNK = 64  # tokens between the states that the forward kernel stores for the backward one, which computes the others
@@ -59,7 +53,7 @@ class Float64(Kernel):
 # R, C: the sizes of X. columns: how many of the C this launch computes. adds: whether it adds to the results of earlier
 # launches. row_stride, column_stride: of X in the arrays of states. a_step, b_step: 0 if all rows, or columns, have one
 # decay, else 1
-STATE = members("integers R C columns adds row_stride column_stride a_step b_step")
+STATE = members("int64s R C columns adds row_stride column_stride a_step b_step")
 
 
 class Forwards(Float64):
@@ -67,9 +61,9 @@ class Forwards(Float64):
 
     file = "float64/forwards"
     arguments = (
-        *members("rows x a y b z result, pointers u_rows u_columns initial final chunk_starts, shape"),
+        *members("strided x a y b z result, pointers u_rows u_columns initial final chunk_starts, shape"),
         *STATE,
-        *members("reals scale"),
+        *members("float64s scale"),
     )
 
 
@@ -79,9 +73,9 @@ class Backwards(Float64):
 
     file = "float64/backwards"
     arguments = (
-        *members("rows x a y b z p dx da, pointers u_rows u_columns du dht dh0 chunk_starts chunk_states, shape"),
+        *members("strided x a y b z p dx da, pointers u_rows u_columns du dht dh0 chunk_starts chunk_states, shape"),
         *STATE,
-        *members("reals scale"),
+        *members("float64s scale"),
     )
 
 

@@ -5,9 +5,8 @@ memory; the module `source` makes the compiler check both. `fitting` chooses the
 
 Words: a head's state has K channels and V columns; BK and BV are the channels and columns of a block's tile. A launch
 takes BK channels; more channels need more launches, whose outputs are added up. A segment is a run of chunks that a
-block computes by itself. `resident` is the number of blocks whose registers fit on one multiprocessor. The kernels'
-files describe the arguments; `bytes` is how many bytes a copy may move at once, `vectors` whether that is 16, and P the
-number of segments of each sequence.
+block computes by itself. The kernels' files describe the arguments; `bytes` is how many bytes a copy may move at once,
+`vectors` whether that is 16, and P the number of segments of each sequence.
 """
 
 from __future__ import annotations
@@ -23,14 +22,8 @@ from .arithmetic import ceil_div
 from .kernel import GatedKernel, Kernel, TiledKernel
 from .plan import FLOAT32
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments besides those of the call (q, k, v, o, ...). An array is [N, ...] of N sequences, or segments:
 #     u, scale             RWKV-6's bonus; the factor of o
@@ -78,9 +71,9 @@ class GatedForward(TiledKernel):
 
     file = "gated/forward"
     arguments = members(
-        "rows q k v g o, pointers? u initial final, shape, reals scale, pointers? sums, integers channel bytes"
+        "strided q k v g o, pointers? u initial final, shape, float64s scale, pointers? sums, int64s channel bytes"
     )
-    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     SUB_CHUNK = 8
     read_order: str
     schedule: str
@@ -119,7 +112,7 @@ class GatedForward(TiledKernel):
         return 2 * self.BV  # a warp for every 16 columns of V
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
 
 
@@ -128,8 +121,8 @@ class GatedSegmentStates(TiledKernel):
     (`states`), and the product of its `decays`; for the first `computed` of the `segments` of each sequence."""
 
     file = "gated/segment_states"
-    arguments = members("rows k v g, pointers states decays, shape, integers channel segments computed parts bytes")
-    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
+    arguments = members("strided k v g, pointers states decays, shape, int64s channel segments computed parts bytes")
+    shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype
     products: int  # as in `GatedForward`
@@ -155,7 +148,7 @@ class GatedSegmentStates(TiledKernel):
         return 2 * self.BK  # a warp for every 16 channels
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 256 // self.BK
 
 
@@ -163,8 +156,8 @@ class Recurrent(GatedKernel, TiledKernel):
     """The forward pass token by token. `gates_columns`: columns of V have gates, too."""
 
     file = "recurrent/forward"
-    arguments = members("rows q k v g o, pointers? u initial final, shape, reals scale, rows? gv")
-    shared = ("Shared<{BK}>",)
+    arguments = members("strided q k v g o, pointers? u initial final, shape, float64s scale, strided? gv")
+    shared_memory = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V in a block, one per lane of a warp
     BK: int
@@ -195,10 +188,10 @@ class GatedBackwardStates(GatedBackward):
 
     file = "gated/backward_states"
     arguments = members(
-        "rows q k v do_ g, pointers? initial dht chunk_states dh0 states decays, shape, integers first heads, "
-        "reals scale, integers vectors P"
+        "strided q k v do_ g, pointers? initial dht chunk_states dh0 states decays, shape, int64s first heads, "
+        "float64s scale, int64s vectors P"
     )
-    shared = ("Shared<{dtype}, {gate}, {BV}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {BV}>",)
     BV: int
 
     @classmethod
@@ -211,7 +204,7 @@ class GatedBackwardStates(GatedBackward):
         return 2 * ceil_div(K, self.TILE) * ceil_div(V, self.BV)
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         if self.products == 3 or self.stored != self.dtype:
             return 2
         return 3 if self.BV > self.TILE else 4 if self.stored == BFLOAT16 else 2
@@ -226,10 +219,10 @@ class GatedBackwardChannels(GatedBackward):
 
     file = "gated/backward_channels"
     arguments = members(
-        "rows q k v do_ g dq dk dg, pointers? u chunk_states partial_du, shape, integers first heads, reals scale, "
-        "integers vectors, pointers? scores diagonal decays row_growth column_growth, rows? given_v given_do gv"
+        "strided q k v do_ g dq dk dg, pointers? u chunk_states partial_du, shape, int64s first heads, float64s scale, "
+        "int64s vectors, pointers? scores diagonal decays row_growth column_growth, strided? given_v given_do gv"
     )
-    shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"
 
 
@@ -238,10 +231,10 @@ class GatedBackwardValues(GatedBackward):
 
     file = "gated/backward_values"
     arguments = members(
-        "rows q k do_ g dv, pointers? u, pointers chunk_states, shape, integers first heads, reals scale, "
-        "integers vectors"
+        "strided q k do_ g dv, pointers? u, pointers chunk_states, shape, int64s first heads, float64s scale, "
+        "int64s vectors"
     )
-    shared = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
     BV: int
 
     @classmethod
@@ -258,7 +251,7 @@ class ScanSegments(Kernel):
 
     file = "gated/scan_segments"
     arguments = members(
-        "pointers states decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
+        "pointers states decays, pointers? column_decays initial, pointers starts, pointers? final, int64s P R H K V"
     )
     threads = 256
     width: int  # neighbouring columns per thread
@@ -273,7 +266,7 @@ class ScanBothWays(Kernel):
     starts and the states' gradients at their ends; the latter alone if `only_backwards`."""
 
     file = "gated/scan_both_ways"
-    arguments = members("pointers states decays, integers N P H K V only_backwards")
+    arguments = members("pointers states decays, int64s N P H K V only_backwards")
     threads = 256
 
 
@@ -287,11 +280,11 @@ class GatedForwardSm90(TiledKernel):
 
     file = "gated/sm90/forward"
     arguments = members(
-        "maps+rows q k g v, maps o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
-        "pointers? decays, integers channel segments computed, pointers? marks, "
-        "integers mark_every marks_per_sequence parts, pointers? segment_states, integers backwards"
+        "tensor_maps+strided q k g v, tensor_maps o_boxes, strided o, strided? scalar_gate, pointers? u initial "
+        "final, shape, float64s scale, pointers? decays, int64s channel segments computed, pointers? marks, int64s "
+        "mark_every marks_per_sequence parts, pointers? segment_states, int64s backwards"
     )
-    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
     CHUNK, SUB_CHUNK = 32, 8
     read_order: str
@@ -312,7 +305,7 @@ class GatedForwardSm90(TiledKernel):
         return self.BK * (2 if self.schedule == CLUSTER_SPLIT_K else 1)
 
     @property
-    def cluster(self):
+    def blocks_per_cluster(self):
         return 2 if self.schedule in (CLUSTER_SPLIT_K, CLUSTER_SPLIT_V) else 1
 
     @property
@@ -338,7 +331,7 @@ class GatedForwardSm90(TiledKernel):
         return 2 * self.BV + self.producer_groups * self.BK
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 2 if self.BK + self.BV == 128 else 1
 
 
@@ -346,7 +339,7 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
     """A kernel of the backward pass on Hopper."""
 
     arch = SM90
-    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
     # Tokens between stored states. The gates' gradient is a running sum. It starts anew at each stored state, which
     # bounds its error.
@@ -377,11 +370,11 @@ ONE_EACH, IN_TURN = "OneEach", "InTurn"
 class GatedBackwardMainSm90(GatedBackwardSm90):
     """The base of the two kernels that compute gradients, chunk by chunk. `schedule`: ONE_EACH or IN_TURN."""
 
-    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
     schedule: str
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 2 if self.BK + self.BV == 128 else 1
 
 
@@ -392,8 +385,8 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
     file = "gated/sm90/backward_queries"
     arguments = members(
-        "maps+rows q k v do_ g dq query_share, pointers u initial dht ends query_sums du checkpoints, "
-        "shape, reals scale, integers P joined adds"
+        "tensor_maps+strided q k v do_ g dq query_share, pointers u initial dht ends query_sums du checkpoints, "
+        "shape, float64s scale, int64s P joined adds"
     )
 
 
@@ -403,8 +396,8 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
     file = "gated/sm90/backward_keys"
     arguments = members(
-        "maps+rows q k v do_ g query_share dk dv dg, pointers u dht ends query_sums checkpoints dh0, "
-        "shape, reals scale, integers P joined adds adds_dv"
+        "tensor_maps+strided q k v do_ g query_share dk dv dg, pointers u dht ends query_sums checkpoints dh0, "
+        "shape, float64s scale, int64s P joined adds adds_dv"
     )
 
     @property
@@ -419,8 +412,8 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
 
     file = "gated/sm90/backward_segments"
     arguments = members(
-        "maps+rows q k v do_ g, pointers initial dht states decays, shape, reals scale, "
-        "integers P only_backwards only_first"
+        "tensor_maps+strided q k v do_ g, pointers initial dht states decays, shape, float64s scale, "
+        "int64s P only_backwards only_first"
     )
 
     @property
@@ -434,8 +427,8 @@ class GatedWideOperands(GatedKernel):
     chunks, computed once for all columns."""
 
     file = "gated/wide_operands"
-    arguments = members("rows q k g, pointers u operands scores decays, shape, integers bytes")
-    shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
+    arguments = members("strided q k g, pointers u operands scores decays, shape, int64s bytes")
+    shared_memory = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
     threads = 256
 
 
@@ -443,8 +436,10 @@ class GatedWideForward(TiledKernel):
     """The second kernel: o and the final state, from what `GatedWideOperands` has written."""
 
     file = "gated/wide_forward"
-    arguments = members("rows v o, pointers operands scores decays initial final, shape, reals scale, integers bytes")
-    shared = ("WideShared<{dtype}, {channel_tiles}>",)
+    arguments = members(
+        "strided v o, pointers operands scores decays initial final, shape, float64s scale, int64s bytes"
+    )
+    shared_memory = ("WideShared<{dtype}, {channel_tiles}>",)
     CHUNK: ClassVar[int] = 32
     TILE: ClassVar[int] = 128  # channels of a tile
     SCORES: ClassVar[int] = 2 * 32 * 40  # numbers per chunk in `scores`: two matrices [32, 32], rows padded to 40
@@ -468,7 +463,7 @@ class GatedWideForward(TiledKernel):
         return 2 * self.BV * self.channel_tiles
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 1 if self.channel_tiles > 2 else 2
 
     @property
@@ -481,10 +476,12 @@ class GatedShortBackward(GatedKernel):
     sequence."""
 
     file = "gated/short_backward"
-    arguments = members("rows q k v do_ g dq dk dv dg, pointers? u initial dht dh0 partial_du, shape, reals scale")
-    shared = ("Shared",)
+    arguments = members(
+        "strided q k v do_ g dq dk dv dg, pointers? u initial dht dh0 partial_du, shape, float64s scale"
+    )
+    shared_memory = ("Shared",)
     threads = 128
-    resident = 3
+    blocks_per_multiprocessor = 3
     TOKENS: ClassVar[int] = 16
     constants = (("TOKENS", "TOKENS"),)
 
@@ -503,7 +500,7 @@ class GatedSmall(GatedKernel):
     CHUNK: ClassVar[int] = 8  # tokens that are in shared memory at a time
     WARPS: ClassVar[int] = 4
     SEGMENT: ClassVar[int] = 64  # tokens of the shortest segment
-    shared = ("Shared<{dtype}, {gate}, {D}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {D}>",)
     constants: ClassVar[tuple] = (("STEP", "CHUNK"), ("WARPS", "WARPS"))
     D: int
 
@@ -516,7 +513,7 @@ class GatedSmall(GatedKernel):
         return 32 * self.WARPS
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         if self.D > SMALL_SIZES[0]:
             return 3
         return 5 if self.gate.itemsize == 2 else 4
@@ -544,7 +541,7 @@ class GatedSmallForward(GatedSmall):
     """o and the final state."""
 
     file = "gated/small_forward"
-    arguments = members("rows q k v g o, pointers u initial final, shape, reals scale, integers bytes")
+    arguments = members("strided q k v g o, pointers u initial final, shape, float64s scale, int64s bytes")
 
 
 class GatedSmallStates(GatedSmall):
@@ -554,8 +551,8 @@ class GatedSmallStates(GatedSmall):
 
     file = "gated/small_states"
     arguments = members(
-        "rows q k v, rows? do_, rows g, pointers? initial dht, pointers states decays, shape, reals scale, "
-        "integers segments computed both bytes"
+        "strided q k v, strided? do_, strided g, pointers? initial dht, pointers states decays, shape, float64s scale, "
+        "int64s segments computed both bytes"
     )
 
 
@@ -565,12 +562,12 @@ class GatedSmallBackward(GatedSmall):
 
     file = "gated/small_backward"
     arguments = members(
-        "rows q k v do_ g dq dk dv dg, pointers u starts ends dh0 step_states partial_du, shape, reals scale, "
-        "integers P bytes"
+        "strided q k v do_ g dq dk dv dg, pointers u starts ends dh0 step_states partial_du, shape, float64s scale, "
+        "int64s P bytes"
     )
     WARPS: ClassVar[int] = 2
     SEGMENT: ClassVar[int] = 32
-    resident = 4
+    blocks_per_multiprocessor = 4
     NUMBERS: ClassVar[int] = 16  # numbers of a state that each lane holds in registers
     constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
 

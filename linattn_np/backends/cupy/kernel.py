@@ -59,7 +59,7 @@ class Kernel:
 
     file: ClassVar[str]
     arguments: ClassVar[tuple] = ()  # the members of the kernel's argument struct
-    shared: ClassVar[tuple[str, ...]] = ()  # C++ types in shared memory: format strings with this class's fields
+    shared_memory: ClassVar[tuple[str, ...]] = ()  # C++ types in shared memory: format strings with this class's fields
     arch: ClassVar[str] = ""
     constants: ClassVar[tuple] = ()  # (C++ name, name in this class) of constants that must be equal
     overlaps: ClassVar[bool] = False  # whether it may start before the previous kernel ends: it calls wait_for_previous
@@ -80,9 +80,9 @@ class Kernel:
 
     @property
     def shared_types(self) -> tuple[str, ...]:
-        """The C++ types in `shared`, with the template's arguments filled in."""
+        """The C++ types in `shared_memory`, with the template's arguments filled in."""
         values = {field.name: text for field, text in zip(fields(self), self.template)}
-        return tuple(cpp_type.format(**values) for cpp_type in self.shared)
+        return tuple(cpp_type.format(**values) for cpp_type in self.shared_memory)
 
     @property
     def threads(self) -> int:
@@ -91,7 +91,7 @@ class Kernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of dynamic shared memory per block: the sum over the types in `shared`."""
+        """Bytes of dynamic shared memory per block: the sum over the types in `shared_memory`."""
         try:
             return sum(struct_sizes()[self.file][name] for name in self.shared_types)
         except KeyError:
@@ -99,19 +99,19 @@ class Kernel:
             raise LookupError(missing) from None
 
     @property
-    def cluster(self) -> int:
+    def blocks_per_cluster(self) -> int:
         """Blocks per cluster: the kernel's `__cluster_dims__`."""
         return 1
 
     @property
-    def resident(self) -> int:
+    def blocks_per_multiprocessor(self) -> int:
         """Blocks whose registers fit on one multiprocessor at a time."""
         return 1
 
     def resident_blocks(self, device) -> int:
         """The blocks that the card holds at the same time."""
         fitting = device.shared_per_multiprocessor // (self.shared_bytes + RESERVED)
-        return device.multiprocessors * max(1, min(self.resident, fitting))
+        return device.multiprocessors * max(1, min(self.blocks_per_multiprocessor, fitting))
 
     @property
     def names(self) -> set[str]:
@@ -154,7 +154,7 @@ class TiledKernel(Kernel):
 
     def grid(self, V):
         """Blocks per sequence and head: one for every BV of V columns, rounded up to whole clusters."""
-        return ceil_div(V, self.BV * self.cluster) * self.cluster
+        return ceil_div(V, self.BV * self.blocks_per_cluster) * self.blocks_per_cluster
 
     @property
     def tiles(self):

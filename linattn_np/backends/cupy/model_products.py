@@ -25,20 +25,14 @@ from .arithmetic import ceil_div
 from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 
 FLOAT_TERMS = 3
 # `finish`: y = p; y += p; y = relu(p)^2; y gets the parts of p. `Matvec` has no PARTS, `BatchProduct` no ADD.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
 PRODUCTS = 7  # the most products in one launch of `Matvec`
-PRODUCT = members("pointers w x y, integers M finish")
+PRODUCT = members("pointers w x y, int64s M finish")
 
 
 class Matvec(ModelKernel):
@@ -48,8 +42,8 @@ class Matvec(ModelKernel):
     ROWS: ClassVar[int] = 16  # rows of a matrix per block: one side of a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # the most vectors: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)  # the possible THREADS_A_BLOCK
-    arguments = (*structs("products", PRODUCTS, PRODUCT), *members("integers B K"))
-    shared = ("Shared<{THREADS_A_BLOCK}>",)
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *members("int64s B K"))
+    shared_memory = ("Shared<{THREADS_A_BLOCK}>",)
     dtype: np.dtype
     THREADS_A_BLOCK: int
 
@@ -70,7 +64,7 @@ class Matvec(ModelKernel):
 
 
 STACKS = 2  # the most stacks in one launch of the other kernels
-STACK = members("maps w x, pointers y scales, integers C M finish")
+STACK = members("tensor_maps w x, pointers y scales, int64s C M finish")
 SWIZZLED = 128  # bytes of a row, or of a vector, in a box that a tensor copy moves
 
 
@@ -107,8 +101,8 @@ class BatchProduct(ModelKernel):
     FEW_ROWS: ClassVar[int] = 256  # matrices of at most so many rows in all are faster here for any number of vectors
     DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)  # of matrices
     MOST: ClassVar[int] = 128  # vectors up to which this is faster than cuBLAS for all matrices
-    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K"))
-    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
+    arguments = (*structs("stacks", STACKS, STACK), *members("int64s B K"))
+    shared_memory = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
     arch, threads = "sm_90a", 320
     DEEP_COLUMNS: ClassVar[int] = 16  # the most vectors of a block with `DEEP`
     DEEP_STEP: ClassVar[int] = 512  # the most columns of K that the cluster of such a block multiplies in a step
@@ -178,7 +172,7 @@ class BatchProduct(ModelKernel):
         return FLOAT_TERMS if self.COLUMNS == self.EXACT else 1
 
     @property
-    def cluster(self):
+    def blocks_per_cluster(self):
         return self.SPLIT
 
 
@@ -186,8 +180,8 @@ class NarrowProduct(ModelKernel):
     """The product of a matrix of few rows with a batch's vectors, on Hopper. It leaves PARTS parts: y [PARTS, B, M]."""
 
     file = "rwkv6/narrow_product"
-    arguments = members("pointers w scales x y, integers B K M")
-    shared = ("Shared<{VECTORS}>",)
+    arguments = members("pointers w scales x y, int64s B K M")
+    shared_memory = ("Shared<{VECTORS}>",)
     ROWS: ClassVar[int] = 32  # rows per block
     PARTS: ClassVar[int] = 4
     WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)  # the possible VECTORS, per block
@@ -218,8 +212,8 @@ class WideProduct(ModelKernel):
     DEPTH: ClassVar[int] = 64  # columns that a block multiplies in a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)  # the possible numbers of parts
     WAVES: ClassVar[int] = 2  # the most blocks per multiprocessor; with more, BatchProduct and cuBLAS are faster
-    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
-    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
+    arguments = (*structs("stacks", STACKS, STACK), *members("int64s B K parts"))
+    shared_memory = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
     dtype: np.dtype
     ROWS: int
@@ -263,7 +257,7 @@ class WideProduct(ModelKernel):
     def blocks(self, B, rows, parts) -> int:
         """Blocks for B vectors and stacks of the sizes `rows`, (C, M) each."""
         tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
-        return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
+        return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.blocks_per_cluster
 
     def launch(self, draft: Draft, products, B, K, parts):
         """As `BatchProduct.launch`, with x [1, C, B, K] and no scales; in `parts` parts y is [parts, C, B, M]."""
@@ -277,7 +271,7 @@ class WideProduct(ModelKernel):
         return 64 * self.GROUPS
 
     @property
-    def cluster(self):
+    def blocks_per_cluster(self):
         return self.HALVES
 
     @property

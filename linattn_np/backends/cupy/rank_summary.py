@@ -11,14 +11,8 @@ from .arithmetic import ceil_div
 from .kernel import Kernel
 from .plan import FLOAT32, Array
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: state_stride, decays_stride: numbers from a sequence's state, or decays, to the next one's
 
@@ -28,7 +22,7 @@ class Message(Kernel):
 
     file = "gated/message"
     arguments = members(
-        "pointers state decays message, integers state_stride decays_stride parts factors N H K V channels"
+        "pointers state decays message, int64s state_stride decays_stride parts factors N H K V channels"
     )
     threads = 256
 

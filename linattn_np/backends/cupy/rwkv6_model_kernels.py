@@ -32,14 +32,8 @@ from .arithmetic import ceil_div, padded
 from .kernel import HALF, INT8, ModelKernel
 from .plan import FLOAT32, Array, Draft
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 
 # Where a name is not what the docstring says. X: in ChosenNorm and Activation the dtype of the input, and Y that of
 # the output; in GatedAdd, whose arrays are float32, the dtype of the hidden layer, which sets the unit of `value`.
@@ -55,9 +49,9 @@ class NormShift(ModelKernel):
 
     file = "rwkv6/norm_shift"
     arguments = members(
-        "pointers x sum value gate weight bias maa shift slots xx d mixed, integers B D C P squares shares, reals eps"
+        "pointers x sum value gate weight bias maa shift slots xx d mixed, int64s B D C P squares shares, float64s eps"
     )
-    shared = ("Shared",)
+    shared_memory = ("Shared",)
     SHARES: ClassVar[int] = 4  # the decoder's `shares` in a step of at most FEW sequences; of more sequences 1
     FEW: ClassVar[int] = 16
     # `squares`: whether `value` is a product of squares, in a unit of its own
@@ -82,7 +76,7 @@ class NormShift(ModelKernel):
         return cls(X, each, parts, terms, mixes)
 
 
-TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
+TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, int64s B H N W, float64s eps")
 
 
 class TimeMixStep(ModelKernel):
@@ -91,7 +85,7 @@ class TimeMixStep(ModelKernel):
 
     file = "rwkv6/time_mix_step"
     arguments = TIME_MIX
-    shared = ("TimeMixScratch",)
+    shared_memory = ("TimeMixScratch",)
     threads, parts = 256, 1  # parts: the most parts of k, v, r and gate that the kernel adds up
     dtype: np.dtype
     X: np.dtype
@@ -106,8 +100,8 @@ class TimeMixBatch(ModelKernel):
     """`TimeMixStep` for many sequences with heads of 64 channels: a warp computes one head of one sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = (*TIME_MIX, *members("integers P"))
-    shared = ("Shared<{SEQUENCES}>",)
+    arguments = (*TIME_MIX, *members("int64s P"))
+    shared_memory = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
     MOST_PARTS: ClassVar[int] = 2  # the most parts of k, v, r and gate, in blocks of fewer than 8 sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # the possible SEQUENCES
@@ -159,10 +153,10 @@ class DecodeFew(ModelKernel):
         "pointers maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_down_scales "
         "decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales ffn_value_scales "
         "head_scales maa_up decay_up ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots "
-        "xx low mixed kvrg_out decay_low y activated gate x logits arrived, integers L P D H N A W F V staged "
-        "first last, reals eps group_eps, pointers tokens likeliest brought"
+        "xx low mixed kvrg_out decay_low y activated gate x logits arrived, int64s L P D H N A W F V staged "
+        "first last, float64s eps group_eps, pointers tokens likeliest brought"
     )
-    shared, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
+    shared_memory, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
     PHASES: ClassVar[int] = 7  # of a layer
     ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
@@ -222,8 +216,8 @@ class Argmax(ModelKernel):
     """The likeliest token of each sequence."""
 
     file = "rwkv6/argmax"
-    arguments = members("pointers logits tokens, integers V")
-    shared = ("Shared",)
+    arguments = members("pointers logits tokens, int64s V")
+    shared_memory = ("Shared",)
     threads = 1024
 
 
@@ -232,8 +226,8 @@ class ChosenNorm(ModelKernel):
     """Layer norms of some rows of x, those with the indices `chosen`: tokens' embeddings, or tokens of a prompt."""
 
     file = "rwkv6/chosen_norm"
-    arguments = members("pointers chosen x weight bias y, integers D, reals eps")
-    shared = ("Shared",)
+    arguments = members("pointers chosen x weight bias y, int64s D, float64s eps")
+    shared_memory = ("Shared",)
     threads = 512
     X: np.dtype
     Y: np.dtype
@@ -268,8 +262,8 @@ class DataMix(ModelKernel):
     """
 
     file = "rwkv6/data_mix"
-    arguments = members("pointers low up maa xx d mixed, integers tokens D A P")
-    shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
+    arguments = members("pointers low up maa xx d mixed, int64s tokens D A P")
+    shared_memory = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
     dtype: np.dtype
     X: np.dtype
@@ -301,8 +295,8 @@ class FiveMixes(ModelKernel):
     `model_products.NarrowProduct`, in its parts."""
 
     file = "rwkv6/five_mixes"
-    arguments = members("pointers low up maa xx d mixed, integers B D A")
-    shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
+    arguments = members("pointers low up maa xx d mixed, int64s B D A")
+    shared_memory = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
     LEAST: ClassVar[int] = 17  # the fewest sequences; fewer do not fill the card
@@ -350,7 +344,7 @@ class Activation(ElementwiseKernel):
     """y = relu(x)^2, tanh(x) or sigmoid(x), where the product that made x could not apply it."""
 
     file = "rwkv6/activation"
-    arguments = members("pointers x y, integers count")
+    arguments = members("pointers x y, int64s count")
     KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh", "Sigmoid")
     EACH = 8
     kind: str
@@ -362,7 +356,7 @@ class Widen(ElementwiseKernel):
     """w = scale q: an int8 matrix q, with a scale for each row, in the dtype of products."""
 
     file = "rwkv6/widen"
-    arguments = members("pointers q scales w, integers count K")
+    arguments = members("pointers q scales w, int64s count K")
     EACH = 16
     dtype: np.dtype
 
@@ -375,9 +369,9 @@ class ShiftMix(ModelKernel):
 
     file = "rwkv6/shift_mix"
     arguments = members(
-        "pointers x weight bias maa before shift starts ends xx d mixed, integers T D C tokens_per_block, reals eps"
+        "pointers x weight bias maa before shift starts ends xx d mixed, int64s T D C tokens_per_block, float64s eps"
     )
-    shared = ("Shared",)
+    shared_memory = ("Shared",)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
     RESIDENT: ClassVar[int] = 2  # blocks of a multiprocessor, at most 64 registers a thread
     threads = 512
@@ -400,8 +394,8 @@ class Openings(ModelKernel):
     value. Their ranks are W, A, G and Q; all matrices have R rows."""
 
     file = "rwkv6/openings"
-    arguments = members("pointers low up bases w, pointers? openings, integers tokens D R W A G Q")
-    shared = ("LowRank<{dtype}, {TILES}, {PARTS}, {PASS}>",)
+    arguments = members("pointers low up bases w, pointers? openings, int64s tokens D R W A G Q")
+    shared_memory = ("LowRank<{dtype}, {TILES}, {PARTS}, {PASS}>",)
     threads = 256
     dtype: np.dtype
     PARTS: int
@@ -458,7 +452,7 @@ class GatedNorm(HeadKernel):
     file = "rwkv6/gated_norm"
     arguments = members(
         "pointers o, pointers? r k v, pointers gate weight bias, pointers? bonus, pointers y, "
-        "integers rows H N, reals eps"
+        "int64s rows H N, float64s eps"
     )
     BONUS: bool
 
@@ -468,7 +462,7 @@ class GatedAdd(ElementwiseKernel):
     """x += sigmoid(gate) value."""
 
     file = "rwkv6/gated_add"
-    arguments = members("pointers x gate value, integers count")
+    arguments = members("pointers x gate value, int64s count")
     EACH = 4
     X: np.dtype
 

@@ -22,14 +22,8 @@ from .arguments import members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Names of arguments: dx or x_gradient, the gradient of x; six of `KeysBackward` (of r, w, key, v, a, b) come from the
 # recurrence's backward pass. dd, of d, the previous token's xx less the token's. table: the embedding; weight, bias,
@@ -47,7 +41,7 @@ HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
 #
 # The argument of kernels that apply dropout. `site`: the number of the place in the model where it is applied, so that
 # places have different zeros; `rate`: the share of zeros.
-DROPOUT = structs("drop", 1, members("pointers seeds, integers site, reals rate"))
+DROPOUT = structs("drop", 1, members("pointers seeds, int64s site, float64s rate"))
 
 
 def width(D: int) -> int:
@@ -77,7 +71,7 @@ class TokenKernel(Kernel):
         return self.THREADS
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return max(1, 1024 // self.THREADS)
 
 
@@ -95,11 +89,11 @@ class AddNorm(TokenKernel):
 
     file = "training/add_norm"
     arguments = (
-        *members("pointers x first value table token_ids weight bias y moments xx maa mixed, integers tokens T_ D"),
+        *members("pointers x first value table token_ids weight bias y moments xx maa mixed, int64s tokens T_ D"),
         *DROPOUT,
-        *members("reals eps"),
+        *members("float64s eps"),
     )
-    shared = ("Shared<{THREADS} / 32>",)
+    shared_memory = ("Shared<{THREADS} / 32>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
@@ -110,7 +104,7 @@ class MixForward(Elementwise):
     """The C mixes of all tokens, with weights that depend on the data."""
 
     file = "training/mix_forward"
-    arguments = members("pointers xx maa m mixed, integers tokens T_ D")
+    arguments = members("pointers xx maa m mixed, int64s tokens T_ D")
     MIXES: ClassVar[tuple[int, ...]] = (5,)  # the possible C
     C: int
 
@@ -119,8 +113,8 @@ class MixBackward(TokenKernel):
     """The gradients of RWKV-6's five data-dependent mixes: of m, xx, the token shift and maa."""
 
     file = "training/mix_backward"
-    arguments = members("pointers dmixed m maa xx dxx dd parts, integers tokens T_ D tokens_per_block")
-    shared = ("Shared<{THREADS}>",)
+    arguments = members("pointers dmixed m maa xx dxx dd parts, int64s tokens T_ D tokens_per_block")
+    shared_memory = ("Shared<{THREADS}>",)
 
 
 class NormBackward(TokenKernel):
@@ -130,18 +124,18 @@ class NormBackward(TokenKernel):
     arguments = (
         *members(
             "pointers dxx dd dmixed maa x moments weight bias dy dx first value dfirst dvalue parts, "
-            "integers tokens T_ D tokens_per_block"
+            "int64s tokens T_ D tokens_per_block"
         ),
         *DROPOUT,
     )
-    shared = ("Shared<{THREADS} / 32>",)
+    shared_memory = ("Shared<{THREADS} / 32>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")  # the possible `change`, as in `AddNorm`
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
     C: int
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 4 if self.THREADS <= 64 else max(1, (288 if self.C == 6 else 384) // self.THREADS)
 
 
@@ -150,7 +144,7 @@ class GatedNormBackward(TokenKernel):
 
     file = "training/gated_norm_backward"
     arguments = members(
-        "pointers dy o gate weight bias do_ dgate parts, integers tokens D N tokens_per_block, reals eps"
+        "pointers dy o gate weight bias do_ dgate parts, int64s tokens D N tokens_per_block, float64s eps"
     )
 
 
@@ -183,7 +177,7 @@ class KeysForward(OfHeads):
     """The arguments of RWKV-7's recurrence: w, key, a and b, and the value mixed with the first layer's."""
 
     file = "training/keys_forward"
-    arguments = (*structs("keys", 1, KEYS), *members("pointers w key mixed_v a b, integers tokens H N"))
+    arguments = (*structs("keys", 1, KEYS), *members("pointers w key mixed_v a b, int64s tokens H N"))
 
 
 class KeysBackward(OfHeads):
@@ -195,13 +189,13 @@ class KeysBackward(OfHeads):
         *members(
             "pointers r gate dgated bonus scores r_gradient w_gradient key_gradient v_gradient a_gradient b_gradient "
             "first_v_gradient dr dk dv decay_logits_gradient icl_logits_gradient value_logits_gradient parts, "
-            "integers tokens H N tokens_per_block"
+            "int64s tokens H N tokens_per_block"
         ),
     )
     PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return {1: 7, 2: 4, 4: 2}[self.PAIRS]
 
 
@@ -211,12 +205,12 @@ class BonusNormBackward(OfHeads):
 
     file = "training/bonus_norm_backward"
     arguments = members(
-        "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, integers tokens H N tokens_per_block, "
-        "reals eps"
+        "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, int64s tokens H N tokens_per_block, "
+        "float64s eps"
     )
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 10 // self.PAIRS
 
 
@@ -224,21 +218,21 @@ class LogDecayForward(Elementwise):
     """w = -exp(decay + low), the log of RWKV-6's decay."""
 
     file = "training/log_decay_forward"
-    arguments = members("pointers low decay w, integers count D")
+    arguments = members("pointers low decay w, int64s count D")
 
 
 class LogDecayBackward(TokenKernel):
     """The gradients of `LogDecayForward`."""
 
     file = "training/log_decay_backward"
-    arguments = members("pointers dw w dlow parts, integers tokens D tokens_per_block")
+    arguments = members("pointers dw w dlow parts, int64s tokens D tokens_per_block")
 
 
 class ActivationBackward(Kernel):
     """The gradient of an activation y, computed from y; it overwrites dy."""
 
     file = "training/activation_backward"
-    arguments = members("pointers dy y, integers count")
+    arguments = members("pointers dy y, int64s count")
     threads = 256
     kind: str  # the activation, one of `rwkv6_model_kernels.Activation.KINDS`
     T: np.dtype
@@ -248,7 +242,7 @@ class CrossEntropy(Kernel):
     """The losses of all tokens, and their gradient in the place of the logits."""
 
     file = "training/cross_entropy"
-    arguments = members("pointers logits token_ids losses, integers tokens T_ V, reals share")
+    arguments = members("pointers logits token_ids losses, int64s tokens T_ V, float64s share")
     threads = 256
     TOKENS: ClassVar[int] = 8  # tokens per block: a warp computes one
     T: np.dtype
@@ -258,8 +252,8 @@ class ColumnSums(Kernel):
     """The sum of P rows of `parts`: the first `split` columns go to the array `first`, the others to `rest`."""
 
     file = "training/column_sums"
-    arguments = members("pointers parts first rest, integers P columns split")
-    shared = ("Shared",)
+    arguments = members("pointers parts first rest, int64s P columns split")
+    shared_memory = ("Shared",)
     threads = 1024
     COLUMNS: ClassVar[int] = 32  # columns per block
 
@@ -268,8 +262,8 @@ class SquareSums(Kernel):
     """The sum of the squares of each block's part of x, from which the norm of a gradient is computed."""
 
     file = "training/square_sums"
-    arguments = members("pointers x parts, integers count blocks")
-    shared = ("Shared",)
+    arguments = members("pointers x parts, int64s count blocks")
+    shared_memory = ("Shared",)
     threads = 512
 
 
@@ -278,9 +272,9 @@ class AdamW(Kernel):
 
     file = "training/adamw"
     arguments = members(
-        "pointers weights gradient first second copy squares schedule, integers count matrices P blocks, "
-        "reals clip beta1 beta2 eps"
+        "pointers weights gradient first second copy squares schedule, int64s count matrices P blocks, "
+        "float64s clip beta1 beta2 eps"
     )
-    shared = ("Shared",)
+    shared_memory = ("Shared",)
     threads = 512
     T: np.dtype

@@ -14,14 +14,8 @@ from .arguments import members
 from .arithmetic import padded
 from .kernel import INT8, ModelKernel
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments of time mixes: v k r: products; w: the log of the decay; openings [3, ...]: the learning rate, the gate, and
 # the share of the first layer's v, which is `first`, in the mixed v; removal, replacement: xi and alpha of the paper,
@@ -37,9 +31,10 @@ class TimeMixOfToken(ModelKernel):
 
     file = "rwkv7/time_mix_step"
     arguments = members(
-        "pointers v k r w openings first removal replacement bonus weight bias state slots y, integers B H N, reals eps"
+        "pointers v k r w openings first removal replacement bonus weight bias state slots y, int64s B H N, float64s "
+        "eps"
     )
-    shared = ("Scratch",)
+    shared_memory = ("Scratch",)
     threads = 256
     X: np.dtype
     state: np.dtype
@@ -50,7 +45,7 @@ class TimeMixOfHeads(TimeMixOfToken):
     """`TimeMixOfToken` for heads of 64 channels: a warp computes one head of one sequence."""
 
     file = "rwkv7/time_mix_batch"
-    shared = ("Shared",)
+    shared_memory = ("Shared",)
     threads = 32
     N: ClassVar[int] = 64
 
@@ -62,8 +57,8 @@ class DecodeOne(rwkv6.DecodeFew):
     arguments = members(
         "pointers down vkr output ffn_key ffn_value head down_scales vkr_scales output_scales ffn_key_scales "
         "ffn_value_scales head_scales up ln1 ln2 ln_x ln_out mix ffn_mix bases removal replacement bonus att_shift "
-        "ffn_shift wkv slots xx low vkr_out y activated first_v x logits arrived, integers L P D H N W A G Q F V "
-        "staged first last, reals eps group_eps, pointers tokens likeliest brought"
+        "ffn_shift wkv slots xx low vkr_out y activated first_v x logits arrived, int64s L P D H N W A G Q F V "
+        "staged first last, float64s eps group_eps, pointers tokens likeliest brought"
     )
     PHASES = 5
     STAGES = (12, 11, 8, 4)
@@ -87,7 +82,7 @@ class LowActivations(rwkv6.ElementwiseKernel):
     of low rank, in place."""
 
     file = "rwkv7/low_activations"
-    arguments = members("pointers low, integers count")
+    arguments = members("pointers low, int64s count")
     EACH = 8
     X: np.dtype
 
@@ -102,5 +97,5 @@ class Keys(rwkv6.HeadKernel):
 
     file = "rwkv7/keys"
     arguments = members(
-        "pointers k v w rate_logits share_logits first a b bases removal replacement, integers token_heads H N"
+        "pointers k v w rate_logits share_logits first a b bases removal replacement, int64s token_heads H N"
     )

@@ -12,22 +12,16 @@ from .arguments import members, structs
 from .gated_kernels import SM90, tile_for
 from .kernel import TiledKernel
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 
 # Of one sum: q, k, v and o are roles: the sum dq, for one, has do, v, k and dq in them. partner: the array with which o
 # is multiplied for the gate's gradient, q for dq and k for dk. K, V: the widths of q and of v; state_k, state_v: the
 # state's strides; output_scale, value_scale: factors of o and of v; backwards: whether later tokens are added up;
 # adds_to_o: whether the sum is added to what o holds.
 WEIGHTED_SUM = members(
-    "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
-    "integers K V state_k state_v, reals output_scale value_scale, integers backwards adds_to_o"
+    "tensor_maps q k v o partner, strided q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
+    "int64s K V state_k state_v, float64s output_scale value_scale, int64s backwards adds_to_o"
 )
 # Of a launch of WeightedSums: `sums`, its structs WEIGHTED_SUM. A segment is a run of chunks of a sequence; its summary
 # is the state after it, from a state of 0 (`final`), and the product of its `decays`. segments: of each sequence;
@@ -48,7 +42,7 @@ class WeightedSums(TiledKernel):
     """
 
     file = "scalar_decay/sm90/weighted_sums"
-    shared = ("Shared<{what}, {BK}, {BV}>",)
+    shared_memory = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
     STRETCH: ClassVar[int] = 256  # tokens between the states that are stored for the gate's gradient
@@ -66,8 +60,8 @@ class WeightedSums(TiledKernel):
         return (
             *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
             *members(
-                "rows g, shape, pointers? decays, integers segments computed, pointers? stretch_states token_sums dg, "
-                "integers dq_tiles"
+                "strided g, shape, pointers? decays, int64s segments computed, pointers? stretch_states token_sums dg, "
+                "int64s dq_tiles"
             ),
         )
 
@@ -81,11 +75,11 @@ class WeightedSums(TiledKernel):
         return 2 * self.BV + 256
 
     @property
-    def cluster(self):
+    def blocks_per_cluster(self):
         return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
 
     @property
-    def resident(self):
+    def blocks_per_multiprocessor(self):
         return 2 if self.BK + self.BV == 128 else 1
 
 
@@ -95,9 +89,9 @@ class ScalarBackwardSegments(TiledKernel):
 
     file = "scalar_decay/sm90/backward_segments"
     arguments = members(
-        "maps+rows q k v do_, rows g, pointers initial dht states decays, shape, reals scale, integers P"
+        "tensor_maps+strided q k v do_, strided g, pointers initial dht states decays, shape, float64s scale, int64s P"
     )
-    shared = ("Shared<{BV}>",)
+    shared_memory = ("Shared<{BV}>",)
     arch = SM90
     threads = 160
     CHUNK: ClassVar[int] = 32

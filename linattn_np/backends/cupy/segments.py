@@ -661,7 +661,7 @@ def main_schedule(problem, P, in_turn, device) -> str:
     block on the multiprocessor hides part of a start.
     """
     heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
-    short = lengths.mean() <= MOST_IN_TURN[in_turn.resident]
+    short = lengths.mean() <= MOST_IN_TURN[in_turn.blocks_per_multiprocessor]
     return IN_TURN if P == 1 and heads > in_turn.resident_blocks(device) and short else ONE_EACH
 
 

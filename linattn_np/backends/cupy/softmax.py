@@ -25,14 +25,8 @@ from .kernel import FLOATS, HALF, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, mappable
 from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: H, group: heads of queries, and how many of them share a head of keys; scale, softcap: s = scale q . k, or
 # its cap. ds: gradients of scores, in entries of tiles (`softmax_tiles`), from head ds_head on, ds_entries a head;
@@ -73,7 +67,7 @@ class Softmax(Kernel):
 class SoftmaxSquare(Softmax):
     """A kernel whose tiles have as many columns of K as of V."""
 
-    shared = ("Shared<{dtype}, {D}>",)
+    shared_memory = ("Shared<{dtype}, {D}>",)
     dtype: np.dtype
     D: int
     capped: bool
@@ -81,10 +75,10 @@ class SoftmaxSquare(Softmax):
 
 class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
-    shared = ("Shared<{dtype}, {D}, {capped}>",)
+    shared_memory = ("Shared<{dtype}, {D}, {capped}>",)
     arguments = members(
-        "rows q k v o, pointers works lse sinks, integers H group Tq K V left right, reals scale softcap, "
-        "integers vectors"
+        "strided q k v o, pointers works lse sinks, int64s H group Tq K V left right, float64s scale softcap, "
+        "int64s vectors"
     )
 
     @property
@@ -95,16 +89,16 @@ class SoftmaxForward(SoftmaxSquare):
 class SoftmaxBackwardQueries(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_queries", 128, 32
     arguments = members(
-        "rows q k v o do_ dq, pointers works lse dlse statistics, integers H group Tq K V left right chunks, "
-        "reals scale softcap, integers vectors"
+        "strided q k v o do_ dq, pointers works lse dlse statistics, int64s H group Tq K V left right chunks, "
+        "float64s scale softcap, int64s vectors"
     )
 
 
 class SoftmaxBackwardKeys(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_keys", CHUNK_QUERIES, 64
     arguments = members(
-        "rows q k v do_ dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
-        "integers vectors"
+        "strided q k v do_ dk dv, pointers works statistics, int64s H group K V left right chunks, float64s scale "
+        "softcap, int64s vectors"
     )
 
 
@@ -126,9 +120,10 @@ class SoftmaxSm90(Softmax):
 
 class SoftmaxForwardSm90(SoftmaxSm90):
     file, RESULTS = "softmax/sm90/forward", {"o": "out"}
-    shared = ("Shared<{dtype}, {K}, {V}, {capped}>",)
+    shared_memory = ("Shared<{dtype}, {K}, {V}, {capped}>",)
     arguments = members(
-        "maps q k v o, rows out, pointers works lse sinks, integers H group Tq V left right, reals scale softcap"
+        "tensor_maps q k v o, strided out, pointers works lse sinks, int64s H group Tq V left right, float64s scale "
+        "softcap"
     )
     COLUMNS = ((64, 64), (128, 128), (192, 128))
     dtype: np.dtype
@@ -160,8 +155,8 @@ class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_queries", 128, 64
     RESULTS = {"dq": "out"}
     arguments = members(
-        "maps q k v o do_ dq, rows out, pointers works lse dlse statistics, integers H group Tq K left right chunks, "
-        "reals scale softcap"
+        "tensor_maps q k v o do_ dq, strided out, pointers works lse dlse statistics, int64s H group Tq K left right "
+        "chunks, float64s scale softcap"
     )
 
 
@@ -169,8 +164,8 @@ class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_keys", CHUNK_QUERIES, DS_KEYS
     RESULTS = {"dk": "dk_out", "dv": "dv_out"}
     arguments = members(
-        "maps q k v do_ dk dv, rows dk_out dv_out, pointers works statistics, pointers? ds, "
-        "integers H group K V left right chunks ds_head ds_entries, reals scale softcap"
+        "tensor_maps q k v do_ dk dv, strided dk_out dv_out, pointers works statistics, pointers? ds, "
+        "int64s H group K V left right chunks ds_head ds_entries, float64s scale softcap"
     )
 
 
@@ -178,7 +173,7 @@ class SoftmaxStatistics(Softmax):
     """The statistics of queries, for the gradients of k and v; it reads rows of whole 16 bytes."""
 
     file, threads, QUERIES, KEYS = "softmax/statistics", 4 * CHUNK_QUERIES, CHUNK_QUERIES, CHUNK_QUERIES
-    arguments = members("rows o do_, pointers works lse dlse statistics, integers H Tq V chunks")
+    arguments = members("strided o do_, pointers works lse dlse statistics, int64s H Tq V chunks")
     dtype: np.dtype
 
 
@@ -187,10 +182,10 @@ class SoftmaxQueryGradient(SoftmaxSm90):
 
     file, QUERIES, KEYS = "softmax/sm90/query_gradient", 256, 64
     RESULTS = {"dq": "out"}
-    shared = ("Shared<{dtype}, {D}>",)
+    shared_memory = ("Shared<{dtype}, {D}>",)
     arguments = members(
-        "maps k dq, rows out, pointers works ds ds_offsets, integers H group K left right ds_head ds_entries, "
-        "reals scale"
+        "tensor_maps k dq, strided out, pointers works ds ds_offsets, int64s H group K left right ds_head ds_entries, "
+        "float64s scale"
     )
     dtype: np.dtype
     D: int
@@ -212,8 +207,8 @@ class SoftmaxPlain(Kernel):
     PASSES: ClassVar[tuple[str, ...]] = ("Forward", "Queries", "Keys", "Sinks", "Merge")
     threads = 32 * WARPS
     arguments = members(
-        "rows q k v o do_ out dq dk dv, pointers works lse dlse statistics sinks dsinks merged, "
-        "integers B H group Tq K V left right chunks tiles parts, reals scale softcap unit"
+        "strided q k v o do_ out dq dk dv, pointers works lse dlse statistics sinks dsinks merged, "
+        "int64s B H group Tq K V left right chunks tiles parts, float64s scale softcap unit"
     )
     what: str
     dtype: np.dtype

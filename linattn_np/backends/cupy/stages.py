@@ -24,14 +24,8 @@ from .gated_kernels import CHANNELS, channels
 from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, common_bytes, is_contiguous
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: u: RWKV-6's bonus, or null; initial, final: states; bytes: of a copy, the largest of 16, 8, 4 and 2 of
 # which all rows' addresses and lengths are multiples
@@ -43,7 +37,7 @@ class ChunkCumsum(Kernel):
     """Stage 1: b and e from g."""
 
     file = "stages/chunk_cumsum"
-    arguments = members("rows g b e, shape")
+    arguments = members("strided g b e, shape")
     threads = 128
     gate: np.dtype
 
@@ -52,7 +46,7 @@ class GatedQk(Kernel):
     """Stage 2: qg and kg."""
 
     file = "stages/gated_qk"
-    arguments = members("rows q k b e qg kg, shape")
+    arguments = members("strided q k b e qg kg, shape")
     threads = 128
     read_order: str
     dtype: np.dtype
@@ -62,8 +56,8 @@ class InterChunk(Kernel):
     """Stage 3: h and the final state."""
 
     file = "stages/inter_chunk"
-    arguments = members("rows kg b v, pointers h initial final, shape, integers bytes")
-    shared = ("Shared<{dtype}>",)
+    arguments = members("strided kg b v, pointers h initial final, shape, int64s bytes")
+    shared_memory = ("Shared<{dtype}>",)
     threads = 128
     dtype: np.dtype
 
@@ -72,8 +66,8 @@ class IntraChunk(GatedKernel):
     """Stage 4: A."""
 
     file = "stages/intra_chunk"
-    arguments = members("rows q k g, pointers u, rows A, shape, integers bytes")
-    shared = ("Shared<{BK}>",)
+    arguments = members("strided q k g, pointers u, strided A, shape, int64s bytes")
+    shared_memory = ("Shared<{BK}>",)
     BK: int
 
     @property
@@ -90,8 +84,8 @@ class Combine(Kernel):
     """Stage 5: o = scale (qg h + A v)."""
 
     file = "stages/combine"
-    arguments = members("rows qg h A v o, shape, reals scale, integers bytes")
-    shared = ("Shared<{dtype}>",)
+    arguments = members("strided qg h A v o, shape, float64s scale, int64s bytes")
+    shared_memory = ("Shared<{dtype}>",)
     threads = 128
     dtype: np.dtype
 
@@ -100,7 +94,7 @@ class Float64InterChunk(Kernel):
     """Stage 3 in float64."""
 
     file = "float64/inter_chunk"
-    arguments = members("rows kg b v, pointers h initial final, shape")
+    arguments = members("strided kg b v, pointers h initial final, shape")
     threads = 128
 
 
@@ -108,7 +102,7 @@ class Float64IntraChunk(Kernel):
     """Stage 4 in float64."""
 
     file = "float64/intra_chunk"
-    arguments = members("rows q k g, pointers u, rows A, shape")
+    arguments = members("strided q k g, pointers u, strided A, shape")
     threads = 128
     read_order: str
 
@@ -117,7 +111,7 @@ class Float64Combine(Kernel):
     """Stage 5 in float64."""
 
     file = "float64/combine"
-    arguments = members("rows qg h A v o, shape, reals scale")
+    arguments = members("strided qg h A v o, shape, float64s scale")
     threads = 128
 
 

@@ -24,14 +24,8 @@ from .gated_kernels import channels, read_order
 from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, has_rows
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: scale: the factor of o; slots: the row of `state` of each sequence; bonus: RWKV-6's u, or null; aligned16:
 # whether all rows start on 16 bytes. `StepOfSeveral`: T_: tokens of a sequence; pending: the previous call's tokens, M
@@ -46,9 +40,9 @@ class RecurrentStep(GatedKernel):
 
     file = "recurrent/step"
     arguments = members(
-        "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers aligned16"
+        "strided q k v g o, pointers u, strided state, pointers slots, int64s H K V, float64s scale, int64s aligned16"
     )
-    shared = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
+    shared_memory = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of the state per block
     state: np.dtype
 
@@ -62,10 +56,10 @@ class StepOfSeveral(Kernel):
 
     file = "recurrent/step_of_several"
     arguments = members(
-        "rows q k v, rows? a b, rows g, rows? beta, rows o, pointers? bonus, rows state pending, "
-        "pointers? slots accepted, integers H T_ K V M group, reals scale, integers normalized aligned16"
+        "strided q k v, strided? a b, strided g, strided? beta, strided o, pointers? bonus, strided state pending, "
+        "pointers? slots accepted, int64s H T_ K V M group, float64s scale, int64s normalized aligned16"
     )
-    shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, COLUMNS<Widest<{dtype}, {state}>, {BK}>>",)
+    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, COLUMNS<Widest<{dtype}, {state}>, {BK}>>",)
     constants: ClassVar[tuple] = (("TOKENS", "TOKENS"),)
     TOKENS: ClassVar[int] = MOST_PENDING
     rule: str

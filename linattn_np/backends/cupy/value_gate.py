@@ -33,14 +33,8 @@ from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, token_arrays
 from .segments import PORTABLE
 
-# How a class describes its kernel:
-#     file       the .cu file. Annotated fields are the template's arguments, in order (`kernel` makes a dataclass)
-#     arguments  the members of struct Args, in order, which the compiler checks. Their kinds: `rows`, address and
-#                strides of an array; `maps`, tensor maps; `maps+rows x`, both, x and x_rows; `pointers`, addresses of
-#                contiguous arrays; `shape`, sizes and sequences; `integers`, `reals`, of 64 bits; `?`: may be null
-#     shared     C++ types in shared memory, with the value of a field for {field}
-#     threads    of a block. arch: the only target, if there is one. cluster: blocks of a cluster. resident: blocks
-#                whose registers fit on a multiprocessor. fitting: chooses the fields for some sizes
+# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
+# struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: scale: the factor of o; channel: the first channel of a launch; sums: o of the channels of earlier
 # launches; segments, computed: of a sequence: all, and how many of them a launch computes; vectors: whether all rows
@@ -53,10 +47,10 @@ class ValueGateForward(TiledKernel):
 
     file = "value_gate/forward"
     arguments = members(
-        "rows q k v g gv o, pointers initial final, shape, reals scale, pointers sums channel_decays column_decays, "
-        "integers channel segments computed bytes"
+        "strided q k v g gv o, pointers initial final, shape, float64s scale, pointers sums channel_decays "
+        "column_decays, int64s channel segments computed bytes"
     )
-    shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    shared_memory = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
@@ -101,8 +95,8 @@ class ValueGateForward(TiledKernel):
         return self.without_column_gates.threads
 
     @property
-    def resident(self):
-        return self.without_column_gates.resident
+    def blocks_per_multiprocessor(self):
+        return self.without_column_gates.blocks_per_multiprocessor
 
 
 class ValueGateBackwardScores(Kernel):
@@ -118,10 +112,10 @@ class ValueGateBackwardScores(Kernel):
 
     file = "value_gate/backward_scores"
     arguments = members(
-        "rows q k g starts ends, pointers scores diagonal decays growth, shape, integers first heads, reals scale, "
-        "integers vectors"
+        "strided q k g starts ends, pointers scores diagonal decays growth, shape, int64s first heads, float64s scale, "
+        "int64s vectors"
     )
-    shared = ("Shared<{dtype}, {gate}, {products}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {products}>",)
     threads = 128
     dtype: np.dtype
     gate: np.dtype
@@ -135,11 +129,11 @@ class ValueGateBackwardStates(Kernel):
 
     file = "value_gate/backward_states"
     arguments = members(
-        "rows q k v do_ given_q given_k given_v given_do g gv, "
+        "strided q k v do_ given_q given_k given_v given_do g gv, "
         "pointers channel_decays column_decays channel_growth column_growth initial dht chunk_states dh0, shape, "
-        "integers first heads, reals scale"
+        "int64s first heads, float64s scale"
     )
-    shared = ("Shared<{dtype}, {products}>",)
+    shared_memory = ("Shared<{dtype}, {products}>",)
     threads = 128
     dtype: np.dtype
     gate: np.dtype

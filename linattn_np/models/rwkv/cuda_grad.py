@@ -420,7 +420,7 @@ class TrainingStep:
 
     def at_once(self, kernel, heads):
         """The blocks of tokens that run at the same time: blocks of a kernel, or, for several `heads`, a warp each."""
-        blocks = self.device.multiprocessors * kernel.resident
+        blocks = self.device.multiprocessors * kernel.blocks_per_multiprocessor
         return blocks if heads == 1 else blocks * kernel.threads // 32 // heads
 
     def sum(self, parts, first_out, rest_out=None):
