@@ -174,14 +174,14 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
 
 __device__ __forceinline__ float2 absolute(float2 x) { return {fabsf(x.x), fabsf(x.y)}; }
 
-// The row and the column, in blocks of 16 tokens, of the n-th block on or below dA's diagonal, counted row by row.
-__device__ __forceinline__ int row_of(int n) { return n < 1 ? 0 : n < 3 ? 1 : n < 6 ? 2 : 3; }
-__device__ __forceinline__ int column_of(int n) {
-  const int row = row_of(n);
-  return n - row * (row + 1) / 2;
+// The row and the column, in blocks of 16 tokens, of a block on or below dA's diagonal. Blocks count row by row.
+__device__ __forceinline__ int row_of(int block) { return block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3; }
+__device__ __forceinline__ int column_of(int block) {
+  const int row = row_of(block);
+  return block - row * (row + 1) / 2;
 }
 
-// This lane's numbers of S and of dS, of 16 channels by COLUMNS columns: [m][p], m counting 16 columns each, p as in
+// This lane's numbers of S and of dS, of 16 channels by COLUMNS columns: [slot][p], a slot for 16 columns, p as in
 // Layout with columns in the place of tokens.
 template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
@@ -200,12 +200,12 @@ template <class M, bool TURNED> struct States {
     return {matrix[0], matrix[8]};
   }
 
-  // Fills index m from 2 x 2 of the 8 x 8 matrices of the tiles of S and dS, from (row, column) on.
-  __device__ __forceinline__ void load(int m, const Stored* S_tile, const Stored* dS_tile, int row, int column) {
+  // Fills a slot from 2 x 2 of the 8 x 8 matrices of the tiles of S and dS, from (row, column) on.
+  __device__ __forceinline__ void load(int slot, const Stored* S_tile, const Stored* dS_tile, int row, int column) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      S[m][p] = load_pair(S_tile, row + (p & 1), column + (p >> 1));
-      dS[m][p] = load_pair(dS_tile, row + (p & 1), column + (p >> 1));
+      S[slot][p] = load_pair(S_tile, row + (p & 1), column + (p >> 1));
+      dS[slot][p] = load_pair(dS_tile, row + (p & 1), column + (p >> 1));
     }
   }
 };
@@ -298,26 +298,26 @@ __device__ __forceinline__ float2 decays_of_columns(const float* chunk_decays, i
   return column < width ? *reinterpret_cast<const float2*>(chunk_decays + column) : float2{0.f, 0.f};
 }
 
-// Returns this lane's share of dg's term of S and dS: the sum over V of decay S dS, for channels lane / 4 + 8 n, n = 0,
-// 1. S is multiplied by the decay before it is multiplied by dS, since S dS alone may overflow. S, dS: the tiles of the
-// first columns in memory. `decay`: of the two channels over the chunk; `column_decays` [width]: of the columns; `row`:
-// the warp's first channel, in 8 x 8 matrices; `column_stages`: stages of COLUMNS columns in V; `next_tile`: the
-// distance of tiles of columns in memory.
+// Returns this lane's share of dg's term of S and dS: the sum over V of decay S dS, for channels lane / 4 (x) and
+// lane / 4 + 8 (y). S is multiplied by the decay before it is multiplied by dS, since S dS alone may overflow. S, dS:
+// the tiles of the first columns in memory. `decay`: of the two channels over the chunk; `column_decays` [width]: of
+// the columns; `row`: the warp's first channel, in 8 x 8 matrices; `column_stages`: stages of COLUMNS columns in V;
+// `next_tile`: the distance of tiles of columns in memory.
 template <class M, class Columns>
 __device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, const typename M::Stored* dS, int row,
                                                    int column_stages, float2 decay, const float* column_decays,
                                                    int width, int next_tile) {
   float2 sum = {0.f, 0.f};
 #pragma unroll 1
-  for (int n = 0; n < column_stages * STEPS; ++n) {
+  for (int step = 0; step < column_stages * STEPS; ++step) {
     States<M, Columns::turned> states;
-    const int offset = n * 16 / TILE * next_tile;
-    states.load(0, S + offset, dS + offset, row, n * 16 % TILE / 8);
+    const int offset = step * 16 / TILE * next_tile;
+    states.load(0, S + offset, dS + offset, row, step * 16 % TILE / 8);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const auto &S_pair = states.S[0][p], &dS_pair = states.dS[0][p];
       float& channel_sum = p & 1 ? sum.y : sum.x;
-      const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
+      const int column = 16 * step + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
       const float2 both_decays = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(column_decays, column, width);
       channel_sum = fmaf(both_decays.x * to_float(S_pair.x), to_float(dS_pair.x),
                          fmaf(both_decays.y * to_float(S_pair.y), to_float(dS_pair.y), channel_sum));
@@ -444,7 +444,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const Stored* S_tiles = static_cast<const Stored*>(args.chunk_states) +
                           state_tile_index(states_shape, heads, FORWARDS, b, h - args.first, c,
                                            Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
-  const Stored* dS_tiles = S_tiles + state_tile_index(states_shape, heads, BACKWARDS, 0, 0, 0, 0, 0);
+  const i64 from_S_to_dS = state_tile_index(states_shape, heads, BACKWARDS, 0, 0, 0, 0, 0);  // the first tile of all dS
+  const Stored* dS_tiles = S_tiles + from_S_to_dS;
   // The distance in memory from a tile of columns to the next one.
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
   // Loads the columns of step `step` of a stage to index `slot` of the queue.
@@ -674,7 +675,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   for (int half = 0; half < 2; ++half) {
     float half_decays[2][HALF];  // by octet: products of decays over the sub-chunks of this half
 #pragma unroll
-    for (int n = 0; n < 2 * HALF; ++n) half_decays[n & 1][n >> 1] = decay_over(HALF * half + n / 2, n & 1);
+    for (int subchunk = 0; subchunk < HALF; ++subchunk)
+#pragma unroll
+      for (int octet = 0; octet < 2; ++octet) half_decays[octet][subchunk] = decay_over(HALF * half + subchunk, octet);
     GateTerms gate_terms[2];  // by octet
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
@@ -894,10 +897,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
     for (int in_half = 0; in_half < BLOCKS / 2; ++in_half) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int in_block = 0; in_block < 2; ++in_block) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          dq[in_half][n][i] = dq[2 + in_half][n][i], dk[in_half][n][i] = dk[2 + in_half][n][i];
+        for (int i = 0; i < 4; ++i) {
+          dq[in_half][in_block][i] = dq[2 + in_half][in_block][i];
+          dk[in_half][in_block][i] = dk[2 + in_half][in_block][i];
+        }
       }
     }
   }

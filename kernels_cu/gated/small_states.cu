@@ -50,7 +50,7 @@ template <typename T, typename G, int D> struct Shared {
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g. The
 // launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers, that is
-// for heads of 16 and for float32 gates. The host counts on them (GatedSmall.resident).
+// for heads of 16 and for float32 gates. The host counts on them (GatedSmall.blocks_per_multiprocessor).
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
