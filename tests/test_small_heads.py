@@ -70,10 +70,10 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
     )
     problem = call.op.bind(arrays, gradient=True, initial_state=start[0], **options)
     final = (device.upload(call.dht),) if dht else None
-    plan = planned.plan_of_pullback(problem, device, do[0], final)
-    P = P if V % 4 == 0 else 1
+    plan = planned.plan_of_pullback(problem, device, do[0], final)  # on copies, where rows are no whole 16 bytes
     cut_in = ["gated_small_states"] * (P > 1) + ["gated_scan_both_ways"] * (P > 2)
-    assert planned.names(plan)[: len(cut_in) + 1] == [*cut_in, "gated_small_backward"]
+    names = [name for name in planned.names(plan) if name != "elementwise_copy_rows"]
+    assert names[: len(cut_in) + 1] == [*cut_in, "gated_small_backward"]
     found, first = planned.pull(problem, device, do[0], final)
     call.assert_close("small", [planned.host(x) for x in (*found, *first)], call.exact[1])
     again, _ = planned.pull(problem, device, do[0], final)

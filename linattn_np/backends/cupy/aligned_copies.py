@@ -157,4 +157,7 @@ def copy_members(source, target) -> dict:
     strides |= {"stride_c": 1} if in_rows else {}
     sizes = {f"size_{axis}": count for axis, count in zip("bht", source.shape)} | {"size_c": size_c, "bytes": size}
     target_sizes = {"H": target.shape[1], "T": target.shape[2], "C": C, "count": target.nbytes // size}
-    return strides | sizes | target_sizes | {"from_": source, "to": target}
+    spans = [stride * (count - 1) for stride, count in zip(source.strides, source.shape)]  # of the axes, in bytes
+    below, above = -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0)
+    readable = {"below": below, "above": above + source.dtype.itemsize}
+    return strides | sizes | target_sizes | readable | {"from_": source, "to": target}

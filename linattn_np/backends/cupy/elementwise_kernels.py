@@ -89,7 +89,8 @@ class CopyRows(Kernel):
     """Copies of up to COPIES arrays `from_` [size_b, size_h, size_t, size_c] to contiguous arrays `to` [B, H, T, C] of
     `count` numbers. Zeros fill what `to` has and `from_` has not.
 
-    A number is an item of `bytes` bytes. Strides of `from_` are in numbers. An array's blocks begin at `first_block`.
+    A number is an item of `bytes` bytes. Strides of `from_` are in numbers. From `below` bytes before `from_` until
+    `above` after it, memory may be read. An array's blocks begin at `first_block`.
     """
 
     file = "elementwise/copy_rows"
@@ -103,7 +104,7 @@ class CopyRows(Kernel):
         COPIES,
         members(
             "pointers from_ to, int64s stride_b stride_h stride_t stride_c H T C "
-            "size_b size_h size_t size_c count bytes first_block"
+            "size_b size_h size_t size_c count bytes below above first_block"
         ),
     )
 
