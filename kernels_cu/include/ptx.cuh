@@ -614,7 +614,7 @@ __device__ __forceinline__ u32 mul_f16(u32 x, u32 y) {
 }
 
 // For each of two pairs of bfloat16 numbers: the one of larger magnitude, with any sign.
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+__device__ __forceinline__ u32 larger_magnitudes_of_halves(u32 a, u32 b) {
   u32 y;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;

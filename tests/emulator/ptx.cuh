@@ -70,7 +70,7 @@ inline u32 mul_f16(u32 x, u32 y) {
   return pack<f16>(value(x) * value(y), value(x >> 16) * value(y >> 16));
 }
 
-inline u32 larger(u32 a, u32 b) {
+inline u32 larger_magnitudes_of_halves(u32 a, u32 b) {
   const auto of = [](u32 a, u32 b) { return (a & 0x7fff) > (b & 0x7fff) ? a & 0x7fff : b & 0x7fff; };
   return of(a, b) | of(a >> 16, b >> 16) << 16;
 }

@@ -22,7 +22,7 @@
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                 const WorkTile& work) {
-  if constexpr (GATES_PER_TOKEN<G> == 1) return 0;
+  if constexpr (!HAS_CHANNEL_GATES<G>) return 0;
   else {
     if (threads_copy_rows<Schedule>(args)) return 0;  // tensor maps have no negative token stride
     // BOXES: chunks of gates that are copied at a time, a batch; ROWS: rows of a chunk that the block's threads read at

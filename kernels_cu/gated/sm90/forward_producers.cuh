@@ -177,11 +177,11 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
 //   8-15     2 and 3                     3                      2
 //   16-23    1 and 2: the halves         2                      0
 //   24-31    1 and 2: the halves         3                      1
-// near_queries: the first row of a sub-chunk's queries at the border before it: 0, 16, 8 for sub-chunks 1, 2, 3.
-// near_keys: the first row of its keys at the border after it: 0, 24, 8 for sub-chunks 0, 1, 2. Queries of 3 and keys
-// of 0 are stored twice: in those rows, and at the halves' border, decayed over their neighbour as well, in rows 24 and
-// 16 on (HALF_ROW = 16). middle_q and middle_k have a row for each token. A sub-chunk's row 0 of middle_q and row 7 of
-// middle_k stay unwritten, because make_scores drops the products with them.
+// near_queries_row: the first row of a sub-chunk's queries at the border before it: 0, 16, 8 for sub-chunks 1, 2, 3.
+// near_keys_row: the first row of its keys at the border after it: 0, 24, 8 for sub-chunks 0, 1, 2. Queries of 3 and
+// keys of 0 are stored twice: in those rows, and at the halves' border, decayed over their neighbour as well, in rows
+// 24 and 16 on (HALF_ROW = 16). middle_q and middle_k have a row for each token. A sub-chunk's row 0 of middle_q and
+// row 7 of middle_k stay unwritten, because make_scores drops the products with them.
 
 // Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
 // to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
@@ -203,7 +203,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
   if constexpr (HAS_OUTPUTS) {
     two_borders = __any_sync(0xffffffffu, coord.subchunk == 0);
     border = reinterpret_cast<char*>(
-        &score_operands.rows[near_keys(score_operands, coord.subchunk)].border_k[coord.channel]);
+        &score_operands.rows[near_keys_row(score_operands, coord.subchunk)].border_k[coord.channel]);
   }
   float to_end[GATES], to_middle[GATES];  // the decays over the tokens after row i, to the sub-chunk's end or middle
 #pragma unroll
@@ -274,7 +274,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? SUB_CHUNK - 2 : SUB_CHUNK - 1;
   uint2 next_query = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
-  const int border_row = near_queries(score_operands, coord.subchunk);
+  const int border_row = near_queries_row(score_operands, coord.subchunk);
 #pragma unroll
   for (int i = 0; i < SUB_CHUNK; ++i) {
     float q[4], k[4], x[4];
@@ -394,7 +394,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     for (int c = 0; c < GATES; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[coord.group], coord, decay);
-  if constexpr (GATES == 4) fence_proxy_async();  // orders these reads before the next copy of gates
+  if constexpr (HAS_CHANNEL_GATES<G>) fence_proxy_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
   // score_operands.
   bool grows =
@@ -406,7 +406,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   // (float16: 4) over the chunk: exceeds and exceeds_growth (forward_growth.cuh).
   if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
-    if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
+    if constexpr (!HAS_CHANNEL_GATES<G>) exceeds_here &= exceeds_growth<T>(scalar_gate);
     else {
       exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
       fence_proxy_async();  // orders these reads, too, before the next copy of gates
@@ -561,7 +561,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const u32 stage = S::PRODUCER_GROUPS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
     const u32 fills = S::PRODUCER_GROUPS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
     const ChunkJob job{group, rank, chunk, chunk + S::PRODUCER_GROUPS, tokens, stage, fills, iteration & 1};
-    if (GATES_PER_TOKEN<G> == 4) {
+    if (HAS_CHANNEL_GATES<G>) {
       mbarrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }

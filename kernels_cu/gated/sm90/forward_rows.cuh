@@ -42,14 +42,14 @@ template <int BK> struct ProducerCoord {
 };
 
 // The first row in ScoreOperands, which has a map of rows, of a sub-chunk's queries decayed from the border before it
-// (near_queries), or of its keys decayed to the border after it (near_keys). For queries of sub-chunk 2 and keys of
-// sub-chunk 1 that is the border between the chunk's halves. Queries of sub-chunk 3 and keys of sub-chunk 0 are also
-// stored for that border: at HALF_ROW + 8, and at HALF_ROW.
-template <class Scores> __device__ __forceinline__ int near_queries(const Scores& score_operands, int subchunk) {
+// (near_queries_row), or of its keys decayed to the border after it (near_keys_row). For queries of sub-chunk 2 and
+// keys of sub-chunk 1 that is the border between the chunk's halves. Queries of sub-chunk 3 and keys of sub-chunk 0 are
+// also stored for that border: at HALF_ROW + 8, and at HALF_ROW.
+template <class Scores> __device__ __forceinline__ int near_queries_row(const Scores& score_operands, int subchunk) {
   // Sub-chunk 1: NEAR_ROW, 3: NEAR_ROW + 8. Sub-chunk 0 has no border before it; its result is not used.
   return subchunk == 2 ? score_operands.HALF_ROW : score_operands.NEAR_ROW + 4 * (subchunk - 1);
 }
-template <class Scores> __device__ __forceinline__ int near_keys(const Scores& score_operands, int subchunk) {
+template <class Scores> __device__ __forceinline__ int near_keys_row(const Scores& score_operands, int subchunk) {
   // Sub-chunk 0: NEAR_ROW, 2: NEAR_ROW + 8. Sub-chunk 3 has no border after it; its result is not used.
   return subchunk == 1 ? score_operands.HALF_ROW + SUB_CHUNK : score_operands.NEAR_ROW + 4 * subchunk;
 }
@@ -125,7 +125,7 @@ __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, B
   const WorkTile& work = s.work;
   const int row = chunk * CHUNK + coord.first_row + coord.thread % SUB_CHUNK;
   const bool exists = row < work.tokens && work.start + row < i32(args.shape.T);
-  return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(work.batch, work.head, work.start + row) : 0.f;
+  return !HAS_CHANNEL_GATES<G> && exists ? *args.scalar_gate.row(work.batch, work.head, work.start + row) : 0.f;
 }
 
 // Set to zero the gates, or the keys, of this thread's channels and sub-chunk in rows from `tokens_left` on, which are
@@ -134,7 +134,7 @@ __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, B
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                          int channel) {
-  if constexpr (GATES_PER_TOKEN<G> == 4)
+  if constexpr (HAS_CHANNEL_GATES<G>)
     for (int row = max(first_row, tokens_left); row < first_row + SUB_CHUNK; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
   fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
@@ -171,7 +171,7 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
-  if constexpr (GATES_PER_TOKEN<G> == 4) {
+  if constexpr (HAS_CHANNEL_GATES<G>) {
     if (chunk * CHUNK >= tokens) return;
     const WorkTile& work = s.work;
     if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {

@@ -17,8 +17,7 @@
 // The exponent of a scaled row's largest number: GROWN_EXPONENT if the chunk has log gates above 1/8.
 constexpr int LARGEST_EXPONENT = 12, GROWN_EXPONENT = -9;
 
-// The larger absolute value of the two bfloat16 numbers in a register, as bits. (`larger` of ptx.cuh takes two such
-// registers, and keeps, of the low halves and of the high halves, the number with the larger absolute value.)
+// The larger absolute value of the two bfloat16 numbers in a register, as bits.
 __device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
 
 // This lane's 4 channels of the rows of its sub-chunk: [i] is row i of the 8, as two registers.
@@ -43,9 +42,10 @@ template <int BK> struct RowScales {
 #pragma unroll
     for (int i = 0; i < SUB_CHUNK; ++i) {
       const uint2 four = LaneRows<BK>{rows, coord}[i];
-      x[i] = larger(four.x, four.y);
+      x[i] = larger_magnitudes_of_halves(four.x, four.y);
     }
-    const u32 largest = largest_of(reduce_each<LANES>(x, lane, [](u32 x, u32 y) { return larger(x, y); }));
+    const u32 largest =
+        largest_of(reduce_each<LANES>(x, lane, [](u32 x, u32 y) { return larger_magnitudes_of_halves(x, y); }));
     const int exponent = int(largest >> 7) - 127;
     const bool in_range = !grows && exponent >= -14 && exponent <= LARGEST_EXPONENT;
     const int change = in_range ? 0 : (grows ? GROWN_EXPONENT : LARGEST_EXPONENT) - exponent;
@@ -70,17 +70,17 @@ __device__ __forceinline__ auto scales_of(const T (&rows)[CHUNK][BK], const Prod
 }
 
 // Stores 1 / scale of this lane's query and key, row i of its sub-chunk, beside each of their operands at borders. A
-// query of sub-chunks 1 to 3 is stored for the border before its sub-chunk (near_queries), a key of sub-chunks 0 to 2
-// for that after it (near_keys). Queries of sub-chunk 3 and keys of sub-chunk 0 are also stored for the border between
-// the halves; it is the near border of sub-chunk 2's queries and of sub-chunk 1's keys.
+// query of sub-chunks 1 to 3 is stored for the border before its sub-chunk (near_queries_row), a key of sub-chunks 0 to
+// 2 for that after it (near_keys_row). Queries of sub-chunk 3 and keys of sub-chunk 0 are also stored for the border
+// between the halves; it is the near border of sub-chunk 2's queries and of sub-chunk 1's keys.
 template <class Scores, int BK>
 __device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerCoord<BK>& coord, const RowScales<BK>& q,
                                          const RowScales<BK>& k) {
   const int i = u32(coord.thread) % ProducerCoord<BK>::LANES;
   if (i >= SUB_CHUNK) return;
-  if (coord.subchunk > 0) score_operands.rows[near_queries(score_operands, coord.subchunk) + i].undo_q = q.undo;
+  if (coord.subchunk > 0) score_operands.rows[near_queries_row(score_operands, coord.subchunk) + i].undo_q = q.undo;
   if (coord.subchunk == 3) score_operands.rows[score_operands.HALF_ROW + SUB_CHUNK + i].undo_q = q.undo;
-  if (coord.subchunk < 3) score_operands.rows[near_keys(score_operands, coord.subchunk) + i].undo_k = k.undo;
+  if (coord.subchunk < 3) score_operands.rows[near_keys_row(score_operands, coord.subchunk) + i].undo_k = k.undo;
   if (coord.subchunk == 0) score_operands.rows[score_operands.HALF_ROW + i].undo_k = k.undo;
 }
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
   // Waits for the next phase of the group's copies to end.
   const auto wait = [&] {
     parity ^= 1;
-    if (GATES_PER_TOKEN<G> == 4) mbarrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied
+    if (HAS_CHANNEL_GATES<G>) mbarrier_wait(s.gates_copied[coord.group], parity);  // ScalarDecay's are not copied
     mbarrier_wait(s.qk_copied[coord.group], parity);
   };
   if (chunk + s.PRODUCER_GROUPS < (tokens + CHUNK - 1) / CHUNK)

@@ -8,16 +8,14 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   tokens_of(shape, s): the Span start ... stop - 1 of the tokens of a batch row's s-th sequence (or segment);
-//     shape.count: how many of these a batch row has; shape.H: heads
+//   shape.count: how many sequences (or segments) a batch row has; shape.H: heads
 //   Args, in forward_storage.cuh: segments (of a sequence); parts (of a segment); segment_states (the final states of
 //     segments from an earlier launch, from which the next segments start; null: each segment starts from a state of
 //     `initial`); backwards (the token stride is negative: then threads copy rows, else tensor maps copy boxes of CHUNK
 //     tokens. Never set for ClusterSplitK: the host copies such arrays first)
 
-constexpr int CHUNK = 32, SUB_CHUNK = 8,
-              NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // CHUNK, SUB_CHUNK (of a sub-chunk): in tokens
-constexpr int PANEL = 64;                         // columns of V a warpgroup
+constexpr int CHUNK = 32, SUB_CHUNK = 8, NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // tokens; sub-chunks of a chunk
+constexpr int PANEL = 64;                                                    // columns of V a warpgroup
 
 // One block makes all operands of its chunks and multiplies them.
 struct SinglePass {

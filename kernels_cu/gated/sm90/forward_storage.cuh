@@ -36,6 +36,7 @@ struct ScalarDecay {};
 // The number of gates that a producer thread has for each of its tokens: of its 4 channels, or the one ScalarDecay.
 template <typename G> constexpr int GATES_PER_TOKEN = 4;
 template <> constexpr int GATES_PER_TOKEN<ScalarDecay> = 1;
+template <typename G> constexpr bool HAS_CHANNEL_GATES = GATES_PER_TOKEN<G> == 4;
 
 // T, the type of q, k, v and o, is bfloat16 or float16. bfloat16 has float32's range and 8 bits of precision; float16
 // has 11 bits, as tf32, and a small range. Wide<T> is the type of operands that may leave float16's range: bfloat16 if
