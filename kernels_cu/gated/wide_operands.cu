@@ -16,8 +16,7 @@
 // limits    bfloat16
 //
 // From the includes:
-//   WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's scores;
-//     SUB_CHUNK = 8 tokens of a sub-chunk
+//   WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's scores
 //   Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has LANE_CHANNELS channels from
 //     coord.channel on; coord.row(i): its token i in the chunk
 //   ScoreTask (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them,

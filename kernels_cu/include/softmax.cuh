@@ -8,7 +8,7 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   RowMaximum: the largest score of a row so far; row_max: the largest number of the four lanes of a row
+//   RowMaximum: the largest score of a row so far
 
 constexpr int THREADS = 128;
 

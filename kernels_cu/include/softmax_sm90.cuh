@@ -4,9 +4,6 @@
 #include "softmax_work.cuh"
 #include "wgmma.cuh"
 
-// From the includes:
-//   registers_up, registers_down: set a warpgroup's registers
-
 // A tile [ROWS, D] of 16-bit values, in panels [ROWS, 64 columns] whose rows have 128 bytes, in the hardware's 128-byte
 // swizzle: piece p (16 bytes) of row r is in the place of piece p ^ r % 8.
 constexpr int PANEL = 64;

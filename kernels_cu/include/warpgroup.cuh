@@ -14,9 +14,7 @@
 constexpr bool FORWARDS = false, BACKWARDS = true;  // the direction of a walk over tokens, or segments
 
 // From the includes:
-//   tensor_load, tensor_store_or_add: start copying, or adding, a box; add_piece: starts adding 16 bytes to memory, in
-//     a group that commit_adds closes; tensor_store_wait: until such copies and additions have read shared memory
-//   wgmma: products of a warpgroup, in groups that wgmma_commit closes and wgmma_wait waits for
+//   add_piece: starts adding 16 bytes to memory, in a group that commit_adds closes
 
 // A chunk's rows of an array, D numbers wide, in shared memory: a panel has 128 bytes of every row, in the tensor
 // cores' 128-byte swizzle (swizzled.cuh).

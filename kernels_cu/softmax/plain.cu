@@ -23,7 +23,6 @@
 // From the includes:
 //   Real<T>: float, or double for float64; to_real, from_real convert
 //   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
-//   CHUNK_QUERIES = 64; decay_of: e^x, of a double, too
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane

@@ -11,9 +11,6 @@
 // limits    16-bit data; rows of whole 16 bytes
 #include "softmax_work.cuh"
 
-// From the includes:
-//   CHUNK_QUERIES = 64
-
 template <typename T> struct Args {
   StridedRows<const T> o, do_;
   const Work* works;

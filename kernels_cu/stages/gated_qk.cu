@@ -15,7 +15,6 @@
 
 // From the includes:
 //   Shape::NC: chunks of a batch row, of all its packed sequences together
-//   to_real: as Real<T>; decay_of: exp, in float by the fast instruction
 
 constexpr int FLIGHT = 4;  // tokens that are loaded before the first result is stored
 

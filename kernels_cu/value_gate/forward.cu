@@ -29,9 +29,8 @@
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
-//   WarpShare: a share of a warp, a span of 4 tokens; TokenDecays: e^g of a lane's tokens and channels
-//   OperandOf<T>::Type: the type of operands in shared memory; LDA: the distance of A's rows; place: the address of a
-//     number in a tile
+//   WarpShare: a share of a warp, a span of 4 tokens
+//   OperandOf<T>::Type: the type of operands in shared memory; place: the address of a number in a tile
 //   Tokens: rows in memory, read one number at a time; ColumnsReader: loads pairs of tokens of the warp's columns
 #include "cards.cuh"
 #include "read_order.cuh"

@@ -25,8 +25,6 @@
 //   product_over(x, first, end): the product of x[first ... end - 1]
 //   Schedule: which launches and results there are; AfterWrite: queries read the state after their token's write
 //   ScoreStorage: the part of Shared that has A, of rows LDA apart, in which a score is the sum of NUMBERS numbers
-//   scale_columns: multiplies a lane's outputs by a factor for each of its columns
-//   opaque(x): x, not held in a register between uses
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"

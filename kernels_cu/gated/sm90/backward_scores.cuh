@@ -7,11 +7,9 @@
 // limits    sm_90a; T of bfloat16, float16
 //
 // From the includes:
-//   swizzled_offset(row, piece): the byte offset of a row's 16-byte piece in a panel
 //   ldmatrix_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand
 //   each_token_pair: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of: their register in
 //     an Operand
-//   mma_m16n8k16: a warp's product of 16-bit operands of the last argument's type
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 

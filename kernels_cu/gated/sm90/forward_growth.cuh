@@ -20,18 +20,14 @@
 // From the includes:
 //   T: the type of q and k; G: the gates' type, ScalarDecay if all channels of a token have one. GATES: a lane's gates
 //     of a token, 4 or 1
-//   ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels; LANES: lanes of a sub-chunk;
-//     THREADS: threads of a producer group. PRODUCER_GROUPS: producer groups that take
-//     chunks in turn
-//   InputStage: a chunk's q, k and g. unpack(x, y): sets x to 4 numbers y as floats
-//   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands; put_scores: two neighbouring
-//     scores; put_decays: decays of 4 channels
+//   ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels; LANES: lanes of a sub-chunk.
+//     PRODUCER_GROUPS: producer groups that take chunks in turn
+//   InputStage: a chunk's q, k and g
+//   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands
 //   header.row[0]: the row of the token that the stage holds, plus MORE_FILLS if the stage will be filled again for
 //     this chunk. s.SHARED: whether two stages share a tile of scores, each with half of its columns;
 //     scores_offset(stage): the byte offset of the stage's half
-//   K_RANKS = 2: two blocks have half of the channels each; send_operands,
-//     send_scores: copy to the cluster's other block. fetch_gates, fetch_qk:
-//     start copies of inputs
+//   K_RANKS = 2: two blocks have half of the channels each
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"

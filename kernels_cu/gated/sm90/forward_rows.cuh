@@ -8,7 +8,6 @@
 
 // From ptx.cuh and forward_schedules.cuh:
 //   store_flipped(base, flip, offset, x): stores x at (base XOR flip) + offset, in bytes
-//   tensor_load(to, map, barrier, column, token, head, batch): starts copying a box
 
 // Sets x to 4 neighbouring values, as float32: of float32, or two registers of 16-bit numbers, or 8 bytes in memory.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {

@@ -12,12 +12,11 @@
 #include "gated/sm90/forward_storage.cuh"
 
 // From the includes:
-//   SUB_CHUNK = 8: tokens of a sub-chunk; CHUNK = 32; NUM_SUBCHUNKS = 4; PANEL = 64: columns of a tile of scores
+//   CHUNK = 32; NUM_SUBCHUNKS = 4; PANEL = 64: columns of a tile of scores
 //   SPLIT_SCORES: whether a score is stored as two numbers, the second its rounding error
 //   score_operands.rows: a chunk's ScoreOperands; NEAR_ROW, HALF_ROW: their first rows for borders in a half, and for
 //     the border between the halves
-//   mma_bf16, mma_f16, mma_tf32: d += a b of a warp; ldmatrix_x4_flipped, store_flipped: at the address (base XOR flip)
-//     + offset, in bytes
+//   ldmatrix_x4_flipped, store_flipped: at the address (base XOR flip) + offset, in bytes
 
 // Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by a factor of 2^-11 / (2 ln 2) on average.
 // TF32_CORRECTION_OF_BOTH compensates for that in a product of two operands.

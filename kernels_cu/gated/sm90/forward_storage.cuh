@@ -20,7 +20,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   CHUNK = 32, SUB_CHUNK = 8: tokens of a chunk and of a sub-chunk; NUM_SUBCHUNKS = 4; PANEL = 64 columns of V
+//   NUM_SUBCHUNKS = 4; PANEL = 64 columns of V
 //   Schedule: what the blocks of a cluster share. has_outputs: whether there are queries and outputs; CLUSTER_SIZE, 1
 //     or 2 blocks; K_RANKS: blocks that share the channels of every chunk; CHUNK_RANKS: blocks that make chunks in turn
 //   SegmentState: the schedule that computes only final states of parts of segments, and their decays

@@ -20,14 +20,12 @@
 //           gate of -inf; and float16 ends at e^11. The results here overflow only where the recurrence itself does.
 //
 // From the includes:
-//   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels; PANEL<X>: of 128
-//     bytes
+//   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels
 //   LaneGates (decays.cuh): a lane's log gates, float32 ones times LOG2E; each_token_pair, token_pair_of: its pairs of
 //     tokens; LaneChunk: its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i
 //   IN_UNITS<G> (query_share.cuh): whether shares have a unit, which is kept as its float32 exponent, ONE for 2^0;
 //     power_of_two(exponent); sum_with_unit: a sum whose lowest bits hold the exponent; query_share_value: a stored
 //     share
-//   channel_sum(x) (backward_tokens.cuh): the sum over the four lanes of a channel; share_sums: see its use
 // S[4n + 2h + p]: channel h of the lane's two, column 8n + 2t + p, t = lane % 4. All lanes of a warp call functions
 // with shuffles or votes together
 #include "gated/sm90/query_share.cuh"

@@ -28,7 +28,7 @@
 //   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
 //     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the
 //     sequence's first chunk in `statistics`; `ds_index`: plus a chunk, the number of an entry of a head's ds
-//   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64; ScoreGradients: ds of 64 keys and 64 queries
+//   Tile: panels of PANEL = 64 columns, swizzled; ScoreGradients: ds of 64 keys and 64 queries
 
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES, BOX_TOKENS = 64;
 

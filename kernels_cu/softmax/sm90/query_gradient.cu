@@ -20,7 +20,7 @@
 //   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
 //     0 at the end of the list; `diagonal`: the position of the first query among the keys; `statistics_chunk`: the
 //     tile's first chunk of ds; `ds_index`: the sequence's first key tile of 128 in ds_offsets
-//   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
+//   Tile: panels of PANEL = 64 columns, swizzled
 
 constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
