@@ -13,8 +13,8 @@
 //
 // A lane starts the loads of its four pieces before it stores the first: that hides the memory's latency, since the
 // compiler may not move a load before a store. No warp waits for another before it stores: the shorter the time between
-// the load and the store of an address, the faster. real.cuh: Real<T>, float, or double for double; to_real and
-// from_real convert; multiply_add(a, x, b): a x + b. x.row(sequence, head, token) is a row's address, x.t the distance.
+// the load and the store of an address, the faster. Real<T>: float, or double for double; to_real and
+// from_real convert.
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"

@@ -26,9 +26,8 @@
 // limits    K <= BK; T <= M <= TOKENS; the last axis of the state is contiguous
 //
 // A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
-// Names. real.cuh: Real<T>, float, or double for double; to_real and from_real convert; inverse_root(x), 1 / sqrt x.
-// decay_of(g): e^g. LEAST_SQUARE (delta/lengths.cuh): added to the square of a length before the division. Of Rows x,
-// x.row(sequence, head, token) is a row's address, x.t the distance of rows. sum_over_lanes<32>: over a warp
+// Names. Real<T>: float, or double for double; to_real and from_real convert. LEAST_SQUARE (delta/lengths.cuh): added to
+// the square of a length before the division
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"

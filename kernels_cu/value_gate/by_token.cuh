@@ -21,8 +21,7 @@ template <typename X> struct Tokens {
   }
 };
 
-// An array's tokens from `token` on and channels from `channel` on, of batch row b and head h. Rows: row(b, h, t) is
-// the address of a token's row, t the stride of tokens.
+// An array's tokens from `token` on and channels from `channel` on, of batch row b and head h.
 template <typename X>
 __device__ __forceinline__ Tokens<X> tokens_at(const StridedRows<const X>& x, i64 b, i64 h, i64 token, i64 channel) {
   return {x.row(b, h, token) + channel, x.token_stride};

@@ -161,9 +161,9 @@ static_assert(counts_once<7>(GateFormat<float>{}, 2.f));
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
 // are multiplied by log2 e. A product of gates and GateCounts, of depth 16, sums a sub-chunk's 8 gates twice, once for
 // each number of ONE. For 16-bit gates both halves of the left operand are the same numbers. If they were the same
-// registers, the assembler would copy them for each product: an operand's registers are four different ones. MINUS: the
+// registers, the assembler would copy them for each product: an operand's registers are four different ones. SECOND_NEGATED: the
 // second half of both operands is negated instead, which leaves the product as it is. This saves the copies where
-// registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates ignore MINUS: their
+// registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates ignore SECOND_NEGATED: their
 // halves are rounded values and remainders, which differ.
 constexpr u32 SIGNS = 0x80008000u;
 constexpr bool SECOND_NEGATED = true, CLAMPED = true, UNCLAMPED = false;
@@ -227,7 +227,7 @@ template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct GateC
     if (!ReadOrder::reads_before_write && token == SUB_CHUNK / 2)
       early = (i < SUB_CHUNK / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
-  // Sets b[half] to masked(ONE[half] for both gates of a register, negated in the second half if MINUS).
+  // Sets b[half] to masked(ONE[half] for both gates of a register, negated in the second half if SECOND_NEGATED).
   template <class F> static __device__ __forceinline__ void make_operand(u32 (&b)[2], F masked) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
