@@ -26,8 +26,8 @@
 // limits    K <= BK; T <= M <= TOKENS; the last axis of the state is contiguous
 //
 // A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
-// Names. Real<T>: float, or double for double; to_real and from_real convert. LEAST_SQUARE (delta/lengths.cuh): added to
-// the square of a length before the division
+// Names. Real<T>: float, or double for double; to_real and from_real convert. LEAST_SQUARE (delta/lengths.cuh): added
+// to the square of a length before the division
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"

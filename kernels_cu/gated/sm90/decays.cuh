@@ -161,10 +161,10 @@ static_assert(counts_once<7>(GateFormat<float>{}, 2.f));
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
 // are multiplied by log2 e. A product of gates and GateCounts, of depth 16, sums a sub-chunk's 8 gates twice, once for
 // each number of ONE. For 16-bit gates both halves of the left operand are the same numbers. If they were the same
-// registers, the assembler would copy them for each product: an operand's registers are four different ones. SECOND_NEGATED: the
-// second half of both operands is negated instead, which leaves the product as it is. This saves the copies where
-// registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates ignore SECOND_NEGATED: their
-// halves are rounded values and remainders, which differ.
+// registers, the assembler would copy them for each product: an operand's registers are four different ones.
+// SECOND_NEGATED: the second half of both operands is negated instead, which leaves the product as it is. This saves
+// the copies where registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates
+// ignore SECOND_NEGATED: their halves are rounded values and remainders, which differ.
 constexpr u32 SIGNS = 0x80008000u;
 constexpr bool SECOND_NEGATED = true, CLAMPED = true, UNCLAMPED = false;
 template <typename G, bool SECOND_NEGATED = false> struct LaneGates {
