@@ -58,6 +58,21 @@ def test_more_channels_and_columns_than_a_block_has(portable, rng, op, K, V, dty
     assert_results(OPS[op], arrays, found, dtype, initial_state=start)
 
 
+@pytest.mark.parametrize("op, dtype", [(GLA, SINGLE), (RWKV6, BFLOAT16)], ids=str)
+@pytest.mark.parametrize("bounds", [(0, 870), (0, 20, 20, 890)], ids=["dense", "packed"])
+def test_few_heads_are_cut_stage_by_stage(portable, rng, op, dtype, bounds):
+    """Stage 3 carries the state through segments at the same time, from the states at their starts."""
+    sizes = {"B": 1, "H": 2, "T": bounds[-1], "K": 12, "V": 20, "N": len(bounds) - 1}
+    arguments = {"cu_seqlens": list(bounds)} if len(bounds) > 2 else {}
+    arrays, start = draw(op, rng, sizes, dtype), rng.standard_normal((sizes["N"], 2, 12, 20)).astype(np.float32)
+    problem = op.bind([portable.upload(x) for x in arrays], mode="staged", **arguments)
+    plan = planned.plan_of(problem, portable)
+    assert planned.names(plan)[2:5] == ["gated_segment_states", "gated_scan_segments", "stages_inter_chunk"]
+    for final in (False, True):
+        found = results(op, arrays, portable, start, final, mode="staged", **arguments)
+        assert_results(OPS[op], arrays, found, dtype, initial_state=start, **arguments)
+
+
 @pytest.mark.pairwise("K", "V", "shared")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("K, V, shared", [(136, 72, 227), (384, 76, 163), (500, 68, 227), (136, 132, 99)])

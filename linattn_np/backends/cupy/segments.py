@@ -57,6 +57,7 @@ from .gated_kernels import (
     GatedWideOperands,
     read_order,
 )
+from .kernel import DOUBLE
 from .plan import FLOAT32, common_bytes, has_rows, mappable, mappable_either_way, token_arrays
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 
@@ -79,6 +80,7 @@ CUT_JOINED, CUT_STATE = 5, 0.5  # each segment: to join it; and for each head, i
 CUT_HEAD, CUT_SHARED = 1, 3  # each head: if every block has a multiprocessor of its own; if two blocks share one
 UNSAVED = 14  # the pullback's summaries: needed if a segment's chunks are no power of 2, as no states are saved then
 SPARED = 600  # where no cost decides: sequences are cut if that spares each block so many tokens
+BLOCKS_OF_STAGE = 4  # blocks of stage 3 of mode "staged" on a multiprocessor
 SPLIT_AND_CUT = 4096  # the least tokens of sequences that are cut in two if the blocks of a cluster split the columns
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # in `cut_in_two`: a block's start; to summarise a token
 PART_START = 256  # a part that is summarised: its start and its state
@@ -676,6 +678,21 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
     passes and the scan together take as long as the kernel does for two to three segments."""
     P = segments_that_fill(blocks, problem.spans.longest, kernel.resident_blocks(device))
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
+
+
+# -- stage by stage ----------------------------------------------------------------------------------------------------
+def stage_cut(problem, device, chunk, blocks) -> ForwardCut:
+    """How stage 3 of mode "staged" is cut, whose kernel has so many `blocks` for uncut sequences, and BLOCKS_OF_STAGE
+    on a multiprocessor. Segments consist of whole chunks of `chunk` tokens. There is no kernel of o."""
+    (N, H, V), longest = problem.shape("N H V"), problem.spans.longest
+    capacity = BLOCKS_OF_STAGE * device.multiprocessors
+    P = 1 if problem.dtype == DOUBLE else segments_that_fill(blocks, longest, capacity, SPARED)
+    if P == 1:
+        return ForwardCut(PORTABLE)
+    instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *problem.shape("K V")
+    summary = GatedSegmentStates.fitting(*instance, device.shared_per_block)
+    parts = (parts_per_segment(summary, N * H, V, P, longest, last, device) for last in (False, True))
+    return ForwardCut(PORTABLE, None, summary, P, spans=problem.spans.segments(P, chunk), parts=tuple(parts))
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from dataclasses import replace
 import numpy as np
 
 from ...contract import SUB_CHUNK
+from . import segments
 from .arguments import members
 from .arithmetic import ceil_div
 from .elementwise_kernels import sum_arrays
+from .gated_forward import PortableForward
 from .gated_kernels import CHANNELS, channels
 from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, common_bytes, is_contiguous
@@ -136,18 +138,31 @@ def plan(problem, device):
 
 
 def plan_all_stages(problem, device, summaries):
-    """The plan of mode "staged" of an operator of the gated family: all five stages. `summaries` is always empty."""
+    """The plan of mode "staged" of an operator of the gated family: all five stages. Stage 3 goes from chunk to chunk:
+    few heads are cut into segments, which are summarised before. `summaries` is always empty."""
     draft = Draft()
     stages = Stages(draft, problem, lambda x, dtype, shape=None: draft.empty(shape or x.shape, dtype))
     q, k, v, g = draft.inputs(problem)
     b, e = stages.chunk_cumsum(g)
     qg, kg = stages.gated_qk(q, k, b, e)
-    h, final = stages.inter_chunk(kg, v, b)
+    shape, initial, final = stages.shape, draft.initial(problem), draft.final(problem)
+    cut = segments.stage_cut(problem, device, shape.chunk, shape.B * shape.count * shape.H * state_tiles(shape))
+    if cut.segments == 1:
+        h = stages.states(kg, v, b, initial, final)
+    else:
+        summarised = PortableForward(draft, problem, cut, (q, k, v, g), o=None)
+        summaries = summarised.segment_summaries(with_last=final is not None)
+        h = stages.states(kg, v, b, summarised.states_at_starts(summaries, initial, final), None, cut.spans)
     o = stages.combine(qg, h, stages.intra_chunk(q, k, g), v)
-    tiles = {"chunk": stages.shape.chunk}
+    tiles = {"chunk": shape.chunk} | ({"segments": cut.segments} if cut.segments > 1 else {})
     if problem.dtype != DOUBLE:
         tiles = {"BK": channels_of_launch(problem), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
     return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
+
+
+def state_tiles(shape) -> int:
+    """The tiles of a state, of which the kernel of stage 3 has a block for each."""
+    return ceil_div(shape.K, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
 
 
 def channels_of_launch(problem) -> int:
@@ -185,19 +200,21 @@ class Stages:
 
     def inter_chunk(self, kg, v, b):
         """(h, the final state or None)."""
-        shape, final = self.shape, self.draft.final(self.problem)
+        final = self.draft.final(self.problem)
+        return self.states(kg, v, b, self.draft.initial(self.problem), final), final
+
+    def states(self, kg, v, b, initial, final, spans=None):
+        """h. The kernel carries states through each of `spans`, by default through whole sequences, from the states
+        `initial`, and stores the last ones in `final` unless it is None."""
+        shape = self.shape if spans is None else self.draft.shape(self.problem, spans)
         h = self.draft.empty((shape.B, shape.H, shape.NC, shape.K, shape.V), self.real)
-        access = {}
+        access, kernel, blocks = {"bytes": common_bytes(kg, v)}, InterChunk(v.dtype), state_tiles(shape)
         if v.dtype == DOUBLE:
-            kernel = Float64InterChunk()
+            access, kernel = {}, Float64InterChunk()
             blocks = ceil_div(shape.K * shape.V, kernel.threads)
-        else:
-            access = {"bytes": common_bytes(kg, v)}
-            kernel = InterChunk(v.dtype)
-            blocks = ceil_div(shape.K, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
-        states = {"h": h, "initial": self.draft.initial(self.problem), "final": final}
-        self.launch(kernel, shape.B * shape.count * shape.H * blocks, kg=kg, v=v, b=b, **states, **access)
-        return h, final
+        arrays = {"kg": kg, "v": v, "b": b, "h": h, "initial": initial, "final": final}
+        self.draft.launch(kernel, shape.B * shape.count * shape.H * blocks, **arrays, shape=shape, **access)
+        return h
 
     def intra_chunk(self, q, k, g):
         """A. More channels than a launch has take several launches, whose scores are then added."""
