@@ -684,15 +684,15 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
 def stage_cut(problem, device, chunk, blocks) -> ForwardCut:
     """How stage 3 of mode "staged" is cut, whose kernel has so many `blocks` for uncut sequences, and BLOCKS_OF_STAGE
     on a multiprocessor. Segments consist of whole chunks of `chunk` tokens. There is no kernel of o."""
-    (N, H, V), longest = problem.shape("N H V"), problem.spans.longest
+    (N, H, K, V), longest, memory = problem.shape("N H K V"), problem.spans.longest, device.shared_per_block
     capacity = BLOCKS_OF_STAGE * device.multiprocessors
     P = 1 if problem.dtype == DOUBLE else segments_that_fill(blocks, longest, capacity, SPARED)
     if P == 1:
         return ForwardCut(PORTABLE)
-    instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *problem.shape("K V")
-    summary = GatedSegmentStates.fitting(*instance, device.shared_per_block)
-    parts = (parts_per_segment(summary, N * H, V, P, longest, last, device) for last in (False, True))
-    return ForwardCut(PORTABLE, None, summary, P, spans=problem.spans.segments(P, chunk), parts=tuple(parts))
+    kernel = GatedSegmentStates.fitting(problem.dtype, gate_dtype(problem), tf32_products(problem), K, V, memory)
+    without_last, with_last = (parts_per_segment(kernel, N * H, V, P, longest, last, device) for last in (False, True))
+    spans = problem.spans.segments(P, chunk)
+    return ForwardCut(PORTABLE, None, kernel, P, spans=spans, parts=(without_last, with_last))
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
