@@ -4,9 +4,9 @@
 //           learning rate;  v += (first - v) sigmoid(base_v + share_logits), first being the first layer's v;
 //           kappa = k removal / |k removal| over each head;  a = -kappa;  b = kappa rate;
 //           k = k (1 + (rate - 1) replacement). removal and replacement are the paper's xi and alpha
-// shapes    k v w rate_logits share_logits first a b [T, H, N], k, v and w in place; bases [3, H, N] of w, a, v;
-//           removal replacement [H, N]. In the first layer the bases of v are -inf: v stays as it is and is stored in
-//           `first`, which the other layers read
+// shapes    k v w rate_logits share_logits first a b [T, H, N], k, v and w in place, a and b perhaps in that of the
+//           logits; bases [3, H, N] of w, a, v; removal replacement [H, N]. In the first layer the bases of v are -inf:
+//           v stays as it is and is stored in `first`, which the other layers read
 // grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 256 threads
 // smem      none
 // barriers  none

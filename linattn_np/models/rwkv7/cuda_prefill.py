@@ -4,6 +4,8 @@ Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channel
 their inputs. `draft` collects the launches.
 """
 
+from math import prod
+
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels
@@ -26,15 +28,19 @@ class MixOperations(cuda_prompts.MixOperations):
     def __init__(self, decoder, *arguments):
         super().__init__(decoder, *arguments)
         T, X, (D, F), empty = self.T, self.dtype, (self.sizes[axis] for axis in "DF"), self.draft.empty
-        self.mixed, self.y = empty((6, T, D), X), empty((1, T, D), X)
-        self.mixes = {"ln1": (self.mixed, None, None), "ln2": (self.y, None, None)}
+        # The channel mix's hidden layer takes the memory of the time mix's inputs, which are no longer needed then: the
+        # L2 cache need not write to memory what is overwritten there.
+        memory = empty((T * max(6 * D, F),), X)
+        self.mixed, hidden = (
+            memory[: prod(shape)].view(lambda x, shape=shape: x.reshape(shape)) for shape in ((6, T, D), (1, T, F))
+        )
+        self.mixes = {"ln1": (self.mixed, None, None), "ln2": (empty((1, T, D), X), None, None)}
         self.results = {
             "vkr": empty((3, T, D), X),
             "down": empty((kernels.DOWNS, T, decoder.rank), X),
-            "ffn_key": empty((1, T, F), X),
+            "ffn_key": hidden,
             "ffn_value": empty((1, T, D), FLOAT32),
         }
-        self.high = empty((kernels.DOWNS, T, D), X)
 
     @staticmethod
     def carried(decoder, T):
@@ -48,21 +54,21 @@ class MixOperations(cuda_prompts.MixOperations):
         low = self.product(layer, "down", mixed[:4])
         activations, count = kernels.LowActivations(self.dtype), low[0].size
         self.draft.launch(activations, activations.blocks(count), low=low, count=count)
-        self.draft.product(layer.up.swapaxes(1, 2), low, self.high)
-        w, rate_logits, gate, share_logits = self.high
-        # makes the operator's k, v and w in place, and its a and b from k; a, b and o get memory of mixes already read
-        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]
-        arrays = {"k": k, "v": v, "w": w, "rate_logits": rate_logits, "share_logits": share_logits, "a": a, "b": b}
+        high, o = mixed[:4], mixed[4]  # in the memory of mixes that have been read
+        self.draft.product(layer.up.swapaxes(1, 2), low, high)
+        # `Keys` makes w, a and b of the logits of the decay, the rate and the share, in place, and so k and v
+        keys, (w, a, gate, b) = kernels.Keys.fitting(self.dtype, N), high
+        arrays = {"k": k, "v": v, "w": w, "rate_logits": a, "share_logits": b, "a": a, "b": b}
         arrays |= {"first": self.arrays.first, "bases": layer.bases}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T * H), **arrays, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
-        arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": self.y}
+        arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": o}
         arrays |= rwkv6_model_kernels.affine(layer.ln_x)  # its weight and bias
         eps = self.group_eps * self.scale**2  # o has the factor `scale`, which the norm removes
         self.draft.launch(norm, norm.blocks(T * H), **arrays, rows=T * H, eps=eps)
-        return self.add_product(layer, "output", x, self.y[0])
+        return self.add_product(layer, "output", x, o)
 
     def channel_mix(self, layer, x, shift):
         mixed, _, _ = self.shift_mix(layer, "ln2", "ffn_mix", x, shift)
