@@ -474,7 +474,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const uint4 offsets = entry_of(OFFSETS);  // x, y: where put_within puts queries, keys; z: PairReader::queries_index
     // keys_index is 0 and not used: only sums over queries are computed here.
     const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
-    const PairReader dA(values.dA, 0, int(offsets.z));
+    const PairReader dA_reader(values.dA, 0, int(offsets.z));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       // Starts a quarter of from_state = dS v^T, which sums over a quarter of the columns of V (states.cuh).
@@ -497,11 +497,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       };
       decay_within<IN_FULL, T>(queries_within, keys_within, query_decays[n], key_decays[n], q, k, n, add_self_pair);
-      if (SUM_FIRST) dA.add_queries(sum, queries_within, n, n);
+      if (SUM_FIRST) dA_reader.add_queries(sum, queries_within, n, n);
       put_within(in, queries_within, queries_offset, n);
       put_within(s.keys_within, keys_within, keys_offset, n);
       if (ReadOrder::reads_before_write) s.self_scores.parts_of(in, warp)[n][lane] = {self_scores[0], self_scores[1]};
-      if (!SUM_FIRST) dA.add_queries(sum, queries_within, n, n);
+      if (!SUM_FIRST) dA_reader.add_queries(sum, queries_within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(key_decays[n][i], sum[i], self_terms[i]);
     }
@@ -546,9 +546,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const auto sum_across = [&] {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        dA.add_queries(sums_across.by8[x], queries_across.by8[x], 2 * x + 1, 2 * x);
-        dA.add_queries(sums_across.by16[x], queries_across.by16[0], 2, x);
-        dA.add_queries(sums_across.by16[x], queries_across.by16[1], 3, x);
+        dA_reader.add_queries(sums_across.by8[x], queries_across.by8[x], 2 * x + 1, 2 * x);
+        dA_reader.add_queries(sums_across.by16[x], queries_across.by16[0], 2, x);
+        dA_reader.add_queries(sums_across.by16[x], queries_across.by16[1], 3, x);
       }
     };
     decay_state<BV>(dS, decays);

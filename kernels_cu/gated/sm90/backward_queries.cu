@@ -210,7 +210,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// Lane 4 g + t of a warp, t < 4, has the channels g and g + 8 of the warp's 16. Its numbers of a chunk are a Chunk
+// Lane 4 g + t of a warp, t < 4, has the channels g and g + 8 of the warp's 16. Its numbers of a chunk are a LaneChunk
 // (decays.cuh): [n][2h + p] is sub-chunk n of 8 tokens, channel g + 8h, token 2t + p. Operands hold the same numbers,
 // two tokens in a register (token_pair_of).
 
@@ -244,11 +244,11 @@ template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
 // Sets `results` to the terms of pairs within sub-chunks, and adds their terms to du. CLAMPED: gates were loaded so;
-// counts: which gates the sum for each decay has (decays.cuh); dA reads the chunk's dA, which is `pairs`; u, du: those
+// counts: which gates the sum for each decay has (decays.cuh); dA_reader reads `pairs`, the chunk's dA; u, du: those
 // of this lane's two channels.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void set_pairs_within(Gradients& results, const TokenOperands<T, G>& tokens,
-                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA,
+                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA_reader,
                                                  Pairs& pairs, const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
@@ -267,8 +267,8 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
     decays_from_middle<CLAMPED>(query_decays, key_decays, tokens.gates, counts, n);
     decay_within<AS_MULTIPLIED, T>(queries, keys, query_decays, key_decays, tokens.queries, tokens.keys, n,
                                    add_self_pair);
-    dA.add_keys(over_keys, keys, n, n);
-    dA.add_queries(over_queries, queries, n, n);
+    dA_reader.add_keys(over_keys, keys, n, n);
+    dA_reader.add_queries(over_queries, queries, n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float key_term = keys[i] * over_queries[i];
@@ -289,7 +289,7 @@ template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperands<T, G>& tokens,
                                                  const Values& from_state, SubChunkDecays& decays,
                                                  G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA,
+                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA_reader,
                                                  float scale, bool& by_token, int offset, F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
   // Decayed queries; decayed keys; sums over keys, for queries. by8[x] has the queries of sub-chunk 2x + 1, or the keys
@@ -306,9 +306,9 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
   decay_keys<AS_MULTIPLIED, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    dA.add_keys(sums_across.by8[x], keys_across.by8[x], 2 * x + 1, 2 * x);
-    dA.add_keys(sums_across.by16[x], keys_across.by16[0], 2 + x, 0);
-    dA.add_keys(sums_across.by16[x], keys_across.by16[1], 2 + x, 1);
+    dA_reader.add_keys(sums_across.by8[x], keys_across.by8[x], 2 * x + 1, 2 * x);
+    dA_reader.add_keys(sums_across.by16[x], keys_across.by16[0], 2 + x, 0);
+    dA_reader.add_keys(sums_across.by16[x], keys_across.by16[1], 2 + x, 1);
   }
   write_state(state_keys);
   if (LOADS_AGAIN) load_operand(queries, q, offset);
@@ -358,9 +358,9 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     LaneSubChunk by8 = {}, by16 = {};
-    dA.add_queries(by8, queries_across.by8[x], 2 * x + 1, 2 * x);
-    dA.add_queries(by16, queries_across.by16[0], 2, x);
-    dA.add_queries(by16, queries_across.by16[1], 3, x);
+    dA_reader.add_queries(by8, queries_across.by8[x], 2 * x + 1, 2 * x);
+    dA_reader.add_queries(by16, queries_across.by16[0], 2, x);
+    dA_reader.add_queries(by16, queries_across.by16[1], 3, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       subtract_term(2 * x, i, keys_across.by8[x][i], by8[i]);
@@ -451,11 +451,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     bool by_token;
     const auto g_panels = warpgroup_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
-    const PairReader dA(in.dA, keys_index, queries_index);
+    const PairReader dA_reader(in.dA, keys_index, queries_index);
     if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<CLAMPED>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_fence_operand(from_state);
-    set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
+    set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA_reader, in.dA, u, du);
     // Stores the warp's byte of query_sums: whether the second pass computes the chunk token by token. One lane stores:
     // `value` is a vote of the warp (exceeds_growth, exceeds_float16), and so the same for all lanes.
     const auto set_flag = [&](bool value) {
@@ -477,7 +477,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       wgmma_commit();
     };
     add_pairs_across<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
-                                                      counts, dA, scale, by_token, offset, write_state);
+                                                      counts, dA_reader, scale, by_token, offset, write_state);
 
     // Of the lane's two channels sum_i q_i from_state_i: the sum over all tokens of query_term - key_term, in which the
     // two terms of each pair of the chunk cancel.

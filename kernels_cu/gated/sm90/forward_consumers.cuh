@@ -224,7 +224,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     bool has_initial = work.initial;
     // SegmentState: if tokens before this part are skipped, nothing of the initial state is left after them.
     if constexpr (!Schedule::has_outputs) total_decay = s.scan.skipped_decay, has_initial &= total_decay != 0;
-    if (has_initial) each_pair_of_state(work.initial, [](float& x, const float* from) { x = *from; });
+    if (has_initial) each_number_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     if (threads_copy_rows<Schedule>(args))
       for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
     else if (thread == 0)
@@ -236,7 +236,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // The warpgroup's slot of the chunk's v, and later of its o.
   __device__ __forceinline__ T* slot_of(u32 chunk) { return s.v[warpgroup][chunk % SLOTS][0]; }
 
-  template <typename P, class F> __device__ __forceinline__ void each_pair_of_state(P* state, F f) {
+  template <typename P, class F> __device__ __forceinline__ void each_number_of_state(P* state, F f) {
     each_state_number<K_RANKS * BK>(S, state, args.shape, args.channel, first_column(), f);
   }
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread stores or clears.
@@ -411,7 +411,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ void store_mark(u32 chunk, u32 mask) {
     if (STORES_MARKS && args.marks && (chunk & mask) == 0) {
       const i64 state = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;
-      each_pair_of_state(args.marks + state * args.shape.K * args.shape.V, [](float& x, float* to) { *to = x; });
+      each_number_of_state(args.marks + state * args.shape.K * args.shape.V, [](float& x, float* to) { *to = x; });
     }
   }
 
@@ -426,7 +426,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       if (first_column() == 0 && thread < BK && channel < args.shape.K)
         decays[0] = total_decay, decays[args.shape.K] = 1.f;
     }
-    if (work.final) each_pair_of_state(work.final, [](float& x, float* to) { *to = x; });
+    if (work.final) each_number_of_state(work.final, [](float& x, float* to) { *to = x; });
   }
 };
 
