@@ -150,7 +150,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators& S_w, Accumulators& dS_e,
                                                 const Shared<T, BK>& s) {
-  using States = StateReader<true, T>;  // transposed: a right operand is [column, channel]
+  using States = StateReader<TRANSPOSED, T>;  // transposed: a right operand is [column, channel]
   const int lane = own_lane(), warp = threadIdx.x >> 5;
   const LeftReader<COLUMNS, T> reader(lane);
   const int first = warp / 4 * COLUMNS * TILE + States::first(2 * (warp % 4), lane);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
 // columns by n / 4 % 2.
 template <int BK, typename T>
 __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, const T* dS, int column) {
-  using States = StateReader<false, T>;  // as stored: rows are columns of V
+  using States = StateReader<AS_STORED, T>;  // as stored: rows are columns of V
   const int first = States::first(column / 8 * (TILE / 8), own_lane());
 #pragma unroll 4
   for (int n = 0; n < BK / 8; ++n) {

@@ -3,12 +3,12 @@
 //           (RWKV-7: what its vector a reads). Backwards: the gradient dS of the state after every chunk, the gradients
 //           of the residuals, and dv. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G,
 //           and to a state's gradient, from dS to F^T dS + G. A launch computes both directions (BOTH), or one: the
-//           call itself FORWARDS, which also writes o, and its pullback BACKWARDS
+//           call itself ONLY_FORWARDS, which also writes o, and its pullback ONLY_BACKWARDS
 // math      Of a chunk: D is the decay of each channel; E, W, Z and Zb have a row [K] for each token, B, H, R and L are
 //           matrices [32, 32] of pairs of tokens. The kernels *prepare.cu make them; prepared.cuh says what they are.
 //           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
 //           TWO_WRITES (RWKV-7): residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
-//           FORWARDS: o = W S + scale B beta v, TWO_WRITES: o = W S + scale B v; W has the scale
+//           ONLY_FORWARDS: o = W S + scale B beta v, TWO_WRITES: o = W S + scale B v; W has the scale
 //           Backwards: P = Z dS;  dresidual = P + scale B^T do;  dv = beta dresidual;
 //           dS <- D dS + scale W^T do + E^T beta P
 //           TWO_WRITES: P = Zb dS;  dresidual = P + scale H^T do;  dv = Z dS + scale B^T do;
@@ -53,7 +53,7 @@ template <typename T> struct Args {
   StridedRows<const T> v, do_;                // those of another direction are null, here and below
   StridedRows<const float> initial, dht;      // null: zeros
   StridedRows<float> final, dh0;              // null: not wanted
-  StridedRows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of FORWARDS alone
+  StridedRows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of ONLY_FORWARDS
   T *chunk_states, *state_gradients;          // null without OUTPUTS
   float *starts, *F;                          // null if no sequence is cut into segments; F: also with OUTPUTS
   const void* prepared;                       // PreparedForGradients of each chunk
@@ -63,16 +63,17 @@ template <typename T> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of v, do and dv start on multiples of it, and are multiples long
 };
 
-enum Directions { BOTH, FORWARDS, BACKWARDS };
+enum Directions { BOTH, ONLY_FORWARDS, ONLY_BACKWARDS };
 
 // The bytes FROM ... STOP - 1 of a prepared chunk that a launch reads, and values of v or do. The chunk's members
 // follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads; E, Z, decay and beta, which
-// both read; W and B, which the walk backwards and FORWARDS read; with TWO_WRITES H, which the walk backwards reads.
+// both read; W and B, which the walk backwards and ONLY_FORWARDS read; with TWO_WRITES H, which the walk backwards
+// reads.
 template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF> struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static constexpr int RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
-  static constexpr int FROM = OF == BACKWARDS ? RESIDUAL_BYTES : 0;
-  static constexpr int STOP = sizeof(Chunk) - (OF == FORWARDS ? TWO_WRITES * sizeof(Matrix<T>) : 0);
+  static constexpr int FROM = OF == ONLY_BACKWARDS ? RESIDUAL_BYTES : 0;
+  static constexpr int STOP = sizeof(Chunk) - (OF == ONLY_FORWARDS ? TWO_WRITES * sizeof(Matrix<T>) : 0);
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
 
@@ -102,9 +103,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
   constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
   // The walk reads bytes FROM ... STOP - 1 of a prepared chunk (R and L, B and H only with OUTPUTS).
   constexpr int FROM = BACK || !OUTPUTS ? RESIDUAL_BYTES : 0;
-  constexpr int STOP = OF == FORWARDS ? OwnStage::STOP
-                       : BACK         ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B)
-                                      : RESIDUAL_BYTES + COMMON_BYTES;
+  constexpr int STOP = OF == ONLY_FORWARDS ? OwnStage::STOP
+                       : BACK              ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B)
+                                           : RESIDUAL_BYTES + COMMON_BYTES;
   const Shape& shape = args.shape;
   const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
@@ -217,7 +218,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
       write_rows<BK>(S, prepared.W, packed_values);
       write_rows<BK>(S, prepared.E, packed);
     } else {
-      constexpr bool WRITES_O = OUTPUTS && OF == FORWARDS;
+      constexpr bool WRITES_O = OUTPUTS && OF == ONLY_FORWARDS;
       float Y[BT / 8][4] = {};
       Accumulators o = {};
       if constexpr (WRITES_O) {
@@ -294,9 +295,9 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_state
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;
-  if constexpr (OF == FORWARDS) walk<false, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
-  else if constexpr (OF == BACKWARDS) walk<true, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+  if constexpr (OF == ONLY_FORWARDS) walk<FORWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+  else if constexpr (OF == ONLY_BACKWARDS) walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
   else if (blockIdx.x >= forward_blocks)
-    walk<true, OUTPUTS>(stages, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
-  else walk<false, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+    walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
+  else walk<FORWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
 }

@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (
 // dS, as multiply_diagonals has it.
 template <typename T, int KINDS, class S>
 __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], float (&diagonals)[4], const S& s) {
-  using States = StateReader<true, T>;
+  using States = StateReader<TRANSPOSED, T>;
   const int lane = own_lane();
   const LeftReader<TILE, T> reader(lane);
   const int first = States::first(2 * (threadIdx.x >> 5), lane);
@@ -194,6 +194,7 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
 // rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed, "other" kinds
 // those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]: d[kind][across][2 down +
 // p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
+constexpr bool OF_ROWS = false, OF_COLUMNS = true;
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   using Number = typename S::Number;
@@ -367,14 +368,14 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   if (block < 2) tokens.each_column(block == 0 ? block_decay(1) : one, store_decayed);
   else tokens.each_row(block == 3 ? block_decay(2) : one, store_decayed);
   __syncthreads();  // rows and columns decayed to the border after 16 are in shared memory, and terms have been read
-  add_pairs_across<HALF, false>(s), add_pairs_across<HALF, true>(s);
+  add_pairs_across<HALF, OF_ROWS>(s), add_pairs_across<HALF, OF_COLUMNS>(s);
   __syncthreads();  // terms include the products; decayed rows and columns have been read: others may overwrite them
   if (block == 3) sum_rows(s.end_sums[0], block_decay(2));
   if (block == 0) sum_columns(s.end_sums[1], block_decay(1));
   if (block % 2) tokens.each_row(one, store_decayed);
   else tokens.each_column(one, store_decayed);
   __syncthreads();  // rows and columns decayed to borders after 8 are in shared memory, and terms have been read
-  add_pairs_across<BLOCK, false>(s), add_pairs_across<BLOCK, true>(s);
+  add_pairs_across<BLOCK, OF_ROWS>(s), add_pairs_across<BLOCK, OF_COLUMNS>(s);
   __syncthreads();  // terms include the products
 }
 

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const ChunkOfBlock chunk(args.shape);
   const u32 head = chunk.h / u32(args.group);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
-  using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
+  using PreparedChunk = typename PreparedFor<T, BK, WRITES_ONCE, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &k_lengths = s.lengths[OF_K], &q_lengths = s.lengths[OF_Q];
 
@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   }
   if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
     // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
-    prepare_by_tokens<false, GRADIENT, BK>(to, s.q, s.k, s.k, s.k, s.g, s.lengths, s.beta, s.M, float(args.w_scale));
+    prepare_by_tokens<WRITES_ONCE, GRADIENT, BK>(to, s.q, s.k, s.k, s.k, s.g, s.lengths, s.beta, s.M,
+                                                 float(args.w_scale));
     return;
   }
   clear_rows(s.A, task);  // numbers above the diagonal stay 0; of M they are not read

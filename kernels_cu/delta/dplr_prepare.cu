@@ -7,7 +7,8 @@
 //           with its own gate, j <= i; of a without it, j < i.
 //           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = ad, W = w_scale (qd + H ad), Zb = N^T be,
 //           Zk = ke + L^T be
-//           What these do to a state: prepared.cuh, where Zk is Z.
+//           A walk reads Y = E S from the state S, writes S <- decay S + Zb^T Y + Zk^T v, and o = W S + w_scale B v. In
+//           prepared.cuh Zk is Z, and L and N are residual matrices L and R.
 //           Each token x is stored as x' = x / p_x, p_x a power of 2. Primed matrices are those of primed tokens:
 //           with P = diag(p_a p_b), N' = (I - P Aab')^-1 and L' = N' P Aak':   H = diag(p_q) Aqb' N' diag(p_b),
 //           B = diag(p_q) (Aqk' + Aqb' L') diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'),
@@ -22,15 +23,17 @@
 //           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
 //           in shared memory, and their operands have been read and may be overwritten. One of two warps: weights. One
 //           more in prepare_by_tokens, in place of those from the third on
-// numerics  scores, N' and L' in float32. Of 16-bit data they are the sum of two float16 as operands, and H and B of
-//           two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
+// numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
+//           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
+//           grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
 // From the includes:
-//   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3 kinds of borders between blocks
+//   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3: borders between the halves of 8 tokens (level 0), of
+//     16 (level 1) and of 32 (level 2)
 //   unpack_four, put_four: four neighbours as floats; times, add_product: of four
 //   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
 //   copy_pieces, copy_numbers: copy a chunk's rows to a tile
@@ -41,8 +44,9 @@
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
-//     blocks; score_borders: scores across borders; solve_column: forward substitution; put_column: stores a lane's
+//   Lengths: powers of 2 and lengths of tokens; each_border: calls a function for each level's border, with the decay
+//     between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders: scores of
+//     rows after a border with columns before it; solve_column: forward substitution; put_column: stores a lane's
 //     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
 //   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
 //     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
@@ -151,7 +155,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
-  using PreparedChunk = typename PreparedFor<T, BK, true, GRADIENT>::Type;
+  using PreparedChunk = typename PreparedFor<T, BK, WRITES_TWICE, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &q_lengths = s.lengths[OF_Q], &a_lengths = s.lengths[OF_A], *column_lengths = s.lengths + WITH_K;
 
@@ -174,9 +178,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   const BlockTask<BK> task;
   float4 decays[BLOCK];
   const auto sums = sum_block(s, decays);
+  constexpr bool normalized = false;  // queries and keys are not divided by their lengths
   sums.each([&](int n, float sum) {
     n -= SQUARES;
-    if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, false);
+    if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, normalized);
   });
   __syncwarp();                                        // lengths of the block's tokens are in shared memory
   float4 rows_from_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
@@ -205,9 +210,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   if constexpr (GRADIENT)
     if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
   if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
-    // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
-    prepare_by_tokens<true, GRADIENT, BK>(to, s.q, s.columns[0], s.a, s.columns[1], s.g, s.lengths, nullptr, s.AK,
-                                          float(args.w_scale));
+    // A decay is above GROWTH (growing_chunk.cuh): float16 might not hold decayed tokens. Stores all of `to` but beta,
+    // from the inputs, which are in shared memory still.
+    const float* const betas = nullptr;  // RWKV-7 has none
+    prepare_by_tokens<WRITES_TWICE, GRADIENT, BK>(to, s.q, s.columns[0], s.a, s.columns[1], s.g, s.lengths, betas, s.AK,
+                                                  float(args.w_scale));
     return;
   }
   clear_rows(s.QB, task), clear_rows(s.AK, task);  // zeros above the diagonals; those of QK and AB are not read
@@ -328,7 +335,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   store_channels<BK>(to.W, s.Z[0]);
   if constexpr (GRADIENT) {
     store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
-    // R = N, in the notation of this file, and L: number (i, j) is number (j, i) of the transposed matrices.
+    // The residual matrices are N and L: number (i, j) is number (j, i) of the transposed matrices.
     for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
       const int i = x / BT, j = x % BT;
       const float factor = 1.f / column_lengths[1].power[i];

@@ -163,6 +163,6 @@ template <typename R, int BK> __global__ void __launch_bounds__(2 * BK, 1) delta
   auto& s = *reinterpret_cast<Shared<R, BK>*>(dynamic_smem());
   const u32 blocks = u32(args.N * args.H * ((args.V + BV - 1) / BV));
   if (all_forget(args, blockIdx.x % blocks)) return;
-  if (blockIdx.x < blocks) join<false>(s, args, args.starts, blockIdx.x);
-  else join<true>(s, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x - blocks);
+  if (blockIdx.x < blocks) join<FORWARDS>(s, args, args.starts, blockIdx.x);
+  else join<BACKWARDS>(s, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x - blocks);
 }

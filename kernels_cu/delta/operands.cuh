@@ -104,17 +104,17 @@ template <int COLS, Order ORDER, bool TRANSPOSED> struct SingleReader : Reader<C
     }
   }
 };
-template <int COLS> struct LeftReader<COLS, single> : SingleReader<COLS, DOWN, false> {
-  __device__ __forceinline__ LeftReader(int lane = own_lane()) : SingleReader<COLS, DOWN, false>(0, lane) {}
+template <int COLS> struct LeftReader<COLS, single> : SingleReader<COLS, DOWN, AS_STORED> {
+  __device__ __forceinline__ LeftReader(int lane = own_lane()) : SingleReader<COLS, DOWN, AS_STORED>(0, lane) {}
 };
-template <int COLS> struct RowsReader<COLS, single> : SingleReader<COLS, ALONG, false> {
-  __device__ __forceinline__ RowsReader(int lane = own_lane()) : SingleReader<COLS, ALONG, false>(0, lane) {}
+template <int COLS> struct RowsReader<COLS, single> : SingleReader<COLS, ALONG, AS_STORED> {
+  __device__ __forceinline__ RowsReader(int lane = own_lane()) : SingleReader<COLS, ALONG, AS_STORED>(0, lane) {}
 };
-template <int COLS> struct RightReader<COLS, single> : SingleReader<COLS, DOWN, true> {
+template <int COLS> struct RightReader<COLS, single> : SingleReader<COLS, DOWN, TRANSPOSED> {
   __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
-      : SingleReader<COLS, DOWN, true>(column, lane) {}
+      : SingleReader<COLS, DOWN, TRANSPOSED>(column, lane) {}
 };
-template <int COLS> struct TransposedReader<COLS, single> : SingleReader<COLS, ACROSS, true> {
+template <int COLS> struct TransposedReader<COLS, single> : SingleReader<COLS, ACROSS, TRANSPOSED> {
   __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
-      : SingleReader<COLS, ACROSS, true>(column, lane) {}
+      : SingleReader<COLS, ACROSS, TRANSPOSED>(column, lane) {}
 };

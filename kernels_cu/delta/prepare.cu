@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
   const u32 head = chunk.h / u32(args.group);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  using PreparedChunk = typename PreparedFor<T, BK, false, GRADIENT>::Type;
+  using PreparedChunk = typename PreparedFor<T, BK, WRITES_ONCE, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
 
   // Both copies store zeros from token `rows` and channel K on.

@@ -39,6 +39,8 @@ template <typename T, int BK, bool TWO_WRITES> struct alignas(16) PreparedForGra
   Matrix<T> B[1 + TWO_WRITES];  // B, H
 };
 
+// TWO_WRITES: a token's write to the state, b (a^T S), is apart from k v^T. GRADIENT: for gradients.
+constexpr bool WRITES_ONCE = false, WRITES_TWICE = true;
 template <typename T, int BK, bool TWO_WRITES, bool GRADIENT> struct PreparedFor {
   using Type = Prepared<T, BK, TWO_WRITES>;
 };

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
   BlockWork work(shape, BV);
-  constexpr bool BACKWARDS = true, DOTS = false;  // the walk's direction; whether prepare_tokens computes q . k
+  constexpr bool DOTS = false;  // prepare_tokens does not compute q . k and q . b
   const bool whole_sequence =
       OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
   // The segment in the order of this walk: segment.from is the gradient of the state after it (null: 0), segment.to the

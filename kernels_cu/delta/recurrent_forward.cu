@@ -90,12 +90,12 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   };
   // Whether the first segment's block takes all tokens of its sequence, as a joined state is not finite.
   const bool whole =
-      !args.F && is_whole<false>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
+      !args.F && is_whole<FORWARDS>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
   // n: the segment; tile: work.first_column.
   const auto part_of = [&](u32 n, u32 tile) {
     const u32 value_columns = u32(shape.V + BV - 1) / BV * BV;
     const auto segment =
-        segment_of<false>(!args.F, shape, u32(args.P), n, work.h, args.initial, args.starts, args.final, whole);
+        segment_of<FORWARDS>(!args.F, shape, u32(args.P), n, work.h, args.initial, args.starts, args.final, whole);
     if (tile < value_columns) return Part{false, int(shape.V), int(tile), segment};
     return Part{true, int(shape.K + 3) / 4 * 4, int(tile - value_columns), segment};
   };
@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     __syncthreads();  // this stage's tokens have arrived; no thread reads the previous stage or its scalars any more
     next_gates.store(s.scalars, rows);
     if (token + STAGE_TOKENS < tokens) fetch(token + STAGE_TOKENS, stage ^ 1);
-    prepare_tokens<true>(s.scalars, s.decays, in, rows, args.normalized);
+    constexpr bool DOTS = true;  // also q . k and q . b
+    prepare_tokens<DOTS>(s.scalars, s.decays, in, rows, args.normalized);
     __syncthreads();  // decays and scalars of this stage's tokens are written
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {

@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const bool computes_F = !OUTPUTS && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
   // Whether the sequence is computed as one segment, since joining segments has left float32's range (segments.cuh).
-  const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, first_column, BV);
+  const bool whole = OUTPUTS && is_whole<FORWARDS>(shape, u32(args.P), n, h, args.starts, first_column, BV);
   const auto segment =
-      segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
+      segment_of<FORWARDS>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
   if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
   const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
   const Span span = segment.tokens;

@@ -25,6 +25,7 @@ template <typename R> struct Segment {
 // outputs starts from `given` or zeros, and stores its last state in `starts` for the next segment. `whole`, only of
 // walks with outputs: the first segment has all tokens of the sequence and stores the last state; the others have no
 // tokens and store nothing. h: the head.
+constexpr bool WITH_OUTPUTS = true, WITHOUT_OUTPUTS = false;
 template <bool BACKWARDS, typename R>
 __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shape, u32 P, u32 n, u32 h,
                                                  const StridedRows<const R>& given, R* starts,

@@ -187,7 +187,7 @@ __device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const Word<T> 
 #pragma unroll
       for (int number = 0; number < M.NUMBERS; ++number) {
         Word<T> b[4];  // tokens 16 from + 0...15 of M's rows, columns 16 n + 0...15
-        M.template load<true>(b, number, 16 * from, 16 * n, lane);
+        M.template load<TRANSPOSED>(b, number, 16 * from, 16 * n, lane);
         mma_m16n8k16(sums[2 * n], x[from], {b[0], b[1]}, T{});
         mma_m16n8k16(sums[2 * n + 1], x[from], {b[2], b[3]}, T{});
       }

@@ -41,6 +41,8 @@ struct Shape {
   const i64* chunk_bounds;  // [count + 1]; packed sequence s has the chunks chunk_bounds[s] to chunk_bounds[s + 1] - 1
 };
 
+constexpr bool FORWARDS = false, BACKWARDS = true;  // the direction of a walk over tokens, or segments
+
 // Tokens, or chunks, `start` ... `stop` - 1 of a row of the batch.
 struct Span {
   i64 start, stop;

@@ -11,8 +11,6 @@
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
-constexpr bool FORWARDS = false, BACKWARDS = true;  // the direction of a walk over tokens, or segments
-
 // From the includes:
 //   add_piece: starts adding 16 bytes to memory, in a group that commit_adds closes
 

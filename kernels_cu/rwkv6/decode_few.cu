@@ -170,7 +170,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       const float maa = adds_sums ? args.maa[(layer * 5 + c) * D + j] : 0.f;
       const float old = adds_sums ? args.att_shift[state_row(args, layer) * D + j] : 0.f;
       Word xx[1];
-      const Word* const from_xx[1] = {Layers::normed_words(false) + (adds_sums ? j : 0)};
+      const Word* const from_xx[1] = {Layers::normed_words(Layers::OF_TIME_MIX) + (adds_sums ? j : 0)};
       load_words(xx, from_xx);
 #pragma unroll 1
       for (int n = tid; n < A; n += THREADS) staging[n] = Layers::take_number(args.low + c * A + n);
@@ -206,7 +206,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
         own.gate = 1.f;  // the next phase multiplies y by the gate
         u = args.bonus[layer * D + at + tid];
       }
-      const StatePart part(state, N, tid, true);
+      const StatePart part(state, N, tid, HOLDS_ROWS);
 
       Word words[4];  // k, v and r of the thread's channel, and one of decay_low
       const Word* from[4];

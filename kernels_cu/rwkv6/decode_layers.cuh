@@ -126,6 +126,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes, which hold the
   // whole epoch. A word of 4 bytes has its lowest bit only, and is for blocks that read it in every layer. All blocks
   // with tiles of HEAD read the last x, and may have had no tile of a normed phase before.
+  static constexpr int OF_TIME_MIX = 0;  // the value of `channel_mix` for the time mix
   __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }

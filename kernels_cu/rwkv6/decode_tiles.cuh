@@ -67,7 +67,7 @@ template <typename T> struct Lane {
 
 // Where the parameters of a norm and its mix are (ln: weight [D], then bias [D]), and the previous token's LN(x).
 struct Norm {
-  const float *ln, *maa, *shift;
+  const float *ln, *maa = nullptr, *shift = nullptr;  // null: without a mix
 };
 
 // The sequence's row of the states of all layers.

@@ -71,7 +71,7 @@ template <int TILES, int TERMS, int PASS> struct alignas(16) LowRank<float, TILE
         for (int i = 0; i < 2; ++i) load_b(of_up[i], &up[a][(threadIdx.x >> 5) * COLUMNS_OF_WARP + 8 * i], COLUMNS + 8);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-          Operand<true, 4> of_low;
+          Operand<SPLIT, 4> of_low;
           load_a(of_low, &low[tile * TILE_TOKENS][a], PASS + 4);
 #pragma unroll
           for (int i = 0; i < 2; ++i) ::multiply(sums[0][tile][i], of_low, of_up[i]);

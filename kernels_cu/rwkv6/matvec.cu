@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
       const float vector[8] = {a[0].x, a[0].y, a[0].z, a[0].w, a[1].x, a[1].y, a[1].z, a[1].w};
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
-        Operand<true, 2> b;
+        Operand<SPLIT, 2> b;
         b.set(0, vector[i]);
         b.set(1, vector[i + 1]);
         Operand<EXACT, 4> w;

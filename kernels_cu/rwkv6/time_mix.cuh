@@ -36,6 +36,7 @@ __device__ __forceinline__ float sum_of_threads(float x, float (&warp_sums)[WARP
 // A thread's part of a state [N, N]: four columns, from `column` on, of every `groups`-th row, from row `group` on;
 // threads with group >= groups have none. held: its first ROWS_HELD rows, loaded when the struct is made, if `busy`.
 constexpr int ROWS_HELD = 4;
+constexpr bool HOLDS_ROWS = true, HOLDS_NONE = false;  // values of `busy`
 struct StatePart {
   int groups, group, column;
   float4 held[ROWS_HELD];

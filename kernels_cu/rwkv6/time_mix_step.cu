@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
     channel = {args.decay[head_offset + tid], silu(args.gate[offset + tid]), args.weight[head_offset + tid],
                args.bias[head_offset + tid]};
   }
-  const StatePart part(state, N, tid, true);
+  const StatePart part(state, N, tid, HOLDS_ROWS);
   for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);
   sync();  // the inputs are in shared memory
 

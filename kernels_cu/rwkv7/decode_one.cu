@@ -141,7 +141,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       const int at = h * N, channel = min(tid, N - 1);  // at: the head's first channel
       const int own_at = int(layer) * D + at + channel;
       S* state = args.wkv + (state_row(args, layer) * H + h) * N * N;
-      const StatePart place(state, N, tid, false);  // its state is loaded when `rows` has no registers any more
+      const StatePart place(state, N, tid, HOLDS_NONE);  // its state is loaded when `rows` has no registers any more
       Rows rows;
       load(rows, layer, place, at);
       const float* const norm = args.ln_x + (int(layer) * D + own_at);
@@ -162,7 +162,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       }
       sync();  // `low` is in shared memory
       sum_openings(s, low, rows, place, layer, at, N);
-      const StatePart part(state, N, tid, true);
+      const StatePart part(state, N, tid, HOLDS_ROWS);
       sync();  // the groups' sums of the openings are in shared memory
       // Of the thread's channel: base + low up, before each opening's function.
       float opened[OPENINGS] = {of_decay, of_rate, 0.f, of_share};

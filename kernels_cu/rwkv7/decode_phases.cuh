@@ -147,7 +147,7 @@ __device__ __forceinline__ PlaceOfTile<T> own_place_of(const Args<T, S>& args, i
 // nothing.
 template <typename T, typename S>
 __device__ __forceinline__ Norm norm_of(const Args<T, S>& args, i64 layer, int phase, int input) {
-  if (phase == HEAD) return {args.ln_out, nullptr, nullptr};
+  if (phase == HEAD) return {args.ln_out};
   const i64 at = layer * args.D, state = state_row(args, layer) * args.D;
   if (phase == FFN_INPUTS) return {args.ln2 + 2 * at, args.ffn_mix + at, args.ffn_shift + state};
   return {args.ln1 + 2 * at, args.mix + MIXES * at + input * args.D, args.att_shift + state};

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv7_time_mix_step(const Arg
              args.r[offset],        decay_of(args.w[offset]),
              args.openings[offset], args.openings[args.B * D + offset]};
   }
-  const StatePart part(state, N, tid, true);
+  const StatePart part(state, N, tid, HOLDS_ROWS);
   // Computes the new state and y; the function is called with each y.
   time_mix_head(s, part, state, N, tid, own, token, float(args.eps),
                 [&](int, float y) { store_terms<TERMS>(args.y + offset, args.B * D, y); });

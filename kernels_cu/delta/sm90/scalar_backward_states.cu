@@ -170,11 +170,12 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>,
   const u32 tiles = u32(shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
   WorkTile work = work_tile(shape, blockIdx.x / tiles, u32(args.P));
-  const auto segment = start_of_walk<true>(work, OUTPUTS, shape, args.P, args.dht, args.starts, args.dh0, column, BV);
+  const auto segment =
+      start_of_walk<BACKWARDS>(work, OUTPUTS, shape, args.P, args.dht, args.starts, args.dh0, column, BV);
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   if constexpr (!OUTPUTS) {
     if (segment.last) return;
-    const int chunks = remembered_chunks<true>(s, args, work);
+    const int chunks = remembered_chunks<BACKWARDS>(s, args, work);
     if (chunks >= 0) {
       if (threadIdx.x == 0) s.from = nullptr;
       set_tokens(work, work.start, min(work.tokens, chunks * CHUNK));

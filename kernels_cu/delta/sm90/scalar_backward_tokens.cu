@@ -272,7 +272,7 @@ __device__ __forceinline__ void make_Z(S& s, const RingPosition<S::STAGES>& ring
     Values z;
     load_transposed(keys, in.queries_keys[p] + CHUNK, channel_offset);
     wgmma_fence();
-    start_split_product<T>(z, keys, k_major_tile(in.inverse_to_end), false);
+    start_split_product<T>(z, keys, k_major_tile(in.inverse_to_end), OVERWRITE);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(z);
@@ -657,7 +657,8 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   WorkTile work = work_tile(args.shape, blockIdx.x, u32(args.P));
-  const auto segment = start_of_walk<false>(work, true, args.shape, args.P, args.initial, args.starts, nullptr, 0, BV);
+  const auto segment =
+      start_of_walk<FORWARDS>(work, WITH_OUTPUTS, args.shape, args.P, args.initial, args.starts, nullptr, 0, BV);
   if (threadIdx.x == 0) {
     s.from = segment.from;  // for consumers, behind the barrier of run_roles
     // run_roles initialises the barriers of stages, and values_full

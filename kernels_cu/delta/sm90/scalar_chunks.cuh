@@ -728,7 +728,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     forget(inverse_to_end), forget(minus_BE);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, false);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, OVERWRITE);
     wgmma_commit();
     compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left_offset);
     fence_proxy_async();
@@ -757,7 +757,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
                        OPERAND_THREADS);  // all warps have written minus_BE, and read A, the queries and inverse_to_end
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, true);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, ACCUMULATE);
     wgmma_commit();
     if constexpr (PANELS == 2) store_transposed(in.Z[1], channel_offset, z[1]);  // overwrites A
     store_split<T, 1>(in.B, shifted_offset(left_offset, row, column), B);

@@ -82,7 +82,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_fence_operand(S_k);
     make_X<T>(X, v, S_k, gates, at.lane);  // X = v - E S^T k
     wgmma_fence();
-    start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);  // o += B v
+    start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), ACCUMULATE);  // o += B v
     wgmma_commit();
     start_state_update<T, BK>(state, X, mn_major_tile(in.Z, sizeof in.Z[0]));  // S += Z^T X
     wgmma_wait<1>();
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<FORWARD, BK, BV>::B
   const int column = blockIdx.x % tiles * BV;
   WorkTile work = work_tile(shape, blockIdx.x / tiles);
   const auto segment =
-      start_of_walk<false>(work, true, shape, args.P, args.initial, args.starts, args.final, column, BV);
+      start_of_walk<FORWARDS>(work, WITH_OUTPUTS, shape, args.P, args.initial, args.starts, args.final, column, BV);
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   run_roles(
       s, args, work, [&] { consume(s, args, work, column); }, [&] { make_operands(s, work.tokens); },

@@ -1,11 +1,13 @@
 // what      What a segment of a sequence does to a state, on Hopper, under the delta rule with a gate for each token
 //           and head, or none: from S to F S + G, or, if the segment forgets S, to G alone. Chunks of 32 tokens
 // math      A walk over the segment's tokens as scalar_forward.cu's, without queries and outputs: S <- E_32 S + Z^T X,
-//           X_j = v_j - E_j S^T k_j. G is the state after a walk from zeros (a first segment: from the initial state);
-//           F is the state after a walk from the identity with values of 0. Token t multiplies a state by at most
-//           e^g_t max(1, |1 - beta_t |k_t|^2|). A segment forgets if the product of these factors is at most
-//           e^FORGOTTEN_NATS from some chunk on to the segment's end: then F counts as 0, and G's walk starts from
-//           zeros at the last such chunk
+//           X_j = v_j - E_j S^T k_j;  Z_j = beta_j sum_i N_ij L_i k_i, N = (I + diag(beta) M)^-1, M_ij = D_ij k_i . k_j
+//           for j < i. Decays: E_j from the chunk's start through token j, L_i from after token i to the chunk's end,
+//           D_ij from after token j through token i. G is the state after a walk from zeros (a first segment: from the
+//           initial state); F is the state after a walk from the identity with values of 0. Token t multiplies a state
+//           by at most e^g_t max(1, |1 - beta_t |k_t|^2|). A segment forgets if the product of these factors is at most
+//           e^FORGOTTEN_NATS, e^-48, from some chunk on to the segment's end: then F counts as 0, and G's walk starts
+//           from zeros at the last such chunk
 // shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
 //           [N, HV, K, V] float32; starts, F, forgets: join_segments.cu. G of a sequence's last segment, and F of its
 //           first and last one, are not needed and not computed
@@ -21,7 +23,7 @@
 //           outputs_ready: all of the stage has been read
 // numerics  as scalar_forward.cu
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
-// limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
+// limits    sm_90a; bfloat16, float16; K <= BK, K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
@@ -130,7 +132,7 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     forget(inverse_to_end);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, false);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, OVERWRITE);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(d);
@@ -220,14 +222,15 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   const u32 block = is_F ? blockIdx.x - blocks_of_G : blockIdx.x, tiles = is_F ? tiles_of_F : tiles_of_G;
   const int column = int(block % tiles) * BV;
   WorkTile work = work_tile(shape, block / tiles);
-  const auto segment = start_of_walk<false>(work, false, shape, args.P, args.initial, args.starts, nullptr, column, BV);
+  const auto segment =
+      start_of_walk<FORWARDS>(work, WITHOUT_OUTPUTS, shape, args.P, args.initial, args.starts, nullptr, column, BV);
   if (segment.last || (is_F && segment.first)) return;
   Ends ends = {is_F, is_F, is_F ? nullptr : segment.from, segment.to, int(shape.V)};
   if (is_F) {
     ends.width = (int(shape.K) + 3) / 4 * 4;  // rows are padded with zeros
     ends.to = args.F + work.sequence_head * shape.K * ends.width;
   }
-  const int chunks = remembered_chunks<false>(s, args, work);
+  const int chunks = remembered_chunks<FORWARDS>(s, args, work);
   const bool forgets = chunks >= 0;
   if (is_F && column == 0 && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
   if (forgets) ends.from = nullptr, ends.is_identity = false;

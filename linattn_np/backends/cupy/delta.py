@@ -265,7 +265,7 @@ class InChunks:
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut, initial, arrays = CutInChunks(problem, device, gradient=True), draft.initial(problem), inputs.arrays
-        shape, walk, (N, H) = cut.shape(draft), cut.walk_of("FORWARDS"), problem.shape("N H")
+        shape, walk, (N, H) = cut.shape(draft), cut.walk_of("ONLY_FORWARDS"), problem.shape("N H")
         kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut.walk).items()}
         launch_prepare(draft, cut, shape, inputs, arrays, kept["prepared"])
         states = {"initial": initial, "final": final}
@@ -488,7 +488,7 @@ class GradientsInChunks(Gradients):
             state_gradients = draft.empty(chunk_states.shape, problem.dtype)
             del states["initial"]
             written |= states | {"state_gradients": state_gradients}
-            backwards = self.cut.walk_of("BACKWARDS")
+            backwards = self.cut.walk_of("ONLY_BACKWARDS")
             blocks = B * shape.count * heads * backwards.grid(V)
             draft.launch(backwards, blocks, **read, **written, prepared=prepared, shape=shape, P=1)
         else:

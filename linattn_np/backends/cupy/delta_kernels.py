@@ -136,8 +136,8 @@ class DeltaScan(Walk):
 
 class DeltaBackwardStates(Walk):
     """The walks in both directions: the states before all chunks, the gradients of the states after them, each token's
-    `residual` (v minus what its key reads) and its gradient, and dv. Or those of one direction: "FORWARDS" in the call
-    itself, which it gives o and the final states, and "BACKWARDS" in its pullback."""
+    `residual` (v minus what its key reads) and its gradient, and dv. Or those of one direction: "ONLY_FORWARDS" in the
+    call itself, which it gives o and the final states, and "ONLY_BACKWARDS" in its pullback."""
 
     file = "delta/backward_states"
     arguments = members(
@@ -146,7 +146,7 @@ class DeltaBackwardStates(Walk):
         "int64s bytes"
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
-    DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "FORWARDS", "BACKWARDS")  # the possible `of`
+    DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
     directions: ClassVar[int] = 2
     of: str = DIRECTIONS[0]
 
