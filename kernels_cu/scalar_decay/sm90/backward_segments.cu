@@ -19,22 +19,13 @@
 // From warpgroup.cuh
 //   WorkTile            what a block computes, here a segment: its `tokens`, its number `sequence`; work_tile makes it
 //                       of the number of segment and head
-//   Tile                panels of 64 columns, swizzled, [0] the first
 //   Operand             a lane's keys of a chunk, [channel, token], two bfloat16 numbers a register: x[s][m], also
-//                       written u32[2][4]; load_channels loads it
+//                       written u32[2][4]
 //   each_two            calls f(index, s, m) for each of these registers: of 8n + 2t and the next token, t = lane % 4,
 //                       and channel h of the lane's two, with index = 4n + 2h
 //   load_token_factors  loads a number for each of the lane's tokens, of 8n + 2t + p at 2n + p
 //   low, high           the two numbers of a register; remainder_of: their rounding errors
-//   gate_of             the log gate of a token of the segment, 0 before and after the segment
-//   each_pair_of_state       calls f for the lane's numbers of S, two at a time
-//   wgmma_fence_operand          keeps uses of a product's result, and other uses of its operands' registers, behind
-//     the wait
-// From backward_tokens.cuh
-//   is_last_segment             whether a segment is its sequence's last one in a direction; state_index_of: its index
-//     in `states`, of
-//                       `tiles` blocks for each
-//   load_and_store_initial_state  for a sequence's first segment, loads what it starts with and stores that in `states`
+//   wgmma_fence_operand keeps uses of a product's result, and of its operands' registers, behind the wait
 constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the include needs; channels of a block
 #include "backward_tokens.cuh"
 

@@ -48,12 +48,9 @@
 //                       `sequence_head`: sequence * heads + head
 //   Values, Operand     accumulators of an output; two bfloat16 numbers a register
 //   each_two            calls f(i, ...) for each two tokens o[i], o[i + 1]
-//   ldmatrix_row, swizzled: addresses in a panel of 64 numbers of each token
 //   load_channels, store_values: move a warp's 16 columns of a panel
 //   each_transposed(S, state, strides, size, ...): calls f for the lane's numbers of S and their addresses in `state`
-//   gate_of             a token's log gate, 0 outside of the sequence
-//   wgmma_wait<n>       waits until at most n groups of products run; wgmma_fence_operand keeps uses of a result behind
-//     it
+//   wgmma_fence_operand keeps uses of a product's result behind the wait
 // From weighted_sums_storage.cuh
 //   first_token_of      the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
 //   block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk
