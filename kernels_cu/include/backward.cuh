@@ -79,9 +79,9 @@ __device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, 
 
 // ---- states in memory -------------------------------------------------------------------------------------------
 
-// state_tile_index: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state S,
-// or, `backwards`, of dS. A tile consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next eight:
-// matrix_index is the index in a tile of the matrix in matrix row `row` and column `column`, 0 to 7.
+// state_tile_index: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state
+// S, or, `backwards`, of dS. A tile consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next
+// eight: matrix_index is the index in a tile of the matrix in matrix row `row` and column `column`, 0 to 7.
 __device__ __forceinline__ i64 state_tile_index(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head,
                                                 i64 chunk, int k_tile, int v_tile) {
   const i64 k_tiles = (shape.K + TILE - 1) / TILE, v_tiles = (shape.V + TILE - 1) / TILE;
