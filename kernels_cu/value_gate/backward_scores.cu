@@ -116,9 +116,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
-      float sub_chunk_decays
-          [SUBS];  // over each sub-chunk: decay_over_subchunk adds the gates of the four lanes of a channel
-      float2 q[4], k[4], gates[4];  // of four sub-chunks
+      float sub_chunk_decays[SUBS];  // of the four lanes of a channel together
+      float2 q[4], k[4], gates[4];   // of four sub-chunks
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);

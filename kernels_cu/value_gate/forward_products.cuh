@@ -228,11 +228,11 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       float (&to)[4] = o[m][p >> 1];
-      const int row = 2 * (p & 1);  // of to[row] and to[row + 1]: the lane's two tokens in column g + 8 (p % 2)
+      const int n = 2 * (p & 1);  // to[n] and to[n + 1]: the lane's two tokens in column g + 8 (p % 2)
       const float2 start = PairDecays<AfterWrite>(decays[p]).start,
                    factor = grows ? float2{1.f, 1.f} : MiddleFactors<AfterWrite, WITH_OWN_PAIR>(decays[p]).queries;
-      to[row] = start.x * to[row] + factor.x * within[p >> 1][row];
-      to[row + 1] = start.y * to[row + 1] + factor.y * within[p >> 1][row + 1];
+      to[n] = start.x * to[n] + factor.x * within[p >> 1][n];
+      to[n + 1] = start.y * to[n + 1] + factor.y * within[p >> 1][n + 1];
     }
   }
 }
