@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   // The warp computes products of pairs: with do (kind 0, for a) or with w (kind 1, for m), of 16 tokens i.
   const int kind = warp % 2, half = warp / 2;
   Accumulators terms[3] = {};  // by Term: S do, S w, dS e, in the warp's 16 channels
-  // pairs: multiply_values; diagonals: the sum over V of S dS, in the layout of multiply_diagonals.
+  // pairs: products of multiply_values; diagonals: the sum over V of S dS, as multiply_diagonals (channel_backward.cuh)
+  // lays it out.
   float pairs[BLOCKS][4] = {}, diagonals[4] = {};
   cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
 #pragma unroll 1

@@ -74,7 +74,7 @@ template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
   return y;
 }
 
-// 1 / x, 1 ulp.
+// 1 / x, 1 ulp; x and results below the normal range count as 0.
 __device__ __forceinline__ float inverse(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -91,7 +91,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// log2(x) of x above 0, to 2^-22; -inf of 0.
+// log2(x) of x above 0, to 2^-22; -inf of 0, and of x below the normal range.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -125,8 +125,8 @@ __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
 // The same for a tile's descriptor (wgmma.cuh): the compiler then computes those of other tiles by an addition to x.
 __device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
 
-// A copy of x in a register of its own, for operands of products that still run while x changes. Computed by an
-// addition: CUDA 13.2's assembler drops a move, and then has products wait for each other if x is half of all
+// A copy of x in a register of its own, for operands of products that still run while x changes; -0 becomes 0. Computed
+// by an addition: CUDA 13.2's assembler drops a move, and then has products wait for each other if x is half of all
 // registers.
 __device__ __forceinline__ u32 copy_of(float x) {
   u32 y;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// The same from an array, in bfloat16, and in float16.
+// D[16, 8] += A[16, 8] B[8, 8] in bfloat16, and in float16.
 //   a = A[g][2t,+1], A[g+8][2t,+1]      b = B[2t,+1][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -398,7 +398,7 @@ __device__ __forceinline__ void mbarrier_arrive_and_expect(MBarrier& b, u32 byte
                : "memory");
 }
 
-// ---- blocks of a cluster, with the same layout of shared memory; the peer is the other one of two -----------
+// ---- blocks of a cluster, with the same layout of shared memory; the peer is the other one of two: sm_90 -----
 
 // The address in the other block's shared memory that corresponds to one in this block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
@@ -489,7 +489,7 @@ __device__ __forceinline__ void store_evict_first(uint4& to, const u32 (&x)[4]) 
                : "memory");
 }
 
-// ---- boxes of tensors -------------------------------------------------------------------------------------
+// ---- boxes of tensors: sm_90 and later --------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
 struct alignas(64) TensorMap {
@@ -586,7 +586,7 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(MBarrier& b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
 
-// ---- arithmetic of pairs, and stores of matrices -----------------------------------------------------------
+// ---- arithmetic of pairs, and stores of matrices: sm_90 and later ------------------------------------------
 
 // Values 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: 128 + the lower seven bits is a bfloat16 number, from
 // which 128 is subtracted, or 256 if the sign bit is set.

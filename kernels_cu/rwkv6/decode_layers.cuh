@@ -103,23 +103,25 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 
   // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
-    fetch_staged<Block::NEIGHBOURS + (HOLDS ? 1 : 4), false>(words, nullptr, pitch, count);
+    const Word* const gates = nullptr;
+    fetch_staged<Block::NEIGHBOURS + (HOLDS ? 1 : 4), UNGATED>(words, gates, pitch, count);
   }
   // The same for the products of words with the words `gates`.
   __device__ __forceinline__ void fetch_gated(const Word* words, const Word* gates, int pitch, int count) {
-    fetch_staged<DIGITS ? 8 : FEW, true>(words, gates, pitch, count);
+    fetch_staged<DIGITS ? 8 : FEW, GATED>(words, gates, pitch, count);
   }
+  static constexpr bool GATED = true, UNGATED = false;
   // FOURS: groups of four words that a lane waits for at once, or FEW if these are all. Held weights, and gates, leave
   // registers for fewer. With digits a call of `fetch` must find one unit for all numbers.
   static constexpr int FEW = 2;
   static constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits (DecodeFew.staged)
-  template <int FOURS, bool GATED>
+  template <int FOURS, bool HAS_GATES>
   __device__ __forceinline__ void fetch_staged(const Word* words, const Word* gates, int pitch, int count) {
     static_assert(!DIGITS || Block::template AT_ONCE<FOURS> >= MOST_DIGITS);
     __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     if (FOURS == FEW || count <= Block::template AT_ONCE<FEW>)
-      Block::template fetch<FEW, GATED>(words, gates, pitch, count);
-    else Block::template fetch<FOURS, GATED>(words, gates, pitch, count);
+      Block::template fetch<FEW, HAS_GATES>(words, gates, pitch, count);
+    else Block::template fetch<FOURS, HAS_GATES>(words, gates, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
