@@ -91,7 +91,7 @@ def plan(problem, device):
     """The plan of a call."""
     draft = Draft()
     o, final, launches = draft.output(problem), draft.final(problem), StateLaunches(draft, problem)
-    launches.forwards(True, z=launches.q, result=o, initial=draft.initial(problem), final=final)
+    launches.forwards(transposed=True, z=launches.q, result=o, initial=draft.initial(problem), final=final)
     return draft.plan(draft.results(problem, o, final), mode="recurrent")
 
 
@@ -107,9 +107,9 @@ def plan_vjp(problem, device, do, dht, saved=()):
     N, H, K = problem.shape("N H K")
     partial_du = draft.empty((N, H, K), DOUBLE) if launches.u else None
     states = {"initial": initial, "dht": dht}
-    launches.gradients(False, z=do, p=launches.q, results=(dq, dk, dg), dh0=dh0, du=partial_du, **states)
+    launches.gradients(transposed=False, z=do, p=launches.q, results=(dq, dk, dg), dh0=dh0, du=partial_du, **states)
     unused = draft.like(dv)  # the kernel that goes forwards writes o once more
-    launches.gradients(True, z=launches.q, p=do, results=(unused, dv, dgv), **states)
+    launches.gradients(transposed=True, z=launches.q, p=do, results=(unused, dv, dgv), **states)
     gradients = [dx for dx in (dq, dk, dv, dg, dgv) if dx is not None]
     if launches.u:
         du = draft.empty((H, K), DOUBLE)
@@ -162,12 +162,12 @@ class StateLaunches:
             count = min(C - first, kernel.columns)
             self.draft.launch(kernel, blocks, **arrays, columns=count, adds=first > 0, **args)
 
-    def forwards(self, transposed, *, initial, final=None, chunk_starts=None, **args):
+    def forwards(self, *, transposed, initial, final=None, chunk_starts=None, **args):
         """Launches `Forwards`."""
         states = {"initial": initial, "final": final}
         self.launch(Forwards, transposed, chunk_starts=chunk_starts, states=states, **args)
 
-    def gradients(self, transposed, *, z, p, results, initial, dh0=None, du=None, dht):
+    def gradients(self, *, transposed, z, p, results, initial, dh0=None, du=None, dht):
         """Launches `Forwards` and then `Backwards`. `results`: the arrays for scale X z (dq if X is not transposed),
         for the gradient of x, and for that of the gate of X's rows."""
         result, dx, da = results
@@ -176,6 +176,6 @@ class StateLaunches:
         NC = self.draft.shape(self.problem, chunk=CHUNK).NC
         chunk_starts = self.draft.empty((*self.problem.shape("B H"), NC, R, C), DOUBLE)
         chunk_states = self.draft.empty((N, H, R, CHUNK, min(C, COLUMNS[-1])), DOUBLE)
-        self.forwards(transposed, z=z, result=result, initial=initial, chunk_starts=chunk_starts)
+        self.forwards(transposed=transposed, z=z, result=result, initial=initial, chunk_starts=chunk_starts)
         args = {"z": z, "p": p, "chunk_starts": chunk_starts, "chunk_states": chunk_states}
         self.launch(Backwards, transposed, states={"dht": dht, "dh0": dh0}, dx=dx, da=da, du=du, **args)

@@ -79,7 +79,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
         return None
     draft, (K, V) = Draft(), problem.shape("K V")
     read = dict(zip("qkvg", draft.mapped_inputs(problem), strict=True))
-    read["do_"] = draft.mapped(draft.cotangents(problem, do, None)[0], "do")
+    read["do_"] = draft.mapped(draft.cotangents(problem, do)[0], "do")
     kernel = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
     launches = HopperBackward(draft, problem, P, kernel.CHUNK, empty_ends=True)
     return launches.summary_plan(kernel, read, K, only_backwards=int(bool(saved) or P == 1), only_first=0)
@@ -321,7 +321,7 @@ class HopperBackward:
     def summary_plan(self, kernel, mapped, channels, **args):
         """The plan that `plan_summary_vjp` returns; the product of decays has `channels` channels."""
         draft, results = self.draft, RankSummary(self.draft, self.problem, channels)
-        states, decays = self.segment_summaries(kernel, mapped, self.initial, None, **args)
+        states, decays = self.segment_summaries(kernel, mapped, self.initial, dht=None, **args)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, only_backwards=True)

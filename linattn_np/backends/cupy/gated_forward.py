@@ -96,7 +96,7 @@ class ForwardPass:
         """Launches all kernels of the pass. `summaries`: those that the plan of `summary_plan` has saved, if it has run
         for the same arrays."""
         if self.cut.segments == 1:
-            self.launch_outputs(None, self.initial, final)
+            self.launch_outputs(spans=None, initial=self.initial, final=final)
             return
         from_scan, from_last_segment = (None, final) if self.last_segment_writes_final else (final, None)
         summaries = summaries or self.segment_summaries(with_last=from_scan is not None)
@@ -107,7 +107,7 @@ class ForwardPass:
         """The plan that `plan_summary` returns; the product of decays has `channels` channels."""
         results = RankSummary(self.draft, self.problem, channels)
         summaries = self.segment_summaries(with_last=True)
-        self.states_at_starts(summaries, None, results.state)
+        self.states_at_starts(summaries, initial=None, final=results.state)
         return self.draft.plan(results.finish(summaries[1]), saved=summaries)
 
     def segment_summaries(self, with_last):
@@ -254,9 +254,9 @@ class HopperForward(ForwardPass):
         """Launches what computes the states at the starts of the pullback's segments; returns them as `saved` does."""
         if self.cut.same_as_pullback:
             summaries = self.segment_summaries(with_last=False)
-            return self.states_at_starts(summaries, self.initial, None)
+            return self.states_at_starts(summaries, self.initial, final=None)
         self.o = self.draft.empty(self.o.shape, self.o.dtype)  # the kernel that stores the states also writes o
-        self.launch_all(None)
+        self.launch_all(final=None)
         return self.marks
 
     def launch_outputs(self, spans, initial, final, segment_states=None):

@@ -503,7 +503,7 @@ class Draft:
         return self.give_back(problem, o), self.in_state_dtype(problem, final)
 
     # -- the arrays of the call's pullback --
-    def cotangents(self, problem, do, dht) -> tuple[Array, Array | None]:
+    def cotangents(self, problem, do, dht=None) -> tuple[Array, Array | None]:
         """(do in the dtype of the inputs and with `has_rows`; the final state's gradient [N, H, K, V], contiguous, or
         None). `dht`: (the final state's gradient,) or None."""
         do = self.in_rows(self.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")

@@ -91,7 +91,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
         return None
     gla = with_float32_gate(draft, gla)
     read = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    do, _ = draft.cotangents(gla, do, None)
+    do, _ = draft.cotangents(gla, do)
     launches = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=True)
     read["do_"] = draft.mapped(do, "do")
     return launches.summary_plan(cut.summary, read, len(problem.op.gates), g=gla["g"])
@@ -104,7 +104,7 @@ def plan_vjp(problem, device, do, dht, saved=(), summaries=()):
     gla, reason = as_gla(draft, problem), spread_reason(problem)
     if normalized(problem):
         y, _ = draft.include(plan_gla(draft, gla, device, reason))
-        do, _ = draft.cotangents(problem, do, None)
+        do, _ = draft.cotangents(problem, do)
         dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         launch_warp_per_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
@@ -179,7 +179,7 @@ def spread_reason(problem) -> str:
 def with_gate_of_every_channel(draft, gla, reason):
     """The problem of gla with a copy of the gate for every channel, [B, H, T, K]."""
     shape = gla.shape("B H T K")
-    g = side_by_side(draft, [(gla["g"], shape[-1])], shape, gla.compute_dtype, None, reason)
+    g = side_by_side(draft, [(gla["g"], shape[-1])], shape, gla.compute_dtype, phi=None, reason=reason)
     return gla.replace(arrays=gla.arrays | {"g": g})
 
 
@@ -187,7 +187,7 @@ def with_float32_gate(draft, gla):
     """The problem of gla with its gate as float32 [B, H, T, 1], for kernels that read no other dtype."""
     if gla["g"].dtype == FLOAT32:
         return gla
-    g = side_by_side(draft, [(gla["g"], 1)], (*gla.shape("B H T"), 1), FLOAT32, None, "g: in float32")
+    g = side_by_side(draft, [(gla["g"], 1)], (*gla.shape("B H T"), 1), FLOAT32, phi=None, reason="g: in float32")
     return gla.replace(arrays=gla.arrays | {"g": g})
 
 
@@ -203,7 +203,7 @@ def append_column(draft, x, column, shape, reason):
     """[x | column | zeros] of the given `shape`, in float32 or float64."""
     V, zero_columns, dtype = x.shape[-1], shape[-1] - x.shape[-1] - 1, dtype_of_sums(x.dtype)
     zeros = [(draft.table(np.zeros((1, 1, 1, 1), dtype)), zero_columns)] if zero_columns else []
-    return side_by_side(draft, [(x, V), (column, 1), *zeros], shape, dtype, None, reason)
+    return side_by_side(draft, [(x, V), (column, 1), *zeros], shape, dtype, phi=None, reason=reason)
 
 
 def side_by_side(draft, parts, shape, dtype, phi, reason):
@@ -234,7 +234,7 @@ def gradient_of_gate(draft, problem, dg):
         return dg
     result = draft.empty(problem.shape("B H T"), problem["g"].dtype)
     if dg.ndim == 3:  # the identity as a feature map converts the dtype; tokens take the place of channels
-        launch_feature_map(draft, dg[:, :, None], result[:, :, None], None)
+        launch_feature_map(draft, dg[:, :, None], result[:, :, None], phi=None)
     else:
         kernel = GateGradient(result.dtype)
         launch_warp_per_token(draft, problem, kernel, dg_channels=dg, dg=result[..., None], C=dg.shape[-1])
@@ -443,7 +443,7 @@ def launch_gradient_sums(draft, backward, cut, summaries=(), dg=None):
         options = {"transposed": gradient != "dv", "adds": adds[gradient]}
         options["partner"] = read[gradient.removeprefix("d")] if computes_dg else None
         if gradient == "dq":
-            sums.append(weighted_sum(arrays, initial, None, output_scale=gla.scale, value_scale=1.0, **options))
+            sums.append(weighted_sum(arrays, initial, final=None, output_scale=gla.scale, value_scale=1.0, **options))
         else:
             final, options["backwards"] = backward.dh0 if gradient == "dv" else None, True
             sums.append(weighted_sum(arrays, dht, final, output_scale=1.0, value_scale=gla.scale, **options))

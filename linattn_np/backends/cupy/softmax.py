@@ -249,7 +249,7 @@ def plan_vjp(problem, device, do, dht, saved):
     draft, (o, lse) = Draft(), saved
     attention = SoftmaxLaunches(draft, problem, device)
     inputs, sinks = attention.inputs, attention.sinks
-    do, _ = draft.cotangents(problem, do, None)
+    do, _ = draft.cotangents(problem, do)
     if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
         do = draft.contiguous_copy(do, reason="do: a tensor map cannot describe it")
     dlse = draft.as_contiguous(dht and dht[0], "dlse", problem.compute_dtype)
