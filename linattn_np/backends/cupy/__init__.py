@@ -40,7 +40,7 @@ from ...declarations import (
     STEPS_OF_SEVERAL,
 )
 from ...kernel_choice import portable
-from . import delta, execute, gated, scalar_decay, softmax, stages, step, value_gate
+from . import delta, execute, gated, long_sequence, scalar_decay, softmax, stages, step, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, caller_array
 
@@ -134,8 +134,10 @@ def pullback(problem):
 
 def saved_arrays(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of each array that the plan of a call saves for its pullback."""
-    planner = PLANNERS[problem.op]
-    return planner.saved(execute.describe(problem, device)[0], device) if hasattr(planner, "saved") else ()
+    planner, (described, _) = PLANNERS[problem.op], execute.describe(problem, device)
+    if not hasattr(planner, "saved") or long_sequence.parts(described, device):
+        return ()
+    return planner.saved(described, device)
 
 
 class Pullback:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ... import graph_capture
 from ...array_kinds import signature
+from . import long_sequence
 from .aligned_copies import with_fast_copies
 from .arguments import Packed
 from .arithmetic import padded
@@ -55,7 +56,11 @@ def plan_of(planner, name, problem, device, **trees):
     described = [
         describe_tree(name, tree, device, given) for name, tree in trees.items() if name != "summaries" or tree
     ]
-    plan = getattr(planner, name)(described_problem, device, *described)
+    of_operator = name in ("plan", "plan_vjp") and hasattr(planner, "plan_vjp") and not trees.get("summaries")
+    if of_operator and long_sequence.parts(described_problem, device):
+        plan = getattr(long_sequence, name)(planner, described_problem, device, *described[:2])
+    else:
+        plan = getattr(planner, name)(described_problem, device, *described)
     return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 

@@ -1,0 +1,83 @@
+"""Packed calls in which one sequence has most of the tokens: it is planned by itself.
+
+With many sequences there are enough blocks for the card, so that none is cut into segments. But all wait for the block
+of a sequence that is as long as all others together. By itself it is one of few, and is cut.
+
+Sizes: N sequences, H heads, T tokens.
+"""
+
+from __future__ import annotations
+
+from ...varlen import Spans
+from .plan import Draft
+
+LEAST = 2048  # tokens of a sequence that is worth more launches
+FEWEST_SEGMENTS = 4  # into which the card must be able to cut it
+
+
+def parts(problem, device) -> list[tuple[int, int]]:
+    """The sequences that are planned together: ranges (first, last + 1), one of which is the long sequence alone; or an
+    empty list, if all are planned together."""
+    lengths, (N, H, T) = problem.spans.lengths, problem.shape("N H T")
+    apart = problem.mode in ("auto", "chunk") and "final_state" not in problem.options and problem.mask is None
+    if not (problem.varlen and problem.sizes["B"] == 1 and problem.op.state and apart and min(problem.sizes.values())):
+        return []
+    if any("T" not in axes.split() for axes in problem.op.arrays.values()):
+        return []  # the gradient of such an array is a sum over all tokens
+    cut_anyway = 2 * N * H <= device.multiprocessors
+    if cut_anyway or FEWEST_SEGMENTS * H > device.multiprocessors or problem.spans.longest < max(LEAST, T / 2):
+        return []
+    n = int(lengths.argmax())
+    ranges = ((0, n), (n, n + 1), (n + 1, N))
+    return [(first, stop) for first, stop in ranges if first < stop]
+
+
+def tokens(problem, first, stop) -> slice:
+    """The tokens of sequences first ... stop - 1."""
+    return slice(int(problem.spans.bounds[first]), int(problem.spans.bounds[stop]))
+
+
+def part_of(problem, first, stop, out):
+    """The call of sequences first ... stop - 1 alone."""
+    bounds, at = problem.spans.bounds[first : stop + 1], tokens(problem, first, stop)
+    return problem.replace(
+        arrays={name: x[:, :, at] for name, x in problem.arrays.items()},
+        sizes=dict(problem.sizes) | {"N": stop - first, "T": at.stop - at.start},
+        spans=Spans(bounds - bounds[0]),
+        initial_state=problem.initial_state and tuple(x[first:stop] for x in problem.initial_state),
+        out=out,
+        gradient=False,
+    )
+
+
+def plan(planner, problem, device):
+    """The plan of a call: that of one part after the other. `explain` shows the mode of the last one."""
+    draft, mode, tiles = Draft(), None, {}
+    o, axes = draft.output(problem), problem.op.state
+    final = None
+    if problem.output_final_state:
+        final = tuple(draft.empty(problem.shape(part), problem.state_dtype) for part in axes)
+    for first, stop in parts(problem, device):
+        part = planner.plan(part_of(problem, first, stop, o[:, :, tokens(problem, first, stop)]), device)
+        _, states = draft.include(part)
+        for all_states, of_part in zip(final or (), states or ()):
+            draft.copy(of_part, all_states[first:stop])
+        mode, tiles = part.mode, tiles | part.tiles
+    return draft.plan((draft.give_back(problem, o), final), mode=mode, tiles=tiles)
+
+
+def plan_vjp(planner, problem, device, do, dht):
+    """The plan of a pullback: that of one part after the other."""
+    draft, tiles = Draft(), {}
+    gradients = tuple(map(draft.like, problem.arrays.values()))
+    dh0 = problem.initial_state and tuple(draft.empty(x.shape, x.dtype) for x in problem.initial_state)
+    for first, stop in parts(problem, device):
+        at, dht_of_part = tokens(problem, first, stop), dht and tuple(x[first:stop] for x in dht)
+        part = planner.plan_vjp(part_of(problem, first, stop, None), device, do[:, :, at], dht_of_part)
+        of_part, states = draft.include(part)
+        for dx, dx_of_part in zip(gradients, of_part, strict=True):
+            draft.copy(dx_of_part, dx[:, :, at])
+        for all_states, states_of_part in zip(dh0 or (), states or ()):
+            draft.copy(states_of_part, all_states[first:stop])
+        tiles |= part.tiles
+    return draft.plan((gradients, dh0), tiles=tiles)
