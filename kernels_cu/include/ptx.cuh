@@ -121,9 +121,9 @@ template <> __device__ __forceinline__ u32 max_nan<f16>(u32 x, u32 least) {
 }
 
 // Hides the origin of x from the compiler, which would otherwise keep values computed from it in registers.
-__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void hide_origin(int& x) { asm volatile("" : "+r"(x)); }
 // The same for a tile's descriptor (wgmma.cuh): the compiler then computes those of other tiles by an addition to x.
-__device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
+__device__ __forceinline__ void hide_origin(u64& x) { asm volatile("" : "+l"(x)); }
 
 // A copy of x in a register of its own, for operands of products that still run while x changes; -0 becomes 0. Computed
 // by an addition: CUDA 13.2's assembler drops a move, and then has products wait for each other if x is half of all
@@ -136,7 +136,7 @@ __device__ __forceinline__ u32 copy_of(float x) {
 
 // x, its origin hidden from the compiler.
 __device__ __forceinline__ int opaque(int x) {
-  forget(x);
+  hide_origin(x);
   return x;
 }
 

@@ -97,8 +97,8 @@ template <typename T> u32 max_nan(u32 x, u32 least) {
   return pack<T>(of(0), of(16));
 }
 
-inline void forget(int&) {}
-inline void forget(u64&) {}
+inline void hide_origin(int&) {}
+inline void hide_origin(u64&) {}
 inline u32 copy_of(float x) { return __float_as_uint(x); }
 inline int opaque(int x) { return x; }
 

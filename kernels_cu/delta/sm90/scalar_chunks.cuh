@@ -540,11 +540,11 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
 
 // wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte, for
 // tiles of rows of 128 bytes: each eight rows are 1024 bytes after the eight before; 16 is not read (wgmma.cuh). Adding
-// descriptor_offset(stage, tile) gives the descriptor of a tile in the stage. `forget` hides where the descriptor comes
-// from: else the compiler holds each tile's in registers of its own.
+// descriptor_offset(stage, tile) gives the descriptor of a tile in the stage. `hide_origin` hides where the descriptor
+// comes from: else the compiler holds each tile's in registers of its own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
   u64 descriptor = k_major_tile(&stage);
-  forget(descriptor);
+  hide_origin(descriptor);
   return descriptor;
 }
 template <class Stage> __device__ __forceinline__ int descriptor_offset(Stage& stage, const void* tile) {
@@ -725,7 +725,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     }
     mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
     u64 inverse_to_end = k_major_tile(in.inverse_to_end), minus_BE = k_major_tile(s.minus_BE[chunk & 1]);
-    forget(inverse_to_end), forget(minus_BE);  // see stage_descriptor
+    hide_origin(inverse_to_end), hide_origin(minus_BE);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, OVERWRITE);

@@ -129,7 +129,7 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
     u64 inverse_to_end = k_major_tile(in.inverse_to_end);
-    forget(inverse_to_end);  // see stage_descriptor
+    hide_origin(inverse_to_end);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, OVERWRITE);

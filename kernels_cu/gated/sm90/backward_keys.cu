@@ -227,7 +227,7 @@ __device__ __forceinline__ void make_A_and_dv(Shared<T, G, BK, BV, Schedule>& s,
   int lane = threadIdx.x & 31;
   // Makes A and dv of the chunk of an iteration.
   const auto compute_chunk = [&](u32 iteration, int) {
-    forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
+    hide_origin(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     mbarrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and dS for dv, are in shared memory
     const bool by_token = computes_by_token<T>(s, iteration);
@@ -355,7 +355,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
   // What this warpgroup does while consumers compute the chunk of an iteration. has_next: whether one follows.
   const auto compute_chunk = [&](int iteration, int token, bool has_next) {
-    forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
+    hide_origin(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     const float query_sum = has_next ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
     const WarpFlags<BK> flags = has_next ? flags_of(iteration + 1) : 0;
     if (!HAS_SCORE_WARPGROUP<BK>) {

@@ -174,7 +174,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
 #pragma unroll 1
   for (int iteration = chunks_before; (iteration - chunks_before) * CHUNK < tokens; ++iteration) {
     // Hides where `lane` comes from: addresses are computed again, which is cheaper than to hold them in registers.
-    forget(lane);
+    hide_origin(lane);
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     // Also means that consumers have read dA and float_do of this stage's previous chunk, which are overwritten below:
     // v and do were copied only after the consumers had arrived at `done`.

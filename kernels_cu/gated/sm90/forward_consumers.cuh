@@ -32,7 +32,7 @@
 //     else the tensor maps `v` and `o_boxes` do
 //   args.channel: the launch's first channel
 // ptx.cuh:
-//   forget(x), opaque(x): hide x's origin from the compiler, which else keeps in registers what it computes from x
+//   hide_origin(x), opaque(x): keep the compiler from holding in registers what it computes from x
 //   copy_of(x): x in a register of its own, not rounded: a tf32 product ignores the last 13 bits
 
 // Calls f(number, address) for every number of the state that this lane holds and that is inside [K, V], with its
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2
 #pragma unroll
   for (int rank = 0; rank < int(sizeof tiles / sizeof tiles[0]); ++rank) {
     u64 A = k_major_tile(tiles[rank]) + operands.scores_offset(stage) / 16;
-    forget(A);  // hides A's origin: the compiler would hold every address computed from it in a register
+    hide_origin(A);  // else the compiler would hold every address computed from it in a register
 #pragma unroll
     for (int piece = 0; piece < (SPLIT ? 4 : 2); ++piece)  // 16 columns of the tile: of scores, then of errors
       wgmma<T, CHUNK, K_MAJOR>(o, v[piece % 2], A + piece * 32 / 16, rank + piece > 0);
@@ -116,8 +116,8 @@ template <> struct StateOperand<bf16> {
   using Format = bf16;
   static __device__ __forceinline__ void copy(u32 (&a)[4], const float* S, int) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)  // forget: the compiler would otherwise round the state again where it reads a[i]
-      a[i] = pack<bf16>(S[2 * i], S[2 * i + 1]), forget(reinterpret_cast<int&>(a[i]));
+    for (int i = 0; i < 4; ++i)  // else the compiler would round the state again where it reads a[i]
+      a[i] = pack<bf16>(S[2 * i], S[2 * i + 1]), hide_origin(reinterpret_cast<int&>(a[i]));
   }
 };
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   constexpr int PANEL_OPERANDS = 4;  // operands that read one panel of q, 128 bytes of channels
   u32 state[2][PART_OPERANDS][4];    // operands of this part and of the next
   u64 panels = k_major_tile(operands.q[stage]);
-  forget(panels);
+  hide_origin(panels);
   // Copies a part of S to operands, and decays S.
   const auto copy = [&](int part) {
 #pragma unroll
@@ -284,7 +284,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     wgmma_fence_operand(S);
     wgmma_fence();
     u64 k = mn_major_tile(s.operands.k[stage], CHUNK * 128);
-    forget(k);
+    hide_origin(k);
     wgmma<T, K_RANKS * BK, MN_MAJOR>(S, v[0], k, ACCUMULATE);
     wgmma<T, K_RANKS * BK, MN_MAJOR>(S, v[1], k + 16 * 128 / 16, ACCUMULATE);
     wgmma_commit();
@@ -309,8 +309,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ bool compute_chunk(u32 chunk) {
     const u32 token = chunk * CHUNK;
     const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // the compiler sees that lanes agree
-    forget(thread);  // addresses are computed again, since registers to hold them are too few
-    if constexpr (K_RANKS > 1) forget(warpgroup);
+    hide_origin(thread);  // addresses are computed again, since registers to hold them are too few
+    if constexpr (K_RANKS > 1) hide_origin(warpgroup);
     mbarrier_wait(s.values_copied[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);  // v is in its slot
     T* const values = slot_of(chunk);
     if (token + CHUNK > tokens) {  // rows after the end may hold NaN, and 0 times NaN is NaN
@@ -336,7 +336,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     if constexpr (Schedule::has_outputs) {  // o overwrites v, which is in registers
       wgmma_wait<1>();                      // o is complete; the products of S may be under way
       wgmma_fence_operand(o);
-      forget(thread);
+      hide_origin(thread);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* x = o + 8 * half;
@@ -363,7 +363,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     for (int fill = 1; row & MORE_FILLS; ++fill) {
       const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);
       mbarrier_wait(s.full[stage], chunk / STAGES + fill & 1);
-      forget(thread);
+      hide_origin(thread);
       start_products(stage);
       wgmma_wait<0>();
       wgmma_fence_operand(S);

@@ -545,15 +545,15 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
   bool after_overflow = false;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::PRODUCER_GROUPS, ++iteration) {
-    // `forget` hides a value's origin, so that the compiler computes addresses again instead of holding them in
+    // `hide_origin` hides a value's origin, so that the compiler computes addresses again instead of holding them in
     // registers. Instances with spare registers are faster without it. Time decided which instances forget what.
     constexpr bool HAS_SPARE_REGISTERS =
         BORDER_IS_NARROWER<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
     if constexpr (!HAS_SPARE_REGISTERS) {
-      if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
+      if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) hide_origin(thread);
       if constexpr (BORDER_IS_NARROWER<Schedule, T> && (BK + BV > 128 || Order::reads_before_write))
-        forget(group), forget(maker);
-      if constexpr (sizeof(G) == 4) forget(maker);
+        hide_origin(group), hide_origin(maker);
+      if constexpr (sizeof(G) == 4) hide_origin(maker);
     }
     const Coord coord{GROUPS > 1 ? u32(thread)
                                  : u32(thread) % Coord::THREADS};  // `%` tells the compiler that the group is 0

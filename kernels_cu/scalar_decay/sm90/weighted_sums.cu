@@ -55,7 +55,7 @@
 //   first_token_of      the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
 //   block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk
 //   Registers           registers by role; TWO_BLOCKS: whether a multiprocessor holds two blocks
-// From ptx.cuh: opaque and forget keep the compiler from holding in registers what is computed from their argument
+// From ptx.cuh: opaque and hide_origin keep the compiler from holding in registers what is computed from their argument
 #include "lanes.cuh"
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
@@ -248,7 +248,8 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
   for (int iteration = -STAGES; iteration * CHUNK < work.tokens; ++iteration) {
-    forget(column);  // the compiler computes addresses from it again, which is cheaper than registers that hold them
+    hide_origin(
+        column);  // the compiler computes addresses from it again, which is cheaper than registers that hold them
     const int next = iteration + STAGES;
     auto& stage = s.stages[next % STAGES];
     if (iteration >= 0) {
