@@ -40,7 +40,6 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   Real<T>: float, or double for float64; to_real, from_real convert
 //   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
 //     V from first_column on
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
@@ -56,15 +55,15 @@
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<const T> do_;
-  StridedRows<T> dv;               // this, kept, parts and token_parts: null without OUTPUTS
-  StridedRows<const Real<T>> dht;  // null where it is 0
-  StridedRows<Real<T>> dh0;        // or null
-  const Real<T>* kept;             // null with OUTPUTS: sequences have at most TOKENS tokens, and start from `initial`
-  Real<T>*parts, *token_parts;
+  StridedRows<T> dv;                        // this, kept, parts and token_parts: null without OUTPUTS
+  StridedRows<const FloatOrDouble<T>> dht;  // null where it is 0
+  StridedRows<FloatOrDouble<T>> dh0;        // or null
+  const FloatOrDouble<T>* kept;  // null with OUTPUTS: sequences have at most TOKENS tokens, and start from `initial`
+  FloatOrDouble<T>*parts, *token_parts;
 };
 
 template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared {
-  using R = Real<T>;
+  using R = FloatOrDouble<T>;
   // COLUMNS, of a warp: so many that a lane has 64 bytes of S, and of dS. BV: of the block.
   static constexpr int LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
   // The number of arrays of sums over columns: dq, dk; Dplr also da, db; with gates of channels dg, the last one.
@@ -104,10 +103,10 @@ template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&
 
 // Launch bounds: registers for 384 threads of a multiprocessor (168 a thread); with float64, for 256 (255).
 template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
-__global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
+__global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2)
     delta_recurrent_backward(const Args<T, G> args) {
   using Storage = Shared<Rule, T, G, BK, TOKENS>;
-  using R = Real<T>;
+  using R = FloatOrDouble<T>;
   constexpr int LANE_CHANNELS = Storage::LANE_CHANNELS, COLUMNS = Storage::COLUMNS, BV = Storage::BV,
                 KINDS = Storage::KINDS;
   constexpr int SLOT_ROWS = Storage::SLOT_ROWS,
@@ -295,7 +294,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Real<T>) == 4 ? 3 : 2)
         own_dv *= beta;
       }
       if (OUTPUTS && lane % (32 / COLUMNS) == 0 && own_column < columns_left)
-        args.dv.row(work.b, work.h, first + r)[work.first_column + own_column] = from_real<T>(own_dv);
+        args.dv.row(work.b, work.h, first + r)[work.first_column + own_column] = narrowed<T>(own_dv);
 #pragma unroll
       for (int i = 0; i < LANE_CHANNELS; ++i) {
         R gate_term = 0;

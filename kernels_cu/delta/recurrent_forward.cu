@@ -37,7 +37,6 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   Real<T>: float, or double for float64; to_real, from_real convert
 //   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
 //     V from first_column on. Its last argument: more tiles of columns after those of V, whose first_column counts on
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
@@ -56,10 +55,10 @@ constexpr int CHANNELS = 16;  // of a lane
 template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  StridedRows<T> o;            // null: no output is wanted
-  StridedRows<Real<T>> final;  // null: no final state is wanted
-  Real<T>* kept;               // the states before every shape.chunk-th token of a sequence, or null
-  Real<T>* F;                  // or null; then o, final and kept are null
+  StridedRows<T> o;                     // null: no output is wanted
+  StridedRows<FloatOrDouble<T>> final;  // null: no final state is wanted
+  FloatOrDouble<T>* kept;               // the states before every shape.chunk-th token of a sequence, or null
+  FloatOrDouble<T>* F;                  // or null; then o, final and kept are null
 };
 
 template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared {
@@ -68,14 +67,14 @@ template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared
   static_assert(COLUMNS <= LANES);                      // each column's output is stored by a lane of its own
   Tokens<Rule, T, G, BK, BV, TOKENS<T, BK>> stages[2];
   // exp g [TOKENS, BK]; without gates of channels unused, 16 bytes long since an array must not be empty.
-  Real<T> decays[Rule::channel_gates ? TOKENS<T, BK> * BK : 16 / sizeof(Real<T>)];
-  TokenScalars<Real<T>> scalars[TOKENS<T, BK>];
+  FloatOrDouble<T> decays[Rule::channel_gates ? TOKENS<T, BK> * BK : 16 / sizeof(FloatOrDouble<T>)];
+  TokenScalars<FloatOrDouble<T>> scalars[TOKENS<T, BK>];
 };
 
 // Launch bounds: registers for 256 threads of a multiprocessor, 255 a thread.
 template <class Rule, typename T, typename G, int BK, int COLUMNS>
 __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args<T, G> args) {
-  using R = Real<T>;
+  using R = FloatOrDouble<T>;
   using Storage = Shared<Rule, T, G, BK, COLUMNS>;
   constexpr int LANES = Storage::LANES, BV = Storage::BV, STAGE_TOKENS = TOKENS<T, BK>;
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
       // By column, first over this lane's channels, then over all: erased is S'^T k, of Dplr p = S^T a; read is S'^T q.
       R k[CHANNELS], b[Rule::own_erasure ? CHANNELS : 1], erased[COLUMNS] = {}, read[COLUMNS] = {}, v[COLUMNS];
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) v[c] = to_real(in.v[r * BV + column + c]);
+      for (int c = 0; c < COLUMNS; ++c) v[c] = widened(in.v[r * BV + column + c]);
 #pragma unroll
       for (int i = 0; i < CHANNELS; i += 4) {
         const int place = r * BK + channel(i);
@@ -213,7 +212,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           S[i][c] = fma(k[i], written[c], S[i][c]);
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], erased[c], S[i][c]);
         }
-      if (stores) *to = from_real<T>(scale * token_scalars.inverse_q_length * o);
+      if (stores) *to = narrowed<T>(scale * token_scalars.inverse_q_length * o);
       to += args.o.token_stride;
     }
   }

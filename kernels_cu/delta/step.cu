@@ -21,7 +21,6 @@
 
 // From the includes:
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   Real<T>: float, or double for float64; to_real, from_real convert
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
@@ -31,7 +30,8 @@ template <typename R, typename S, int BK>
 constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
                             : BK == 256 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
                                                                             : 3;
-template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());  // double if one of both is
+template <typename T, typename S>
+using Widest = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());  // double if one of both is
 
 template <typename T, typename G, typename S> struct Args {
   StridedRows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
   }
   for (int c = threadIdx.x; c < BK; c += STEP_THREADS) {
-    const auto load = [&](const StridedRows<const T>& x) { return c < K ? R(to_real(x.row(b, head, 0)[c])) : R(0); };
+    const auto load = [&](const StridedRows<const T>& x) { return c < K ? R(widened(x.row(b, head, 0)[c])) : R(0); };
     s.q[c] = load(args.q), s.k[c] = load(args.k);
     if constexpr (Rule::own_erasure) s.a[c] = load(args.a), s.b[c] = load(args.b);
-    if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(to_real(args.g.row(b, h, 0)[c])) : R(0));
+    if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(widened(args.g.row(b, h, 0)[c])) : R(0));
   }
   __syncthreads();  // the token is in shared memory
 
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   }
   // Of the lane's columns, over its channels, then over the warp's: erased is S'^T k (Dplr: S^T a), read is S'^T q.
   R decay = 1, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
-  if constexpr (!Rule::channel_gates) decay = decay_of(R(to_real(*args.g.row(b, h, 0))));
+  if constexpr (!Rule::channel_gates) decay = decay_of(R(widened(*args.g.row(b, h, 0))));
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
     const int c = first_channel + n * CHANNELS_AT_ONCE;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
       if (column + i >= columns_left) continue;
-      const R before = to_real(state[n].x[i]), after = decay * before;
+      const R before = widened(state[n].x[i]), after = decay * before;
       erased[i] = fma(Rule::own_erasure ? s.a[c] : s.k[c], Rule::own_erasure ? before : after, erased[i]);
       read[i] = fma(s.q[c], after, read[i]);
     }
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   __syncthreads();  // the parts and the token's scalars are in shared memory
 
   const TokenScalars<R>& scalars = s.scalars;
-  const R beta = Rule::own_erasure ? R(1) : R(to_real(*args.beta.row(b, h, 0)));
+  const R beta = Rule::own_erasure ? R(1) : R(widened(*args.beta.row(b, h, 0)));
   const auto sum_of_parts = [&](int which, int index) {
     R sum = 0;
 #pragma unroll
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   // The number by which the token's k is multiplied when it is added to a column: v, or beta (v - S'^T k). `erased`:
   // the column's number of S'^T k (Dplr: not used).
   const auto written = [&](R erased, int index) {
-    const R v = to_real(args.v.row(b, h, 0)[first_column + index]);
+    const R v = widened(args.v.row(b, h, 0)[first_column + index]);
     return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
   };
   R write[LANE_COLUMNS];  // `written` of each column; `erased` is now the sum over all channels
@@ -161,10 +161,10 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
       if (column + i >= columns_left) continue;
-      R x = decay * R(to_real(state[n].x[i]));
+      R x = decay * R(widened(state[n].x[i]));
       x = fma(s.k[c], write[i], x);
       if constexpr (Rule::own_erasure) x = fma(s.b[c], erased[i], x);
-      state[n].x[i] = from_real<S>(Real<S>(x));
+      state[n].x[i] = narrowed<S>(FloatOrDouble<S>(x));
       if (!args.pieces) to[i] = state[n].x[i];
     }
     if (args.pieces && column < columns_left) *reinterpret_cast<Piece*>(to) = state[n];
@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     const R p = sum_of_parts(0, index);
     R o = fma(scalars.q_dot_k, written(p, index), sum_of_parts(1, index));
     if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
-    args.o.row(b, h, 0)[first_column + index] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
+    args.o.row(b, h, 0)[first_column + index] =
+        narrowed<T>(FloatOrDouble<T>(R(args.scale) * scalars.inverse_q_length * o));
   }
 }

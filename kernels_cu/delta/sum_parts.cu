@@ -15,14 +15,13 @@
 
 // From the includes:
 //   THREADS = 128, WARPS = 4
-//   Real<T>: float, or double for float64; to_real, from_real convert
 //   sum_over_lanes<32>: over the warp; LEAST_SQUARE = 1e-6
 
 constexpr int LANE_CHANNELS = 8;                               // numbers of a lane
 template <typename R> constexpr int AT_ONCE = 32 / sizeof(R);  // parts whose loads are under way together
 
 template <typename T> struct Args {
-  const Real<T>* parts;
+  const FloatOrDouble<T>* parts;
   StridedRows<const T> x;  // null if rows were not divided by their lengths
   StridedRows<T> dx;
   i64 B, H, T_, K;  // T_: tokens of a batch row
@@ -31,7 +30,7 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts(const Args<T> args) {
-  using R = Real<T>;
+  using R = FloatOrDouble<T>;
   const i64 row = blockIdx.x * i64(WARPS) + threadIdx.x / 32, t = row % args.T_, head = row / args.T_;
   if (head >= args.B * args.H) return;
   const i64 b = head / args.H, h = head % args.H;
@@ -60,7 +59,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
     R x[LANE_CHANNELS], squares = 0, dot = 0;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; ++i) {
-      x[i] = lane + 32 * i < K ? R(to_real(x_row[lane + 32 * i])) : R(0);
+      x[i] = lane + 32 * i < K ? R(widened(x_row[lane + 32 * i])) : R(0);
       squares = fma(x[i], x[i], squares), dot = fma(x[i], dx[i], dot);
     }
     const R inverse_length = inverse_root(sum_over_lanes<32>(squares) + R(LEAST_SQUARE));
@@ -70,5 +69,5 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   }
 #pragma unroll
   for (int i = 0; i < LANE_CHANNELS; ++i)
-    if (lane + 32 * i < K) args.dx.row(b, h, t)[lane + 32 * i] = from_real<T>(dx[i]);
+    if (lane + 32 * i < K) args.dx.row(b, h, t)[lane + 32 * i] = narrowed<T>(dx[i]);
 }

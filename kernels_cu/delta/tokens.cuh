@@ -12,7 +12,6 @@
 
 // From the includes:
 //   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
-//   Real<T>: float, or double for float64; to_real, from_real convert
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 // The recurrences. channel_gates: every channel has a gate, else the token has one. own_erasure: what is taken from the
@@ -31,16 +30,17 @@ constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 // The arguments that the kernels of whole sequences read.
 template <typename T, typename G> struct DeltaArgs {
-  StridedRows<const T> q, k, v, a, b;  // a and b are for Dplr only
-  StridedRows<const G> g, beta;        // beta is not for Dplr; a gate of a token is a row of one number
-  StridedRows<const Real<T>> initial;  // [N, H, K, V], null for zeros
-  Shape shape;                         // H is the number of value heads
-  i64 group;                           // value heads that share a head of queries and keys
+  StridedRows<const T> q, k, v, a, b;           // a and b are for Dplr only
+  StridedRows<const G> g, beta;                 // beta is not for Dplr; a gate of a token is a row of one number
+  StridedRows<const FloatOrDouble<T>> initial;  // [N, H, K, V], null for zeros
+  Shape shape;                                  // H is the number of value heads
+  i64 group;                                    // value heads that share a head of queries and keys
   double scale;
-  i64 normalized;   // whether the kernel divides queries and keys by their Euclidean lengths
-  i64 bytes;        // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
-  Real<T>* starts;  // of segments (segments.cuh), null if no sequence is cut; sequences of `shape` are segments then
-  i64 P;            // segments of a sequence
+  i64 normalized;  // whether the kernel divides queries and keys by their Euclidean lengths
+  i64 bytes;       // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
+  FloatOrDouble<T>*
+      starts;  // of segments (segments.cuh), null if no sequence is cut; sequences of `shape` are segments then
+  i64 P;       // segments of a sequence
 };
 
 // A block's work: sequence n, in batch row b; value head h; `columns` columns of V from first_column on; the sequence's
@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, in
     const bool inside = row < rows && column < width;
     const T* piece = inside ? from + row * stride + column : from;
     if constexpr (BYTES >= 4) cp_async<BYTES>(to + row * COLS + column, piece, inside);
-    else to[row * COLS + column] = inside ? *piece : from_real<T>(0.f);
+    else to[row * COLS + column] = inside ? *piece : narrowed<T>(0.f);
   }
 }
 // copy_pieces of 8 or 4 bytes, or of single numbers; not inlined, which keeps the code for 16 bytes short.
@@ -140,8 +140,8 @@ template <class Rule, typename R> struct TokenGates {
   template <typename T, typename G>
   __device__ __forceinline__ void load(const DeltaArgs<T, G>& args, const BlockWork& work, i64 first, int rows) {
     if (int(threadIdx.x) >= rows) return;
-    if constexpr (!Rule::channel_gates) gate = to_real(*args.g.row(work.b, work.h, first + threadIdx.x));
-    if constexpr (!Rule::own_erasure) beta = to_real(*args.beta.row(work.b, work.h, first + threadIdx.x));
+    if constexpr (!Rule::channel_gates) gate = widened(*args.g.row(work.b, work.h, first + threadIdx.x));
+    if constexpr (!Rule::own_erasure) beta = widened(*args.beta.row(work.b, work.h, first + threadIdx.x));
   }
   __device__ __forceinline__ void store(TokenScalars<R>* scalars, int rows) const {
     if (int(threadIdx.x) < rows) scalars[threadIdx.x].decay = decay_of(gate), scalars[threadIdx.x].beta = beta;
@@ -152,21 +152,21 @@ template <class Rule, typename R> struct TokenGates {
 // gates, and the scalars that TokenGates does not store: q_dot_k and q_dot_b only with DOTS. A warp has one token at a
 // time.
 template <bool DOTS, class Rule, typename T, typename G, int BK, int BV, int TOKENS>
-__device__ __forceinline__ void prepare_tokens(TokenScalars<Real<T>>* scalars, Real<T>* decays,
+__device__ __forceinline__ void prepare_tokens(TokenScalars<FloatOrDouble<T>>* scalars, FloatOrDouble<T>* decays,
                                                const Tokens<Rule, T, G, BK, BV, TOKENS>& in, int rows,
                                                bool normalized) {
-  using R = Real<T>;
+  using R = FloatOrDouble<T>;
   const int lane = threadIdx.x & 31;
   for (int row = threadIdx.x >> 5; row < rows; row += WARPS) {
     R qq = 0, kk = 0, qk = 0, qb = 0;
 #pragma unroll
     for (int c = lane; c < BK; c += 32) {
       const int place = row * BK + c;
-      const R q = to_real(in.q[place]), k = to_real(in.k[place]);
+      const R q = widened(in.q[place]), k = widened(in.k[place]);
       if (DOTS) qk = fma(q, k, qk);
       if (normalized) qq = fma(q, q, qq), kk = fma(k, k, kk);
-      if constexpr (DOTS && Rule::own_erasure) qb = fma(q, R(to_real(in.b[place])), qb);
-      if constexpr (Rule::channel_gates) decays[place] = decay_of(R(to_real(in.g[place])));
+      if constexpr (DOTS && Rule::own_erasure) qb = fma(q, R(widened(in.b[place])), qb);
+      if constexpr (Rule::channel_gates) decays[place] = decay_of(R(widened(in.g[place])));
     }
     if constexpr (DOTS) qk = sum_over_lanes<32>(qk);
     if constexpr (DOTS && Rule::own_erasure) qb = sum_over_lanes<32>(qb);
@@ -188,7 +188,7 @@ template <int N, typename T> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) :
 template <int N, typename T, typename R> __device__ __forceinline__ void load_neighbours(R* to, const T* from) {
   const auto neighbours = *reinterpret_cast<const Neighbours<N, T>*>(from);
 #pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = to_real(neighbours.x[i]);
+  for (int i = 0; i < N; ++i) to[i] = widened(neighbours.x[i]);
 }
 // Stores number_at(0), ..., number_at(N - 1).
 template <int N, typename R, class Number> __device__ __forceinline__ void store_neighbours(R* to, Number number_at) {

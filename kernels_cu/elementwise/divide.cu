@@ -11,11 +11,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From the includes:
-//   Real<T>: float, or double for float64; to_real, from_real convert
-
 template <typename T> struct Args {
-  StridedRows<const Real<T>> yz;
+  StridedRows<const FloatOrDouble<T>> yz;
   StridedRows<T> o;
   i64 B, H, T_, V;  // T_: tokens of a row of the batch
 };
@@ -24,7 +21,7 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_divide(
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const Real<T>*y = args.yz.row(b, h, t), z = y[args.V];
+  const FloatOrDouble<T>*y = args.yz.row(b, h, t), z = y[args.V];
   for (i64 c = threadIdx.x % 32; c < args.V; c += 32)
-    args.o.row(b, h, t)[c] = from_real<T>(z == 0 && y[c] == 0 ? 0 : y[c] / z);
+    args.o.row(b, h, t)[c] = narrowed<T>(z == 0 && y[c] == 0 ? 0 : y[c] / z);
 }

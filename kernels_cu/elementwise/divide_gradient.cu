@@ -13,13 +13,10 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From the includes:
-//   Real<T>: float, or double for float64; to_real, from_real convert
-
 template <typename T> struct Args {
-  StridedRows<const Real<T>> yz;
+  StridedRows<const FloatOrDouble<T>> yz;
   StridedRows<const T> do_;
-  StridedRows<Real<T>> dyz;
+  StridedRows<FloatOrDouble<T>> dyz;
   i64 B, H, T_, V, columns;  // T_: tokens of a row of the batch
 };
 
@@ -27,11 +24,11 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_divide_
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const Real<T>*y = args.yz.row(b, h, t), z = y[args.V];
-  Real<T>* dy = args.dyz.row(b, h, t);
-  Real<T> dz = 0;
+  const FloatOrDouble<T>*y = args.yz.row(b, h, t), z = y[args.V];
+  FloatOrDouble<T>* dy = args.dyz.row(b, h, t);
+  FloatOrDouble<T> dz = 0;
   for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {
-    dy[c] = z == 0 ? 0 : to_real(args.do_.row(b, h, t)[c]) / z;
+    dy[c] = z == 0 ? 0 : widened(args.do_.row(b, h, t)[c]) / z;
     if (dy[c] != 0) dz = fma(-dy[c], y[c] / z, dz);
   }
   dz = warp_sum(dz);

@@ -12,9 +12,6 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From the includes:
-//   Real<T>: float, or double for float64; to_real, from_real convert
-
 template <typename T, typename Y> struct Args {
   StridedRows<const T> x;
   StridedRows<const Y> dy;
@@ -27,6 +24,6 @@ __global__ void __launch_bounds__(256) elementwise_feature_gradient(const Args<T
   const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x, c = index % args.C, row = index / args.C;
   const i64 t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const Real<Y> dy = to_real(args.dy.row(b, h, t)[c]);
-  args.dx.row(b, h, t)[c] = from_real<T>(dy * Phi::slope(to_real(args.x.row(b, h, t)[c])));
+  const FloatOrDouble<Y> dy = widened(args.dy.row(b, h, t)[c]);
+  args.dx.row(b, h, t)[c] = narrowed<T>(dy * Phi::slope(widened(args.x.row(b, h, t)[c])));
 }

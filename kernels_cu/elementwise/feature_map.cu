@@ -34,7 +34,7 @@ template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ v
     for (int i = 0; i < N; ++i) x.x[i] = *from;
   Piece<Y, N> y;
 #pragma unroll
-  for (int i = 0; i < N; ++i) y.x[i] = from_real<Y>(Phi::value(to_real(x.x[i])));
+  for (int i = 0; i < N; ++i) y.x[i] = narrowed<Y>(Phi::value(widened(x.x[i])));
   *reinterpret_cast<Piece<Y, N>*>(args.y.row(b, h, t) + c) = y;
 }
 

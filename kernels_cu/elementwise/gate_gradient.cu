@@ -12,11 +12,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From the includes:
-//   Real<T>: float, or double for float64; to_real, from_real convert
-
 template <typename T> struct Args {
-  StridedRows<const Real<T>> dg_channels;
+  StridedRows<const FloatOrDouble<T>> dg_channels;
   StridedRows<T> dg;
   i64 B, H, T_, C;  // T_: tokens of a row of the batch
 };
@@ -25,9 +22,9 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_gate_gr
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const Real<T>* channels = args.dg_channels.row(b, h, t);
-  Real<T> sum = 0;
+  const FloatOrDouble<T>* channels = args.dg_channels.row(b, h, t);
+  FloatOrDouble<T> sum = 0;
   for (i64 c = threadIdx.x % 32; c < args.C; c += 32) sum += channels[c];
   sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) *args.dg.row(b, h, t) = from_real<T>(sum);
+  if (threadIdx.x % 32 == 0) *args.dg.row(b, h, t) = narrowed<T>(sum);
 }

@@ -13,10 +13,9 @@
 #include "real.cuh"
 
 // From real.cuh:
-//   Real<T>: float, or double for float64; to_real, from_real convert
 
 template <typename T> struct Args {
-  const Real<T>* arrays;
+  const FloatOrDouble<T>* arrays;
   T* sum;
   i64 N, H, K;
   i64 row_stride;  // of sum, in numbers
@@ -24,11 +23,11 @@ template <typename T> struct Args {
 
 template <typename T> __global__ void __launch_bounds__(128) elementwise_sum_arrays(const Args<T> args) {
   const i64 size = args.H * args.K, index = i64(blockIdx.x) * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
-  Real<T> sum = 0;
+  FloatOrDouble<T> sum = 0;
   if (index < size)
     for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.arrays[n * size + index];
 #pragma unroll
   for (int distance = 16; distance >= 4; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   if (index < size && threadIdx.x % 32 < 4)
-    args.sum[index / args.K * args.row_stride + index % args.K] = from_real<T>(sum);
+    args.sum[index / args.K * args.row_stride + index % args.K] = narrowed<T>(sum);
 }

@@ -3,19 +3,19 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-template <typename T> struct RealOf {
+template <typename T> struct FloatOrDoubleOf {
   using type = float;
 };
-template <> struct RealOf<double> {
+template <> struct FloatOrDoubleOf<double> {
   using type = double;
 };
-template <typename T> using Real = typename RealOf<T>::type;
+template <typename T> using FloatOrDouble = typename FloatOrDoubleOf<T>::type;
 
-template <typename T> __device__ __forceinline__ Real<T> to_real(T x) { return to_float(x); }
-template <> __device__ __forceinline__ double to_real(double x) { return x; }
+template <typename T> __device__ __forceinline__ FloatOrDouble<T> widened(T x) { return to_float(x); }
+template <> __device__ __forceinline__ double widened(double x) { return x; }
 
-template <typename T> __device__ __forceinline__ T from_real(Real<T> x) { return from_float<T>(x); }
-template <> __device__ __forceinline__ double from_real<double>(double x) { return x; }
+template <typename T> __device__ __forceinline__ T narrowed(FloatOrDouble<T> x) { return from_float<T>(x); }
+template <> __device__ __forceinline__ double narrowed<double>(double x) { return x; }
 
 __device__ __forceinline__ float multiply_add(float a, float x, float b) { return fmaf(a, x, b); }
 __device__ __forceinline__ double multiply_add(double a, double x, double b) { return fma(a, x, b); }

@@ -13,8 +13,7 @@
 //
 // A lane starts the loads of its four pieces before it stores the first: that hides the memory's latency, since the
 // compiler may not move a load before a store. No warp waits for another before it stores: the shorter the time between
-// the load and the store of an address, the faster. Real<T>: float, or double for double; to_real and
-// from_real convert.
+// the load and the store of an address, the faster.
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
@@ -23,9 +22,9 @@
 
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
-// The type of the arithmetic, for data T and states S: double if one of them is (Real), else float. Gates G do not
+// The type of the arithmetic, for data T and states S: double if one of them is, else float. Gates G do not
 // decide: they are float64 only if T is.
-template <typename T, typename S> using Wider = decltype(Real<T>() + Real<S>());
+template <typename T, typename S> using Wider = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());
 // The least number of blocks on a multiprocessor: the compiler gives a thread no more registers than that allows.
 // Without this bound it orders the loads of a half-precision state so that they take a sixth longer. From sm_100 on
 // five blocks spill registers; a float32 state has no bound (0) there, since even three would.
@@ -61,8 +60,8 @@ template <typename R> struct Channel {
 template <class ReadOrder, typename T, typename G, typename S>
 __device__ __forceinline__ Channel<Wider<T, S>> channel_of(const Args<T, G, S>& args, i64 b, i64 h, int c) {
   using R = Wider<T, S>;
-  return {to_real(args.q.row(b, h, 0)[c]), to_real(args.k.row(b, h, 0)[c]),
-          decay_of(R(to_real(args.g.row(b, h, 0)[c]))), ReadOrder::reads_before_write ? args.u[h * args.K + c] : R(0)};
+  return {widened(args.q.row(b, h, 0)[c]), widened(args.k.row(b, h, 0)[c]),
+          decay_of(R(widened(args.g.row(b, h, 0)[c]))), ReadOrder::reads_before_write ? args.u[h * args.K + c] : R(0)};
 }
 
 // The Channel that lane `lane` of the warp holds as x.
@@ -105,7 +104,7 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
     for (int m = 0; m < LANE_PIECES; ++m) {
       const T* from = args.v.row(b, h, 0) + (column_exists(m) ? column + m * 32 * PIECE : 0);
 #pragma unroll
-      for (int i = 0; i < PIECE; ++i) v[m][i] = to_real(from[i]);
+      for (int i = 0; i < PIECE; ++i) v[m][i] = widened(from[i]);
     }
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n) {
@@ -114,12 +113,12 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
       for (int m = 0; m < LANE_PIECES; ++m) {
 #pragma unroll
         for (int i = 0; i < PIECE; ++i) {
-          const R before = to_real(state[n][m].x[i]), kv = channel.k * v[m][i],
+          const R before = widened(state[n][m].x[i]), kv = channel.k * v[m][i],
                   after = multiply_add(channel.decay, before, kv);
           const R read = ReadOrder::reads_before_write ? multiply_add(channel.u, kv, before) : after;
           const R sum = multiply_add(channel.q, read, o[m][i]);
           o[m][i] = row_exists(n) ? sum : o[m][i];
-          state[n][m].x[i] = from_real<S>(Real<S>(after));
+          state[n][m].x[i] = narrowed<S>(FloatOrDouble<S>(after));
         }
         if (row_exists(n) && column_exists(m))
           *reinterpret_cast<Piece<S, PIECE>*>(address + n * channel_stride + m * 32 * PIECE) = state[n][m];
@@ -152,5 +151,5 @@ __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurre
   R sum = 0;
 #pragma unroll
   for (int n = 0; n < WARPS<S>; ++n) sum += parts[n][threadIdx.x];
-  args.o.row(b, h, 0)[tile_column + threadIdx.x] = from_real<T>(Real<T>(R(args.scale) * sum));
+  args.o.row(b, h, 0)[tile_column + threadIdx.x] = narrowed<T>(FloatOrDouble<T>(R(args.scale) * sum));
 }

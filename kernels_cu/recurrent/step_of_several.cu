@@ -26,8 +26,7 @@
 // limits    K <= BK; T <= M <= TOKENS; the last axis of the state is contiguous
 //
 // A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
-// Names. Real<T>: float, or double for double; to_real and from_real convert. LEAST_SQUARE (delta/lengths.cuh): added
-// to the square of a length before the division
+// LEAST_SQUARE (delta/lengths.cuh) is added to the square of a length before the division.
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -36,7 +35,7 @@
 // The largest number of pending tokens; and the type of the arithmetic: double if the data or the state are, else
 // float.
 constexpr int TOKENS = 8;
-template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
+template <typename T, typename S> using Widest = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());
 
 // The rule: a recurrence, here or in delta/tokens.cuh (GatedDelta, Kda, Dplr). channel_gates: a gate for each channel,
 // otherwise one for all; own_erasure: it erases with vectors a and b, not with k.
@@ -127,17 +126,17 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
           if (exists && column + i < columns_left) piece.x[i] = from[i];
       }
 #pragma unroll
-      for (int i = 0; i < LANE_COLUMNS; ++i) state[n][i] = to_real(piece.x[i]);
+      for (int i = 0; i < LANE_COLUMNS; ++i) state[n][i] = widened(piece.x[i]);
     }
 #pragma unroll 1  // unrolled, it would hold more addresses than the state leaves registers for
     for (int index = threadIdx.x; index < TOKENS * BK; index += BLOCK) {
       const int t = index / BK, c = index % BK;
       const bool is_accepted = t < accepted && c < K, exists = t < tokens && c < K;
-      const auto load = [&](const StridedRows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
+      const auto load = [&](const StridedRows<const T>& x) { return exists ? R(widened(x.row(b, head, t)[c])) : R(0); };
       s.q[t][c] = load(args.q), s.keys[0][t][c] = load(args.k);
       if constexpr (Rule::own_erasure) s.a[t][c] = load(args.a), s.keys[1][t][c] = load(args.b);
       if constexpr (Rule::channel_gates) {
-        s.decays[t][c] = decay_of(exists ? R(to_real(args.g.row(b, h, t)[c])) : R(0));
+        s.decays[t][c] = decay_of(exists ? R(widened(args.g.row(b, h, t)[c])) : R(0));
         s.pending_decays[t][c] = is_accepted ? pending(t)[c] : R(1);
       }
 #pragma unroll
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     for (int index = threadIdx.x; index < TOKENS * BV; index += BLOCK) {
       const int t = index / BV, c = index % BV;
-      s.v[t][c] = t < tokens && c < columns_left ? R(to_real(args.v.row(b, h, t)[first_column + c])) : R(0);
+      s.v[t][c] = t < tokens && c < columns_left ? R(widened(args.v.row(b, h, t)[first_column + c])) : R(0);
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n)
         s.pending_columns[n][t][c] =
@@ -153,11 +152,11 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
     }
     if (const int t = threadIdx.x; t < TOKENS) {
       if constexpr (!Rule::channel_gates) {
-        s.decays[t][0] = decay_of(t < tokens ? R(to_real(*args.g.row(b, h, t))) : R(0));
+        s.decays[t][0] = decay_of(t < tokens ? R(widened(*args.g.row(b, h, t))) : R(0));
         s.pending_decays[t][0] = t < accepted ? *pending(t) : R(1);
       }
       if constexpr (ERASES<Rule> && !Rule::own_erasure)
-        s.beta[t] = t < tokens ? R(to_real(*args.beta.row(b, h, t))) : R(0);
+        s.beta[t] = t < tokens ? R(widened(*args.beta.row(b, h, t))) : R(0);
     }
     __syncthreads();  // all tokens are in shared memory
 
@@ -204,8 +203,8 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         Piece piece;
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS; ++i) {
-          piece.x[i] = from_real<S>(Real<S>(state[n][i]));
-          state[n][i] = to_real(piece.x[i]);  // rounded as a later call will load it
+          piece.x[i] = narrowed<S>(FloatOrDouble<S>(state[n][i]));
+          state[n][i] = widened(piece.x[i]);  // rounded as a later call will load it
           if (!args.aligned16 && exists && column + i < columns_left) to[i] = piece.x[i];
         }
         if (args.aligned16 && exists && column < columns_left) *reinterpret_cast<Piece*>(to) = piece;
@@ -269,7 +268,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
           o = fma(s.weights[n][t], added(n, c), o);
           pending(t)[columns_offset + n * V + first_column + c] = added(n, c);
         }
-        args.o.row(b, h, t)[first_column + c] = from_real<T>(Real<T>(R(args.scale) * o));
+        args.o.row(b, h, t)[first_column + c] = narrowed<T>(FloatOrDouble<T>(R(args.scale) * o));
       }
     }
     __syncthreads();  // all tokens have been read: the next columns' may overwrite them

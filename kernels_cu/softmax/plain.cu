@@ -6,9 +6,9 @@
 //           sum_i ds_ij q_i, over all heads that share the keys.  Sinks: dsink = - sum_i e^(sink - lse_i) delta_i.
 //           Merge: lse = log(e^sink + sum_n e^lse_n), o = sum_n e^(lse_n - lse) o_n over parts n
 // shapes    q dq [B, H, Tq, K], k dk [B, H / group, Tk, K], v dv [.., V], o do [B, H, Tq, V], lse dlse
-//           [B, H, Tq] or null, sinks dsinks [H], statistics as in softmax_work.cuh, but in Real<T> and base e.
-//           Merge: o [parts B, H, Tq, V] and lse [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B, H,
-//           Tq]
+//           [B, H, Tq] or null, sinks dsinks [H], statistics as in softmax_work.cuh, but in FloatOrDouble<T> and base
+//           e. Merge: o [parts B, H, Tq, V] and lse [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B,
+//           H, Tq]
 // grid      a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for each token. Sinks: a
 //           block for each head. Merge: a warp for each query
 // smem      none
@@ -21,7 +21,6 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   Real<T>: float, or double for float64; to_real, from_real convert
 //   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
 
 constexpr int WARPS = 4;
@@ -32,7 +31,7 @@ template <typename T> struct Args {
   StridedRows<const T> q, k, v, o, do_;
   StridedRows<T> out, dq, dk, dv;
   const Work* works;
-  Real<T>*lse, *dlse, *statistics, *sinks, *dsinks, *merged;
+  FloatOrDouble<T>*lse, *dlse, *statistics, *sinks, *dsinks, *merged;
   // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
   i64 B, H, group, Tq, K, V, left, right, chunks;
   i64 tiles, parts;  // tiles: of 128 columns of a result; parts: of the keys
@@ -59,9 +58,9 @@ struct Place {
 };
 
 // The sum of x[c] y[c] over `size` neighbouring numbers, in order.
-template <typename T> __device__ __forceinline__ Real<T> dot(const T* x, const T* y, i64 size) {
-  Real<T> sum = 0;
-  for (i64 c = 0; c < size; ++c) sum = fma(to_real(x[c]), to_real(y[c]), sum);
+template <typename T> __device__ __forceinline__ FloatOrDouble<T> dot(const T* x, const T* y, i64 size) {
+  FloatOrDouble<T> sum = 0;
+  for (i64 c = 0; c < size; ++c) sum = fma(widened(x[c]), widened(y[c]), sum);
   return sum;
 }
 
@@ -74,7 +73,7 @@ __device__ __forceinline__ void add_rows(R (&sums)[LANE_COLUMNS], R weight, cons
     const R row_weight = __shfl_sync(0xffffffffu, weight, lane);
 #pragma unroll
     for (int n = 0; n < LANE_COLUMNS; ++n)
-      if (column + 32 * n < width) sums[n] = fma(row_weight, to_real(row[column + 32 * n]), sums[n]);
+      if (column + 32 * n < width) sums[n] = fma(row_weight, widened(row[column + 32 * n]), sums[n]);
   }
 }
 
@@ -83,18 +82,19 @@ template <typename T, typename R>
 __device__ __forceinline__ void store_row(T* row, const R (&sums)[LANE_COLUMNS], i64 column, i64 width) {
 #pragma unroll
   for (int n = 0; n < LANE_COLUMNS; ++n)
-    if (column + 32 * n < width) row[column + 32 * n] = from_real<T>(sums[n]);
+    if (column + 32 * n < width) row[column + 32 * n] = narrowed<T>(sums[n]);
 }
 
 // The score s of a product q . k, and its derivative ds / d(q . k).
 template <typename R> struct Score {
   R value, slope;
 };
-template <typename T> __device__ __forceinline__ Score<Real<T>> score_of(Real<T> product, const Args<T>& args) {
-  const Real<T> score = Real<T>(args.scale) * product;
-  if (!(args.softcap > 0)) return {score, Real<T>(args.scale)};
-  const Real<T> capped = tanh(score / Real<T>(args.softcap));
-  return {Real<T>(args.softcap) * capped, Real<T>(args.scale) * (1 - capped * capped)};
+template <typename T>
+__device__ __forceinline__ Score<FloatOrDouble<T>> score_of(FloatOrDouble<T> product, const Args<T>& args) {
+  const FloatOrDouble<T> score = FloatOrDouble<T>(args.scale) * product;
+  if (!(args.softcap > 0)) return {score, FloatOrDouble<T>(args.scale)};
+  const FloatOrDouble<T> capped = tanh(score / FloatOrDouble<T>(args.softcap));
+  return {FloatOrDouble<T>(args.softcap) * capped, FloatOrDouble<T>(args.scale) * (1 - capped * capped)};
 }
 
 // The passes, of which the kernel's template argument is one. `run` is what each thread does. Forward, Queries and Keys
@@ -103,7 +103,7 @@ template <typename T> __device__ __forceinline__ Score<Real<T>> score_of(Real<T>
 // Forward: o, and lse, of a query.
 struct Forward {
   template <typename T> static __device__ void run(const Args<T>& args) {
-    using R = Real<T>;
+    using R = FloatOrDouble<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
     const Work& work = place.work;
     if (place.row >= work.tokens) return;  // the whole warp
@@ -141,7 +141,7 @@ struct Forward {
 // Statistics and dq of a query.
 struct Queries {
   template <typename T> static __device__ void run(const Args<T>& args) {
-    using R = Real<T>;
+    using R = FloatOrDouble<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
     const Work& work = place.work;
     const bool is_empty = place.row >= work.tokens;  // no such query: its statistics are written, too
@@ -175,7 +175,7 @@ struct Queries {
 // dk and dv of a key, from the queries of all heads that share it.
 struct Keys {
   template <typename T> static __device__ void run(const Args<T>& args) {
-    using R = Real<T>;
+    using R = FloatOrDouble<T>;
     const Place place(args.works, args.tiles, args.right,
                       args.left);  // a key is seen by queries up to `right` before it
     const Work& work = place.work;
@@ -210,7 +210,7 @@ struct Keys {
 // dsink of a head, by one warp.
 struct Sinks {
   template <typename T> static __device__ void run(const Args<T>& args) {
-    using R = Real<T>;
+    using R = FloatOrDouble<T>;
     const R sink = args.sinks[blockIdx.x];
     R sum = 0;
     if (threadIdx.x >= 32) return;
@@ -229,7 +229,7 @@ struct Sinks {
 // o and lse of a query from those of `parts` parts of the keys.
 struct Merge {
   template <typename T> static __device__ void run(const Args<T>& args) {
-    using R = Real<T>;
+    using R = FloatOrDouble<T>;
     const i64 rows = args.B * args.H * args.Tq, row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (row >= rows) return;  // the whole warp
     const i64 b = row / (args.H * args.Tq), h = row / args.Tq % args.H, t = row % args.Tq;
@@ -241,8 +241,8 @@ struct Merge {
     for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {
       R sum = 0;
       for (i64 n = 0; n < args.parts; ++n)
-        sum = fma(decay_of(args.lse[n * rows + row] - largest), to_real(args.o.row(n * args.B + b, h, t)[c]), sum);
-      args.out.row(b, h, t)[c] = from_real<T>(total == 0 ? R(0) : sum / total);
+        sum = fma(decay_of(args.lse[n * rows + row] - largest), widened(args.o.row(n * args.B + b, h, t)[c]), sum);
+      args.out.row(b, h, t)[c] = narrowed<T>(total == 0 ? R(0) : sum / total);
     }
     if (args.merged && threadIdx.x % 32 == 0) args.merged[row] = largest + log(total);
   }

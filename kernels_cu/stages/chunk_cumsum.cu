@@ -16,14 +16,14 @@ template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;
 
 template <typename G> struct Args {
   StridedRows<const G> g;
-  StridedRows<Real<G>> b, e;
+  StridedRows<FloatOrDouble<G>> b, e;
   Shape shape;
 };
 
 // Sets x to one channel's gates of FLIGHT tokens, `stride` apart; zeros from token `rows` on.
 template <typename G> __device__ __forceinline__ void read(G (&x)[FLIGHT<G>], const G* from, i64 stride, int rows) {
 #pragma unroll
-  for (int n = 0; n < FLIGHT<G>; ++n, from += stride) x[n] = n < rows ? *from : from_real<G>(0);
+  for (int n = 0; n < FLIGHT<G>; ++n, from += stride) x[n] = n < rows ? *from : narrowed<G>(0);
 }
 
 template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum(const Args<G> args) {
@@ -36,16 +36,16 @@ template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum
 #pragma unroll 1
   for (int channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
     const G* const gates = args.g.row(batch, h, span.start) + channel;
-    Real<G>* b = args.b.row(batch, h, span.start) + channel;
-    Real<G>* e = args.e.row(batch, h, span.stop - 1) + channel;
-    Real<G> sum = 0;
+    FloatOrDouble<G>* b = args.b.row(batch, h, span.start) + channel;
+    FloatOrDouble<G>* e = args.e.row(batch, h, span.stop - 1) + channel;
+    FloatOrDouble<G> sum = 0;
     int first = 0;
 #pragma unroll 1
     for (;; first += FLIGHT<G>) {
       read(x, gates + first * args.g.token_stride, args.g.token_stride, tokens - first);
 #pragma unroll
       for (int n = 0; n < FLIGHT<G>; ++n, b += args.b.token_stride) {
-        sum += to_real(x[n]);
+        sum += widened(x[n]);
         if (n < tokens - first) *b = sum;
       }
       if (first + FLIGHT<G> >= tokens) break;
@@ -57,7 +57,7 @@ template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum
       for (int n = FLIGHT<G> - 1; n >= 0; --n) {
         if (n >= tokens - first) continue;
         *e = sum, e -= args.e.token_stride;
-        sum += to_real(x[n]);
+        sum += widened(x[n]);
       }
       if (first == 0) break;
       read(x, gates + (first - FLIGHT<G>)*args.g.token_stride, args.g.token_stride, FLIGHT<G>);

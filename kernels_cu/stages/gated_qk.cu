@@ -20,13 +20,13 @@ constexpr int FLIGHT = 4;  // tokens that are loaded before the first result is 
 
 template <typename T> struct Args {
   StridedRows<const T> q, k;
-  StridedRows<const Real<T>> b, e;
-  StridedRows<Real<T>> qg, kg;
+  StridedRows<const FloatOrDouble<T>> b, e;
+  StridedRows<FloatOrDouble<T>> qg, kg;
   Shape shape;
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k. Real<T>: float, or
-// double if T is double.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k. FloatOrDouble<T>: float,
+// or double if T is double.
 template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), H = u32(shape.H), head = blockIdx.x / NC, h = head % H, batch = head / H;
@@ -40,14 +40,14 @@ template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3)
     auto qg = first_row(args.qg), kg = first_row(args.kg);
 #pragma unroll 1
     for (i64 first = span.start; first < span.stop; first += FLIGHT) {
-      Real<T> query[FLIGHT], key[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
+      FloatOrDouble<T> query[FLIGHT], key[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
 #pragma unroll
       for (int n = 0; n < FLIGHT; ++n, q += args.q.token_stride, k += args.k.token_stride, b += args.b.token_stride,
                e += args.e.token_stride) {
         const bool inside = first + n < span.stop;
-        query[n] = inside ? to_real(*q) : Real<T>(0), key[n] = inside ? to_real(*k) : Real<T>(0);
-        from_start[n] = inside && (!ReadOrder::reads_before_write || first + n > span.start) ? *b : Real<T>(0);
-        to_end[n] = inside ? *e : Real<T>(0);
+        query[n] = inside ? widened(*q) : FloatOrDouble<T>(0), key[n] = inside ? widened(*k) : FloatOrDouble<T>(0);
+        from_start[n] = inside && (!ReadOrder::reads_before_write || first + n > span.start) ? *b : FloatOrDouble<T>(0);
+        to_end[n] = inside ? *e : FloatOrDouble<T>(0);
       }
 #pragma unroll
       for (int n = 0; n < FLIGHT; ++n, qg += args.qg.token_stride, kg += args.kg.token_stride) {
