@@ -44,7 +44,7 @@
 //   padded(V): V rounded up to 64
 //   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: adds the product of a Matrix with a tile.
 //     TokenFactors: decays, betas, inverse lengths of the chunk's tokens
-//   state_index: where chunk_states has a chunk's state; prefetch_line: starts loading 128 bytes to L2
+//   state_index: where chunk_states has a chunk's state
 //   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
 //     shared memory holds
 

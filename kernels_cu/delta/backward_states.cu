@@ -37,8 +37,6 @@
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
-//   store_tokens: the warp's columns of the tokens to memory
-//   each_number: calls f for the lane's numbers of S. copy_prepared, copy_chunk: start copies
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
@@ -46,8 +44,8 @@
 //   add_tokens: y += scale M^T x
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
-//   decay_state: S <- diag(decay) S; word_of: two numbers as a Word; state_index: where chunk_states has a chunk's
-//     state, and state_gradients its gradient. weigh_tokens: x times factors of tokens, as a sum of two for 16-bit data
+//   decay_state: S <- diag(decay) S; state_index: where chunk_states has a chunk's state, and state_gradients its
+//     gradient. weigh_tokens: x times factors of tokens, as a sum of two for 16-bit data
 
 template <typename T> struct Args {
   StridedRows<const T> v, do_;                // those of another direction are null, here and below

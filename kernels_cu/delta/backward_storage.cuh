@@ -9,7 +9,7 @@
 
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   Word<T>: two neighbouring numbers; unpack_pair: as floats
+//   Word<T>: two neighbouring numbers
 
 constexpr int TILE = 64;  // channels, or columns, that kernels read together
 

@@ -28,22 +28,17 @@
 
 // From the includes:
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3 kinds of borders between blocks
-//   unpack_four, put_four: four neighbours as floats; times, add_product: of four
 //   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
-//   copy_pieces, copy_numbers: copy a chunk's rows to a tile
-//   store_channels: the warp's 16 channels of a tile to global memory; store_pieces: a whole array; clear_padding:
-//     zeros between a matrix's rows there
-//   decays_at: exp of four log gates
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
 //     blocks; score_borders: scores across borders; solve_column: forward substitution; put_column: stores a lane's
-//     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
-//   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
-//     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
-//   put_pair: stores two neighbours; LANES: threads of a block of tokens
+//     column as a row; multiply_triangles: products of lower triangles
+//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`; PAIRS_OF_BOTH: pairs
+//     of a block with j < i and with j <= i
+//   LANES: threads of a block of tokens
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;

@@ -17,9 +17,8 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Word<T>: two neighbouring numbers; unpack_pair: as floats; word_of: from floats
+//   Word<T>: two neighbouring numbers
 //   LeftReader, RowsReader, RightReader: operands from a tile
-//   copy_rows: starts copies of a tile's rows
 //   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; TokenFactors: decays, betas and inverse lengths;
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 

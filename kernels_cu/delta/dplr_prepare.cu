@@ -34,12 +34,7 @@
 // From the includes:
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3: borders between the halves of 8 tokens (level 0), of
 //     16 (level 1) and of 32 (level 2)
-//   unpack_four, put_four: four neighbours as floats; times, add_product: of four
 //   put_split, put_split_pair: store numbers as sums of two (a `single` as it is)
-//   copy_pieces, copy_numbers: copy a chunk's rows to a tile
-//   store_channels: the warp's 16 channels of a tile to global memory; store_pieces: a whole array; clear_padding:
-//     zeros between a matrix's rows there
-//   decays_at: exp of four log gates
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
@@ -47,11 +42,9 @@
 //   Lengths: powers of 2 and lengths of tokens; each_border: calls a function for each level's border, with the decay
 //     between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders: scores of
 //     rows after a border with columns before it; solve_column: forward substitution; put_column: stores a lane's
-//     column as a row; multiply_triangles: products of lower triangles; clear_rows: zeros
-//   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else
-//     `single`; PAIRS_OF_BOTH: pairs of a block with j < i and with j <= i
-//   named_barrier_sync(1, 64): joins two warps; max_of_lanes: the largest number of a warp; unpack_pair, put_pair: load
-//     and store two neighbours as floats
+//     column as a row; multiply_triangles: products of lower triangles
+//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`; PAIRS_OF_BOTH: pairs
+//     of a block with j < i and with j <= i
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, a, b;

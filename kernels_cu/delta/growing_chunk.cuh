@@ -28,9 +28,7 @@
 
 // From the includes:
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4
-//   unpack_four, put_four: four neighbours as floats; times, add_product: of four; decays_at: exp of four log gates
 //   put_split: stores a number as the sum of two (a `single` as it is)
-//   clear_padding: zeros between a matrix's rows in global memory
 //   PreparedFor: the struct that is stored
 
 // The largest decay in chunks whose decayed tokens are held in float16. Tokens are stored without a power of 2

@@ -26,9 +26,6 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// From the includes:
-//   load_neighbours: loads N neighbours at once; is_finite: neither infinite nor NaN
-
 template <typename R> struct Args {
   const R* F;
   R* starts;

@@ -33,8 +33,6 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens in BLOCKS = 4 blocks of BLOCK = 8; TILE = 64 channels or columns; THREADS = 128
-//   times, plus, plus_times: of two channels at a time; pair_at, put_pair: load and store them
-//   fetch_rows: one warp copies the chunk's rows to a tile; copy_chunk: all threads do
 //   store_block: a thread stores 8 tokens' two channels
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p

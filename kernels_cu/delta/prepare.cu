@@ -26,23 +26,16 @@
 
 // From the includes:
 //   BT = 32 tokens
-//   unpack_four, put_four: four neighbours as floats; times: of four
 //   put_split_pair: store numbers as sums of two (a `single` as it is)
-//   copy_pieces, copy_numbers: copy a chunk's rows to a tile
-//   store_channels: the warp's 16 channels of a tile to global memory; store_pieces: a whole array; clear_padding:
-//     zeros between a matrix's rows there
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   multiply_squares: products of 16 rows with 16 rows; solve_column: forward substitution; put_column: stores a lane's
 //     column as a row; multiply_triangles: products of lower triangles
-//   ChunkOfBlock: the block's chunk; PreparedFor: the struct that is stored; Operand<T, bf16>: bf16 for 16-bit data,
-//     else `single`
+//   PreparedFor: the struct that is stored; Operand<T, bf16>: bf16 for 16-bit data, else `single`
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
 //     Accumulators
-//   unpack_pair, put_pair: load and store two neighbours as floats; errors_at: the rounding errors of two numbers of a
-//     Matrix
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;

@@ -46,12 +46,11 @@
 //   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
 //   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
-//   load_neighbours, store_neighbours: N numbers at once
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
-//   THREADS = 128; copy_tile: starts the copy of a tile
+//   THREADS = 128
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<const T> do_;

@@ -20,9 +20,9 @@
 #include "delta/tokens.cuh"
 
 // From the includes:
-//   Tile: tokens of a warp's heads in shared memory; load_row, put: load and store numbers of a row
+//   Tile: tokens of a warp's heads in shared memory
 //   Work, work_of: a head, its sequence and tokens; LaneCoord: the lane's head of the warp, its number in that head
-//   lane_rows: the lane's rows in memory; fetch, store: copy a step's rows; put_decays: exp of gates
+//   fetch, store: copy a step's rows
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
 

@@ -15,7 +15,7 @@
 
 // From the includes:
 //   THREADS = 128, WARPS = 4
-//   sum_over_lanes<32>: over the warp; LEAST_SQUARE = 1e-6
+//   LEAST_SQUARE = 1e-6
 
 constexpr int LANE_CHANNELS = 8;                               // numbers of a lane
 template <typename R> constexpr int AT_ONCE = 32 / sizeof(R);  // parts whose loads are under way together

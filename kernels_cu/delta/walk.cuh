@@ -15,7 +15,6 @@
 //   TransposedReader: left operands, whose rows are a tile's columns
 //   RightReader: right operands, whose rows are a tile's rows
 //   RowsReader: right operands, whose columns are a tile's rows
-//   word_of: two numbers as a Word
 //   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
 //   State<BK>: float[BK / 8][4]
 

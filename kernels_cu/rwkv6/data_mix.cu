@@ -13,7 +13,7 @@
 
 // From the includes:
 //   THREADS = 256, COLUMNS = 128 channels of a block, TILE_TOKENS = 16
-//   LowRank, low_rank: the product tanh(low) up; column_of_lane: the lane's first channel
+//   LowRank, low_rank: the product tanh(low) up
 //   Tanh: as exact as the weights need; store4_terms: four numbers as sums of TERMS terms
 
 template <typename T, typename X> struct Args {

@@ -5,7 +5,7 @@
 #include "rwkv6/decode_split.cuh"
 
 // From the includes:
-//   THREADS = 256 threads compute, WARPS = 8 warps; sync: their barrier
+//   THREADS = 256 threads compute, WARPS = 8 warps
 //   ROWS = 16: of a tile; PHASES: of a layer
 //   Lane<T>: columns of weights of a lane; Split<T>: how numbers are split into terms
 //   share_of: the block's tiles of a phase; Norm: where a norm's parameters are

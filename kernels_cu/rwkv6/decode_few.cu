@@ -34,16 +34,15 @@
 #include "rwkv6/decode_layers.cuh"
 
 // From the includes:
-//   put_word: stores a number for other blocks; take_words: waits for words of this epoch; number: a word's number
+//   put_word: stores a number for other blocks; take_words: waits for words of this epoch
 //   ROWS = 16: of a tile; tiles_of: tiles of so many rows
-//   sync: the barrier of the 256 computing threads
 //   state_row: the row of the states of all layers
 //   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every
 //     `groups`-th row from `group` on; it loads the first of them, `held`, if `busy`
 //   TimeMixScratch: shared memory of a head; time_mix_head: decay, state, group norm and gate of a head
-//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; fetch_gated: those of words
-//     times gates; wait_for_place: the sums that were there have been read; take_number: waits for one word;
-//     normed_words: the words of LN(x); load_words, settle_words: as take_words, in two steps
+//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; fetch_gated: those of words times
+//     gates; wait_for_place: the sums that were there have been read; normed_words: the words of LN(x); load_words,
+//     settle_words: as take_words, in two steps
 
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<DecodeFew<T, S, STAGES>, T, S, STAGES> {
   typedef DecodeLayers<DecodeFew, T, S, STAGES> Layers;

@@ -26,17 +26,17 @@
 #include "rwkv6/decode_operands.cuh"
 
 // From the includes:
-//   THREADS = 256 threads compute, WARPS = 8 warps; tid: the thread's number; sync: their barrier
+//   THREADS = 256 threads compute, WARPS = 8 warps
 //   Lane<T>::STAGE: columns of a stage; STEPS: a lane reads them in so many steps; PIECE: bytes of a row in a stage
 //   Split<T>: how numbers are split into TERMS terms; SUMS: sums of a product, which are added later; Sum<T>::Type:
 //     their type, an integer for int8 weights. PACKED: numbers in a word of operands. DIGITS: whether terms are digits
 //     of base 256, from -128 to 127, as with int8 weights
 //   put_word: stores a number for other blocks; load_words, settle_words, take_words: load words, until they are of
-//     this epoch; number: a word's number
+//     this epoch
 //   floats, kept_norm: a norm's numbers in the staging area; put_operands, put_vector: store operands there,
 //     load_stages loads them; fetch<FOURS, GATED>: waits for words and stores their operands
 //   Norm: where a norm's parameters `ln`, its mix's `maa` and the previous token's LN(x), `shift`, are; channels(norm,
-//     j): those of channels j ... j + 3 (Channels); normed: LN of four numbers; mixed: their mix
+//     j): those of channels j ... j + 3 (Channels)
 //   sum_for_norm: stores the warps' sums for a norm; sum_of_warps: adds them
 //   row_of_slot, next_slot: the lane's part of the next stage
 //   state_row: the row of the states of all layers

@@ -11,11 +11,11 @@
 #include "words.cuh"
 
 // From the includes:
-//   THREADS = 256 threads compute, WARPS = 8 warps; tid: the thread's number
+//   THREADS = 256 threads compute, WARPS = 8 warps
 //   Lane<T>, STEPS: columns of weights (smem); Split<T>: how a number is split into TERMS terms, a lane's EACH numbers
 //     into WORDS words
 //   VECTORS: how many mixes of a norm a block computes at once; KEEPS_NORM: whether it keeps LN(x) for further mixes
-//   take_words: waits for words of this epoch; number: a word's number; Handed<T>: the type of words
+//   take_words: waits for words of this epoch; Handed<T>: the type of words
 //
 // Similar names:
 //   a four, FOURS  four neighbouring numbers of a vector; how many of them a lane waits for at once

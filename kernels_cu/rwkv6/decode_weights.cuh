@@ -13,9 +13,7 @@
 //   THREADS = 256 threads compute, WARPS = 8 warps; ROWS = 16: of a tile; PIECE: bytes of a row in a stage
 //   Lane<T>::STAGE: columns of a stage; tiles_of: tiles of so many rows; Tiles: a block's share of tiles; TileRows: the
 //     weights and scales of a tile; PlaceOfTile: matrices of all layers, and a tile's number there
-//   PHASES: of a layer; OUTPUT, FFN_VALUE, HEAD: some of them; own_place_of: where the tiles of other phases are;
-//     prefetch_inputs: starts copies to L2 of what a phase reads beside its tiles
-//   mbarrier_arrive_and_expect: arrives and announces bytes
+//   PHASES: of a layer; OUTPUT, FFN_VALUE, HEAD: some of them; own_place_of: where the tiles of other phases are
 
 constexpr int COPIERS = 3;  // warps that copy weights
 constexpr int FLIGHT = 3;   // stages that are being copied at a time

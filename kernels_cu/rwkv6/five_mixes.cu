@@ -14,9 +14,6 @@
 // limits    D a multiple of 8; A even, up to RANK; all arrays start on 16 bytes. The host launches it on sm_90 only
 #include "decode.cuh"
 
-// From the includes:
-//   tanh_approx: tanh to 2e-7
-
 constexpr int COLUMNS = 128, INPUTS = 5;
 constexpr int PARTS = 4;  // arrays whose sum is `low`
 constexpr int TERMS = 2;  // numbers of type T whose sum is a number of tanh(low)

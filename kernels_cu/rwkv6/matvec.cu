@@ -19,7 +19,7 @@
 
 // From the includes:
 //   wait_for_previous: the previous one has ended
-//   Operand: a lane's numbers as tf32 numbers, split in two if EXACT; mma_tf32: d[16, 8] += a[16, 8] b[8, 8]
+//   Operand: a lane's numbers as tf32 numbers, split in two if EXACT
 
 constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;  // rows of a block, vectors, products of a launch
 constexpr int STEP = 32, STAGES = 2;                 // numbers of K that a warp multiplies at a time; stages in memory

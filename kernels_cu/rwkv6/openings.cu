@@ -16,7 +16,7 @@
 
 // From the includes:
 //   THREADS = 256, COLUMNS = 128 channels of a block, TILE_TOKENS = 16
-//   LowRank, low_rank: the product activate(low) up; column_of_lane: the lane's first channel
+//   LowRank, low_rank: the product activate(low) up
 //   Tanh: as exact as the weights need
 
 enum Kind { DECAY, RATE, GATE, SHARE };

@@ -9,7 +9,7 @@
 #include "decode.cuh"
 
 // From the includes:
-//   decay_of: exp of a log gate, 0 for -inf; step_channel: a channel's new state, and its terms of o
+//   step_channel: a channel's new state, and its terms of o
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
 

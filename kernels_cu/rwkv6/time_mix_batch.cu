@@ -18,10 +18,8 @@
 
 // From the includes:
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
-//   load_four: four numbers of the state, as they are in memory (Four)
 //   step_channel: a channel's new state, and its terms of o
-//   decays_of_channels: of two channels, from tanh(low) and `up`; group_norm: o normalised over the head; gated: with
-//     weight, bias and silu(gate)
+//   decays_of_channels: of two channels, from tanh(low) and `up`; gated: with weight, bias and silu(gate)
 //   store4_terms: four numbers as sums of TERMS terms
 
 template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {

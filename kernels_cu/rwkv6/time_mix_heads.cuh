@@ -6,7 +6,7 @@
 #include "rwkv6/time_mix_arguments.cuh"
 
 // From the includes:
-//   decay_of: exp of a log gate, 0 for -inf; TimeMixArgs: what every time mix of one token takes
+//   TimeMixArgs: what every time mix of one token takes
 
 constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once

@@ -15,7 +15,7 @@
 #include "cards.cuh"
 
 // From the includes:
-//   THREADS = 256; sync: their barrier
+//   THREADS = 256
 //   StatePart: a thread's part of the state; ChannelOfHead: of its channel; time_mix_head: decay, state and y
 //   store_terms: a number as a sum of TERMS terms
 

@@ -23,7 +23,6 @@
 //     rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first number `k`,
 //     `count` of steps; Finish: what is stored of a product
 //   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
-//   arrive_at_block: at another block's barrier
 //   relu_squared: in units of UNIT_OF_SQUARES
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch
 //   cluster_leave: all blocks have read each other's memory

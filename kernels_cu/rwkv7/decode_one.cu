@@ -30,17 +30,14 @@
 #include "rwkv7/time_mix.cuh"
 
 // From the includes:
-//   put_word: stores a number for other blocks; take_words: waits for words of this epoch; number: a word's number
+//   put_word: stores a number for other blocks; take_words: waits for words of this epoch
 //   ROWS = 16: of a tile; tiles_of: tiles of so many rows
-//   sync: the barrier of the 256 computing threads
 //   state_row: the row of the states of all layers
-//   add_scaled: a + x b of four numbers
 //   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every
 //     `groups`-th row from `group` on; it loads the first of them, `held`, if `busy`
 //   Token, KeyParameters: of the thread's channel; Scratch: shared memory of a head; time_mix_head: keys, state, group
 //     norm, bonus and gate of a head
-//   decode_token: the whole kernel; fetch_words: waits for words and stores operands; load_four: four numbers as they
-//     are in memory
+//   decode_token: the whole kernel; fetch_words: waits for words and stores operands
 //   OPENINGS = 4: DECAY, RATE, GATE, SHARE; up_of: the first row of an opening's second matrix; input_tile_of: the
 //     matrix of a tile of INPUTS, and the tile's number there (InputTile); ALL_THREADS: of a block
 

@@ -13,9 +13,7 @@
 #include "rwkv7/time_mix_sums.cuh"
 
 // From the includes:
-//   sync: the barrier of the 256 threads; sum_of_threads: a sum over them, by one barrier
 //   THREADS = 256, WARPS = 8; LEAST_NORM = 1e-12
-//   add_scaled: a + x b of four numbers
 
 struct Scratch {
   // Of the token: removed is k removal, kappa before it is normed; written is removed times rate; read is r decay.

@@ -22,8 +22,6 @@
 
 // From the includes:
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
-//   load_four: four numbers of the state, as they are in memory (Four)
-//   add_scaled: a + x b of four numbers
 //   store4_terms: four numbers as sums of TERMS terms
 
 // Of each channel of the key.

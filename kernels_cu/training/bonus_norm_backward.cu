@@ -18,8 +18,6 @@
 
 // From training_keys.cuh:
 //   THREADS = 128, WARPS = 4
-//   warp_tokens: the warp's head and tokens; store_parts: stores its sums
-//   sum: of both numbers of a float2
 
 constexpr int PARAMETERS = 3;  // of which parts are summed
 

@@ -12,7 +12,7 @@
 #include "training_heads.cuh"
 
 // From training_heads.cuh:
-//   head_sum: a sum over the lanes of a head; normalise: x becomes (x - mean) / deviation over its head
+//   normalise: x becomes (x - mean) / deviation over its head
 
 template <typename T> struct Args {
   const T* dy;

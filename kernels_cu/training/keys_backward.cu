@@ -25,8 +25,7 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
-//   warp_tokens: the warp's head and tokens; store_parts: stores its sums
-//   sum: of both numbers of a float2; kept: 1 + (icl - 1) replacement
+//   kept: 1 + (icl - 1) replacement
 
 constexpr int PARAMETERS = 5;  // of which parts are summed
 

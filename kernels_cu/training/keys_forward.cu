@@ -17,7 +17,7 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
-//   sum: of both numbers of a float2; kept: 1 + (icl - 1) replacement
+//   kept: 1 + (icl - 1) replacement
 
 template <typename T> struct Args {
   Keys<T> keys;

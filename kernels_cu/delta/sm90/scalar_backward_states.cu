@@ -34,7 +34,6 @@
 //   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
 //     each_two: calls f for their pairs
-//   each_transposed: calls f for the lane's numbers of a state
 //   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the gradient that the walk starts
 //     from, null for zeros, and `to`, where its last one goes, null for nowhere; remembered_chunks: how many of the
 //     segment's first chunks remember no gradient from after it
@@ -45,10 +44,8 @@
 //     32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_transposed_split_product: with a split matrix's transpose; decay_state: S
-//     times the chunk's decay; round_state: S as operands
-//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; set_tokens: its tokens
-//   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
+//     times the chunk's decay
+//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
 //   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on
 
 template <typename T> struct Args {

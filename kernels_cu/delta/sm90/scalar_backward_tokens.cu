@@ -67,10 +67,9 @@
 //     store_transposed: the warp's 16 columns of 32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product, start_transposed_split_product: with a split matrix, or its
-//     transpose; decay_state: S times the chunk's decay; round_state: S as operands; make_X: v less what keys read
-//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores: M; start_scores: products of queries and keys with keys
+//     transpose; decay_state: S times the chunk's decay; make_X: v less what keys read
+//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
+//   make_scores: M; start_scores: products of queries and keys with keys
 //   store_split: rounded numbers and errors
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles
 

@@ -57,7 +57,6 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 
 // From the includes:
 //   wgmma_fence_operand(d): d is not read before it
-//   swizzled_offset, at_byte_offset: the offset of a piece of a panel, and the address there
 //   fetch_chunk, store_chunk: copy a chunk's rows of several arrays; WorkTile: the block's sequence and head
 //   each_two: calls f for a lane's pairs of Values and Operands
 

@@ -12,7 +12,7 @@
 
 // From the includes:
 //   WorkTile: the block's sequence, head and tokens; CHUNK = 32 tokens; ALL_THREADS: of a block
-//   unpack: two numbers of a word as floats; warp_sum: over a warp; FORGOTTEN_NATS: -48
+//   unpack: two numbers of a word as floats; FORGOTTEN_NATS = -48
 
 // The gate, or beta, of a token of the segment.
 template <typename T>

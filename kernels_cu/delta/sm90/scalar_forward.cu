@@ -30,7 +30,6 @@
 //   shape.H: heads of values
 //   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
-//   each_transposed: calls f for the lane's numbers of a state
 //   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
 //     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
 //     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
@@ -39,9 +38,8 @@
 //     store_transposed load and store the warp's 16 columns
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
-//     decay; round_state: S as operands; make_X: v less what keys read
-//   Gates: factors of a chunk's tokens; WorkTile, work_tile: the block's sequence and head
-//   run_roles: gives warps their roles; make_operands: all of a chunk's; move_chunks: the copying warp
+//     decay; make_X: v less what keys read
+//   Gates: factors of a chunk's tokens
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------

@@ -30,7 +30,6 @@
 //   shape.H: heads of values
 //   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
-//   each_transposed: calls f for the lane's numbers of a state
 //   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
 //     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
 //   Consumer: a lane of a consumer, and its column
@@ -39,10 +38,9 @@
 //     32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
-//     decay; round_state: S as operands; make_X: v less what keys read
-//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks; WorkTile, work_tile: the block's
-//     sequence and head; set_tokens: its tokens; warp_arrive: one lane arrives for a warp
-//   run_roles: gives warps their roles; make_scores, start_scores, store_scores: M
+//     decay; make_X: v less what keys read
+//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
+//   make_scores, start_scores, store_scores: M
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 template <typename T> struct Args {
