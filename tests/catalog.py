@@ -201,6 +201,7 @@ def value_gates():
             for columns in ("Gated", "GatedTurned"):
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
             yield value_gate.ValueGateBackwardStates(T, G, products)
+        yield gated.GatedShortBackward("AfterWrite", T, G, gates_columns=True)
         for size in gated.CHANNELS:
             yield gated.Recurrent("AfterWrite", T, G, size, gates_columns=True)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import planned
 import pytest
 from conftest import HALF, SINGLE
@@ -9,11 +10,13 @@ from planned import host
 from reference import LIMITS, assert_close, double, exact_vjp, rms, same_bits
 from test_delta_kernels import Case as DeltaCase
 from test_gradient_kernels import Call, Case
+from test_value_gate import Case as ValueGateCase
+from test_value_gate import pulled_back
 
 from linattn_np import vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy.gated_kernels import GatedShortBackward
-from linattn_np.declarations import GATED_DELTA_RULE, KDA, RWKV7
+from linattn_np.declarations import GATED_DELTA_RULE, GLA_VALUE_GATE, KDA, RWKV7
 
 TOKENS = GatedShortBackward.TOKENS
 LENGTHS = (0, 1, TOKENS, 7, 0)  # of packed sequences
@@ -55,6 +58,23 @@ def test_gradients(device, rng, op, dtype, gate_dtype, T, K, V, gate, dht, initi
     assert planned.names(plan)[0] == "gated_short_backward"
     call.assert_close("short", found, call.exact[1])
     assert all(map(same_bits, found, again))
+
+
+@pytest.mark.parametrize("nats", [70.0, -70.0, 300.0])
+def test_gates_that_cancel(device, rng, nats):
+    """Growth of channels that columns take back, beyond float32 by itself, or the other way round."""
+    case = ValueGateCase(T=9, K=20, V=24, regimes=("weak", "weak"))
+    arrays, (start, dht) = case.drawn(rng)
+    arrays[3] += np.float32(nats)
+    arrays[4] -= np.float32(nats)
+    do = rng.standard_normal(arrays[2].shape).astype(np.float32)
+    problem = GLA_VALUE_GATE.bind([device.upload(x) for x in arrays], gradient=True, initial_state=device.upload(start))
+    do_there, dht_there = device.upload(do), (device.upload(dht),)
+    assert planned.names(planned.plan_of_pullback(problem, device, do_there, dht_there)) == ["gated_short_backward"]
+    gradients, first = planned.pull(problem, device, do_there, dht_there)
+    exact, dh0 = pulled_back(case, arrays, start, None, do, dht)
+    for name, x, y in zip((*GLA_VALUE_GATE.arrays, "h0"), (*gradients, *first), (*exact, dh0), strict=True):
+        assert_close(f"d{name}", host(x), y, SINGLE, factor=10)
 
 
 @pytest.mark.parametrize("T, kernel", [(TOKENS, "gated_short_backward"), (TOKENS + 1, "gated_backward_states")])

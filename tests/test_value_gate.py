@@ -287,9 +287,10 @@ def cancelling(q, k, v, g, gv, do):
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
 @pytest.mark.parametrize("side", ("g", "gv"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_growth_on_either_side(device, rng, dtype, side, kind):
+@pytest.mark.parametrize("T", [70, 13])
+def test_growth_on_either_side(device, rng, T, dtype, side, kind):
     """Beside resets: each number is held to the size of what it is a sum of, as in test_growth."""
-    case = Case(T=70, K=20, V=24, dtype=dtype, regimes=("weak", "weak"))
+    case = Case(T=T, K=20, V=24, dtype=dtype, regimes=("weak", "weak"))
     arrays, (start, dht) = case.drawn(rng)
     grown = list(GLA_VALUE_GATE.arrays).index(side)
     arrays[grown] = KINDS[kind](rng, arrays[grown].shape, 60.0).astype(dtype)

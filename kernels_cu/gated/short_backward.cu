@@ -1,4 +1,5 @@
-// what      GLA and RWKV-6 backward for sequences of at most 16 tokens: all gradients by one launch.
+// what      GLA and RWKV-6 backward for sequences of at most 16 tokens: all gradients by one launch. GLA also with a
+//           gate of columns.
 // math      a_t = exp g_t; E_ts, the decay between tokens s and t: the product of a_r over s < r <= t (RWKV-6: s < r <
 //           t); E_t0 over all r <= t (RWKV-6: r < t); F_s over all r > s. S_0 is the initial state, dS the gradient of
 //           the final state. A and dA [16, 16] are scores and their gradients:
@@ -8,25 +9,30 @@
 //           dk_s = sum over t of dA_ts E_ts q_t + F_s dS v_s;
 //           dv_s = sum over t of A_ts do_t + dS^T F_s k_s;  du = sum over t of dA_tt q_t k_t;
 //           dh0 = sum over t of scale E_t0 q_t do_t^T + F_0 dS, F_0 over all r;
+//           with gv, ev_ts and Fv_s, as E_ts and F_s, are factors of each column's products with do_t or v_s: dA_ts =
+//           scale sum over columns of do_t ev_ts v_s. Columns then have the sums of channels: dgv as dg, of A for dA
 //           dg_r = sum of all those terms of scores, q_t . S_0 do_t, k_s . dS v_s and S_0 . dS whose decay has a_r
-// shapes    q k g dq dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; initial, dht and dh0 [N, H, K, V], partial_du
-//           [N, H, K], all float32
+// shapes    q k g dq dk dg [B, H, T, K], v do gv dv dgv [B, H, T, V], u [H, K]; initial, dht and dh0 [N, H, K, V],
+//           partial_du [N, H, K], all float32
 // grid      a block for every sequence and head, sequence slowest. 128 threads: a thread a column, then a thread a
 //           channel, then a thread a column again
 // smem      Shared: scores, and what the block has at a time of a state and of rows that are multiplied by it
 // barriers  two after each sum of scores over warps: the warps' sums are written | scores are complete. Two for each 32
 //           columns of a state: the previous ones have been read | these are in shared memory. Two for each 128
 //           channels of dv and dh0: the previous ones have been read | these are in shared memory
-// numerics  float32 throughout. Decays are products, never divided; sums have no subtractions
+// numerics  float32 throughout. Decays are products, never divided; sums have no subtractions. With gv, where a run of
+//           tokens grows by more than 60 nats, its channels' gates give what is over to its columns', or the other way
+//           round: neither decay is then infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    sequences of at most 16 tokens; any K and V
+// limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560
 #include "lanes.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int TOKENS = 16, THREADS = 128, WARPS = THREADS / 32;
-constexpr int COLUMNS = 32;      // of a state that are in shared memory at a time
+constexpr float MOST_GROWTH = 60.f;  // nats; with as much of the other side of a state, beyond float32
+constexpr int COLUMNS = 32;          // of a state that are in shared memory at a time
 constexpr int ROW = TOKENS + 4;  // numbers from one channel's or column's tokens to the next's: 8 lanes that read 16
                                  // bytes each are in different banks
 
@@ -39,7 +45,11 @@ template <typename T, typename G> struct Args {
   float *dh0, *partial_du;         // null: not wanted
   Shape shape;
   double scale;
+  StridedRows<const G> gv;  // this and dgv: null unless GATED
+  StridedRows<G> dgv;
 };
+
+constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, of which limit_growth has runs
 
 struct alignas(16) Shared {
   float queries[THREADS * ROW];        // [128 channels, 16 tokens]: scale E_t0 q_t; before, scale S_0 do_t
@@ -49,6 +59,7 @@ struct alignas(16) Shared {
   float state[THREADS][COLUMNS + 1];   // [128 channels, 32 columns]
   float sums[WARPS][TOKENS * TOKENS];  // each warp's sums of scores, over its columns or channels
   float dA[TOKENS * TOKENS], A[TOKENS * TOKENS];
+  float shifts[TOKENS];  // only if GATED: of each token, what is taken from gates of channels and added to columns'
 };
 
 // The sequence and head of a block, from token `start` of batch row b on. The sequence has `tokens` tokens.
@@ -79,6 +90,40 @@ template <class F> __device__ __forceinline__ void each_four(const float* number
 #pragma unroll
   for (int i = 0; i < TOKENS; i += 4)
     if (i < tokens) f(i, *reinterpret_cast<const float4*>(numbers + i));
+}
+
+// The largest x of the warp, in every lane.
+__device__ __forceinline__ float largest_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  return x;
+}
+
+// Changes the tokens' shifts, which count `sign` times in these gates of `width` channels or columns: so that no run of
+// tokens grows by more than MOST_GROWTH. The other side of the state then grows by as much more.
+template <typename G>
+__device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence, const StridedRows<const G>& gates,
+                                             int width, float sign) {
+  float* const runs = s.queries;  // of each channel: the largest sum of the gates of a run that ends with this token
+  for (int c = threadIdx.x; c < width; c += THREADS) runs[c] = 0.f;
+#pragma unroll 1
+  for (int t = 0; t < sequence.tokens; ++t) {
+    const G* row = gates.row(sequence.b, sequence.h, sequence.start + t);
+    float largest = 0.f;
+    for (int c = threadIdx.x; c < width; c += THREADS) {
+      runs[c] += to_float(row[c]) + sign * s.shifts[t];
+      largest = fmaxf(largest, runs[c]);
+    }
+    largest = largest_of_warp(largest);
+    if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32][0] = largest;
+    __syncthreads();  // the warps' largest runs are in shared memory, and the token's shift has been read
+    largest = fmaxf(fmaxf(s.sums[0][0], s.sums[1][0]), fmaxf(s.sums[2][0], s.sums[3][0]));
+    const float excess = fmaxf(largest - MOST_GROWTH, 0.f);
+    for (int c = threadIdx.x; c < width; c += THREADS) runs[c] = fmaxf(runs[c] - excess, 0.f);
+    __syncthreads();  // the warps' largest runs have been read
+    if (threadIdx.x == 0) s.shifts[t] -= sign * excess;
+  }
+  __syncthreads();  // the shifts are complete
 }
 
 // Adds the sums over the warp of x[s] to scores [t, s] of its `sums`; replaces them if `first`.
@@ -131,11 +176,76 @@ __device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i6
   }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of data; G: that of g and dg.
-// Launch bounds: registers for 384 threads of a multiprocessor, 168 a thread.
-template <class ReadOrder, typename T, typename G>
-__global__ void __launch_bounds__(THREADS, 3) gated_short_backward(const Args<T, G> args) {
-  constexpr int BEFORE = ReadOrder::reads_before_write;
+// The sums over tokens of a thread's channel. Or those of a column, which has do in the place of q, v of k, gv of g and
+// A of dA: dk is then dv, and dg is dgv.
+struct Sums {
+  float dk[TOKENS], dg[TOKENS], du;
+};
+
+// q, k, a: the channel's numbers and decays. dA: scores' gradients. u: the weight of a token's own key, with BEFORE.
+// from_initial(t): scale S_0 do_t, read if has_initial; from_final(t): dS v_t, read if has_final, as is from_states:
+// S_0 . dS. Calls row(t, dq, x) for every token; x: the channel's terms of scores [t, 16].
+template <bool BEFORE, class Initial, class Final, class Row>
+__device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const float (&k)[TOKENS],
+                                                const float (&a)[TOKENS], float u, const float* dA, int tokens,
+                                                bool has_initial, Initial from_initial, bool has_final,
+                                                Final from_final, float from_states, Row row) {
+  Sums sums = {};
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t)
+    if (t < tokens) {
+      float x[TOKENS] = {}, dq = 0.f, decay = 1.f;  // decay: E_ti
+      if (BEFORE) {
+        const float weight = dA[t * TOKENS + t];
+        x[t] = q[t] * u * k[t];
+        dq = weight * u * k[t];
+        sums.dk[t] = fmaf(weight * u, q[t], sums.dk[t]);
+        sums.du = fmaf(weight * q[t], k[t], sums.du);
+      }
+#pragma unroll
+      for (int i = t - BEFORE; i >= 0; --i) {
+        const float weight = dA[t * TOKENS + i] * decay;
+        x[i] = decay * q[t] * k[i];
+        dq = fmaf(weight, k[i], dq);
+        sums.dk[i] = fmaf(weight, q[t], sums.dk[i]);
+        decay *= a[i];
+      }
+      const float initial = has_initial ? decay * from_initial(t) : 0.f;  // E_t0 scale S_0 do_t
+      float gate = q[t] * initial;  // the terms whose decay has gate i: of the initial state and of tokens before i
+#pragma unroll
+      for (int i = 0; i <= t - BEFORE; ++i) {
+        sums.dg[i] += gate;
+        gate = fmaf(dA[t * TOKENS + i], x[i], gate);
+      }
+      row(t, dq + initial, x);
+    }
+  if (has_final) {
+    float terms[TOKENS], decay = 1.f;  // decay: F_i
+#pragma unroll
+    for (int i = TOKENS - 1; i >= 0; --i)
+      if (i < tokens) {
+        const float final = decay * from_final(i);  // F_i dS v_i
+        sums.dk[i] += final;
+        terms[i] = k[i] * final;
+        decay *= a[i];
+      }
+    float gate = decay * from_states;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i)
+      if (i < tokens) {
+        sums.dg[i] += gate;
+        gate += terms[i];
+      }
+  }
+  return sums;
+}
+
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of data; G: that of gates and their
+// gradients. GATED: whether columns have gates gv, too. Launch bounds: registers for 384 threads of a multiprocessor,
+// 168 a thread; GATED for 256, 255 a thread.
+template <class ReadOrder, typename T, typename G, bool GATED>
+__global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(const Args<T, G> args) {
+  constexpr bool BEFORE = ReadOrder::reads_before_write;
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 h = blockIdx.x % shape.H, n = blockIdx.x / shape.H, K = shape.K, V = shape.V;
@@ -145,18 +255,57 @@ __global__ void __launch_bounds__(THREADS, 3) gated_short_backward(const Args<T,
   const i64 state = (n * shape.H + h) * K * V;  // the index of this head's state
   const float scale = float(args.scale);
   float* const own_sums = s.sums[threadIdx.x / 32];
+  if constexpr (GATED) {
+    bool grows = false;
+    const auto look = [&](const StridedRows<const G>& gates, i64 width) {
+      for (i64 column = threadIdx.x; column < width; column += THREADS)
+        for (int t = 0; t < tokens; ++t)
+          grows = grows || to_float(gates.row(sequence.b, h, span.start + t)[column]) > 0.f;
+    };
+    look(args.g, K), look(args.gv, V);
+    if (threadIdx.x < TOKENS) s.shifts[threadIdx.x] = 0.f;
+    if (__syncthreads_or(grows)) {  // the shifts are zeros
+      limit_growth(s, sequence, args.g, int(K), -1.f);
+      limit_growth(s, sequence, args.gv, int(V), 1.f);
+    }
+  }
+  const auto shift = [&](int t) { return GATED ? s.shifts[t] : 0.f; };
+  // The tokens' decays of a channel; 1 where there is no such token or channel.
+  const auto load_decays = [&](float (&a)[TOKENS], i64 channel) {
+    sequence.load(a, args.g, channel, K);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) a[t] = t < tokens && channel < K ? decay_of(a[t] - shift(t)) : 1.f;
+  };
+  // Those of a column; 1 unless GATED.
+  const auto load_column_decays = [&](float (&a)[TOKENS], i64 column) {
+    if constexpr (GATED) sequence.load(a, args.gv, column, V);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) a[t] = GATED && t < tokens && column < V ? decay_of(a[t] + shift(t)) : 1.f;
+  };
+  // The decay of a column over tokens first ... stop - 1; 1 unless GATED.
+  const auto column_decay = [&](int first, int stop, i64 column) {
+    float decay = 1.f;
+    if constexpr (GATED)
+      for (int t = first; t < stop; ++t)
+        decay *= decay_of(to_float(args.gv.row(sequence.b, h, span.start + t)[column]) + shift(t));
+    return decay;
+  };
 
 #pragma unroll 1
   for (i64 first = 0; first < V; first += THREADS) {  // dA: a thread has a column
-    float v[TOKENS], do_[TOKENS];
+    float v[TOKENS], do_[TOKENS], a[TOKENS];
     sequence.load(v, args.v, first + threadIdx.x, V);
     sequence.load(do_, args.do_, first + threadIdx.x, V);
+    load_column_decays(a, first + threadIdx.x);
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t)
       if (t < tokens) {
-        float x[TOKENS];
+        float x[TOKENS] = {}, decayed = do_[t];
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) x[i] = i <= t ? do_[t] * v[i] : 0.f;
+        for (int i = t; i >= 0; --i) {
+          x[i] = decayed * v[i];
+          decayed *= a[i];
+        }
         add_scores(x, own_sums, t, first == 0);
       }
   }
@@ -167,148 +316,123 @@ __global__ void __launch_bounds__(THREADS, 3) gated_short_backward(const Args<T,
 #pragma unroll 1
   for (i64 first = 0; first < K; first += THREADS) {  // dq, dk, dg, du and the sums of A: a thread has a channel
     const i64 channel = first + threadIdx.x;
-    float from_states = 0.f;  // the sum over columns of S_0 dS
-    const auto load_products = [&](float* to, const float* x, const StridedRows<const T>& rows, float factor) {
-      float products[TOKENS];
+    float q[TOKENS], k[TOKENS], a[TOKENS], products[TOKENS], from_states = 0.f;
+    if (args.initial) {
       multiply_state(
-          s, products, first, shape, tokens, [&](i64 c, i64 column) { return x[state + c * V + column]; },
-          [&](int t, i64 column) { return to_float(rows.row(sequence.b, h, span.start + t)[column]); });
+          s, products, first, shape, tokens, [&](i64 c, i64 column) { return args.initial[state + c * V + column]; },
+          [&](int t, i64 column) {
+            const float do_ = to_float(args.do_.row(sequence.b, h, span.start + t)[column]);
+            return do_ * column_decay(0, t + 1, column);
+          });
 #pragma unroll
-      for (int t = 0; t < TOKENS; ++t) to[t] = factor * products[t];
-    };
-    if (args.initial) load_products(own_queries, args.initial, args.do_, scale);
-    if (args.dht) load_products(own_keys, args.dht, args.v, 1.f);
+      for (int t = 0; t < TOKENS; ++t) own_queries[t] = scale * products[t];
+    }
+    if (args.dht) {
+      multiply_state(
+          s, products, first, shape, tokens, [&](i64 c, i64 column) { return args.dht[state + c * V + column]; },
+          [&](int t, i64 column) {
+            const float v = to_float(args.v.row(sequence.b, h, span.start + t)[column]);
+            return v * column_decay(t + 1, tokens, column);
+          });
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) own_keys[t] = products[t];
+    }
     if (args.initial && args.dht) {
-      float products[TOKENS];
       multiply_state(
           s, products, first, shape, 1,
           [&](i64 c, i64 column) { return args.initial[state + c * V + column] * args.dht[state + c * V + column]; },
-          [&](int, i64) { return 1.f; });
+          [&](int, i64 column) { return column_decay(0, tokens, column); });
       from_states = products[0];
     }
-
-    float q[TOKENS], k[TOKENS], a[TOKENS], dk[TOKENS], dg[TOKENS], du = 0.f;
     sequence.load(q, args.q, channel, K);
     sequence.load(k, args.k, channel, K);
-    sequence.load(a, args.g, channel, K);
+    load_decays(a, channel);
     const float u = BEFORE && channel < K ? args.u[h * K + channel] : 0.f;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) a[t] = decay_of(a[t]), dk[t] = dg[t] = 0.f;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-      if (t < tokens) {
-        float x[TOKENS], dq = 0.f, decay = 1.f;  // x: this channel's terms of scores; decay: E_ti
-#pragma unroll
-        for (float& term : x) term = 0.f;
-        if (BEFORE) {
-          const float dA = s.dA[t * TOKENS + t];
-          x[t] = q[t] * u * k[t];
-          dq = dA * u * k[t];
-          dk[t] = fmaf(dA * u, q[t], dk[t]);
-          du = fmaf(dA * q[t], k[t], du);
-        }
-#pragma unroll
-        for (int i = t - BEFORE; i >= 0; --i) {
-          const float dA = s.dA[t * TOKENS + i] * decay;
-          x[i] = decay * q[t] * k[i];
-          dq = fmaf(dA, k[i], dq);
-          dk[i] = fmaf(dA, q[t], dk[i]);
-          decay *= a[i];
-        }
-        const float from_initial = args.initial ? decay * own_queries[t] : 0.f;  // E_t0 scale S_0 do_t
-        dq += from_initial;
-        float gate = q[t] * from_initial;  // terms whose decay has gate i: of the initial state and of tokens before i
-#pragma unroll
-        for (int i = 0; i <= t - BEFORE; ++i) {
-          dg[i] += gate;
-          gate = fmaf(s.dA[t * TOKENS + i], x[i], gate);
-        }
-        if (channel < K) args.dq.row(sequence.b, h, span.start + t)[channel] = from_float<T>(dq);
-        add_scores(x, own_sums, t, first == 0);
-      }
-    if (args.dht) {
-      float terms[TOKENS], decay = 1.f;  // decay: F_i
-#pragma unroll
-      for (int i = TOKENS - 1; i >= 0; --i)
-        if (i < tokens) {
-          const float from_final = decay * own_keys[i];  // F_i dS v_i
-          dk[i] += from_final;
-          terms[i] = k[i] * from_final;
-          decay *= a[i];
-        }
-      float gate = decay * from_states;
-#pragma unroll
-      for (int i = 0; i < TOKENS; ++i)
-        if (i < tokens) {
-          dg[i] += gate;
-          gate += terms[i];
-        }
-    }
-    sequence.store(dk, args.dk, channel, K);
-    sequence.store(dg, args.dg, channel, K);
-    if (args.partial_du && channel < K) args.partial_du[(n * shape.H + h) * K + channel] = du;
+    const Sums sums = sum_over_tokens<BEFORE>(
+        q, k, a, u, s.dA, tokens, args.initial, [&](int t) { return own_queries[t]; }, args.dht,
+        [&](int t) { return own_keys[t]; }, from_states,
+        [&](int t, float dq, float (&x)[TOKENS]) {
+          if (channel < K) args.dq.row(sequence.b, h, span.start + t)[channel] = from_float<T>(dq);
+          add_scores(x, own_sums, t, first == 0);
+        });
+    sequence.store(sums.dk, args.dk, channel, K);
+    sequence.store(sums.dg, args.dg, channel, K);
+    if (args.partial_du && channel < K) args.partial_du[(n * shape.H + h) * K + channel] = sums.du;
   }
   finish_scores(s, s.A, tokens, scale);
 
+  const bool reads_initial = GATED && args.initial;
 #pragma unroll 1
-  for (i64 first = 0; first < V; first += THREADS) {  // dv and dh0: a thread has a column
+  for (i64 first = 0; first < V; first += THREADS) {  // dv, dgv and dh0: a thread has a column
     const i64 column = first + threadIdx.x;
-    float do_[TOKENS], dv[TOKENS];
+    float do_[TOKENS], v[TOKENS], a[TOKENS], from_start[TOKENS], all = 1.f;  // all: this column's decay over all tokens
     sequence.load(do_, args.do_, column, V);
+    sequence.load(v, args.v, column, V);
+    load_column_decays(a, column);
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-      dv[i] = 0.f;
-#pragma unroll
-      for (int t = i; t < TOKENS; ++t)
-        if (t < tokens) dv[i] = fmaf(s.A[t * TOKENS + i], do_[t], dv[i]);
+    for (int t = 0; t < TOKENS; ++t) {  // tokens after the last one are zeros: their decays are 1
+      all *= a[t];
+      from_start[t] = all * do_[t];
     }
-    if (args.dht || args.dh0) {
+    // Sums over channels: of queries' and of keys' products with the states; of S_0 dS, decayed.
+    float from_initial[TOKENS] = {}, from_final[TOKENS] = {}, from_states = 0.f;
+    if (args.dht || args.dh0 || reads_initial) {
 #pragma unroll 1
       for (i64 first_channel = 0; first_channel < K; first_channel += THREADS) {
         const i64 channel = first_channel + threadIdx.x;
-        float q[TOKENS], k[TOKENS], a[TOKENS];
-        sequence.load(q, args.q, channel, K);
-        sequence.load(k, args.k, channel, K);
-        sequence.load(a, args.g, channel, K);
-        float decay = 1.f;
+        float x[TOKENS], decays[TOKENS], decay = 1.f;
         __syncthreads();  // the previous channels have been read
+        load_decays(decays, channel);
+        sequence.load(x, args.q, channel, K);
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) {  // rows after the last token are zeros: their decays are 1
+        for (int t = 0; t < TOKENS; ++t) {
           const float before = decay;
-          a[t] = decay_of(a[t]);
-          decay *= a[t];
-          own_queries[t] = scale * (BEFORE ? before : decay) * q[t];
+          decay *= decays[t];
+          own_queries[t] = scale * (BEFORE ? before : decay) * x[t];
         }
         s.decays[threadIdx.x] = decay;
         decay = 1.f;
+        sequence.load(x, args.k, channel, K);
 #pragma unroll
         for (int t = TOKENS - 1; t >= 0; --t) {
-          own_keys[t] = decay * k[t];
-          decay *= a[t];
+          own_keys[t] = decay * x[t];
+          decay *= decays[t];
         }
         __syncthreads();  // the channels' queries, keys and decays are in shared memory
         const int channels = K - first_channel < THREADS ? int(K - first_channel) : THREADS;
         if (column < V)
-#pragma unroll 4
+#pragma unroll 2
           for (int c = 0; c < channels; ++c) {
             const i64 at = state + (first_channel + c) * V + column;
-            const float dS = args.dht ? args.dht[at] : 0.f;
+            const float dS = args.dht ? args.dht[at] : 0.f, S = reads_initial ? args.initial[at] : 0.f;
             float dS_0 = s.decays[c] * dS;
+            from_states = fmaf(S, dS_0, from_states);
+            dS_0 *= all;
             each_four(s.keys + c * ROW, tokens, [&](int t, float4 x) {
-              dv[t] = fmaf(x.x, dS, dv[t]);
-              dv[t + 1] = fmaf(x.y, dS, dv[t + 1]);
-              dv[t + 2] = fmaf(x.z, dS, dv[t + 2]);
-              dv[t + 3] = fmaf(x.w, dS, dv[t + 3]);
+              from_final[t] = fmaf(x.x, dS, from_final[t]);
+              from_final[t + 1] = fmaf(x.y, dS, from_final[t + 1]);
+              from_final[t + 2] = fmaf(x.z, dS, from_final[t + 2]);
+              from_final[t + 3] = fmaf(x.w, dS, from_final[t + 3]);
             });
-            if (args.dh0) {
+            if (args.dh0 || reads_initial)
               each_four(s.queries + c * ROW, tokens, [&](int t, float4 x) {
-                dS_0 = fmaf(x.x, do_[t], fmaf(x.y, do_[t + 1], fmaf(x.z, do_[t + 2], fmaf(x.w, do_[t + 3], dS_0))));
+                if (GATED) {
+                  from_initial[t] = fmaf(x.x, S, from_initial[t]);
+                  from_initial[t + 1] = fmaf(x.y, S, from_initial[t + 1]);
+                  from_initial[t + 2] = fmaf(x.z, S, from_initial[t + 2]);
+                  from_initial[t + 3] = fmaf(x.w, S, from_initial[t + 3]);
+                }
+                const float low = fmaf(x.x, from_start[t], x.y * from_start[t + 1]);
+                dS_0 += low + fmaf(x.z, from_start[t + 2], x.w * from_start[t + 3]);
               });
-              args.dh0[at] = dS_0;
-            }
+            if (args.dh0) args.dh0[at] = dS_0;
           }
       }
     }
-    sequence.store(dv, args.dv, column, V);
+    const Sums sums = sum_over_tokens<BEFORE>(
+        do_, v, a, 1.f, s.A, tokens, reads_initial, [&](int t) { return from_initial[t]; }, args.dht,
+        [&](int t) { return from_final[t]; }, from_states, [](int, float, float (&)[TOKENS]) {});
+    sequence.store(sums.dk, args.dv, column, V);
+    if constexpr (GATED) sequence.store(sums.dg, args.dgv, column, V);
   }
 }

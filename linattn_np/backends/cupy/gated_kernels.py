@@ -473,17 +473,23 @@ class GatedWideForward(TiledKernel):
 
 class GatedShortBackward(GatedKernel):
     """All gradients of sequences of at most TOKENS tokens, and du of each sequence: a block computes one head of a
-    sequence."""
+    sequence. `gates_columns`: columns of V have gates, too."""
 
     file = "gated/short_backward"
     arguments = members(
-        "strided q k v do_ g dq dk dv dg, pointers? u initial dht dh0 partial_du, shape, float64s scale"
+        "strided q k v do_ g dq dk dv dg, pointers? u initial dht dh0 partial_du, shape, float64s scale, "
+        "strided? gv dgv"
     )
     shared_memory = ("Shared",)
     threads = 128
-    blocks_per_multiprocessor = 3
     TOKENS: ClassVar[int] = 16
-    constants = (("TOKENS", "TOKENS"),)
+    MOST_GATED: ClassVar[int] = 2560  # channels and columns, if columns have gates
+    constants = (("TOKENS", "TOKENS"), ("MOST_GATED", "MOST_GATED"))
+    gates_columns: bool = False
+
+    @property
+    def blocks_per_multiprocessor(self):
+        return 2 if self.gates_columns else 3
 
     @property
     def tiles(self):

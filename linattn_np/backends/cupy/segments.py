@@ -149,11 +149,14 @@ def are_small(problem, device) -> bool:
     return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
 
 
+def fits_short_backward(problem) -> bool:
+    """Whether the backward kernel for short sequences can compute a problem."""
+    return min(problem.shape("K V")) > 0 and problem.spans.longest <= GatedShortBackward.TOKENS
+
+
 def are_short(problem, device) -> bool:
-    """Whether a pullback is computed by the kernel for sequences of few tokens: they are that short, and heads are not
-    small."""
-    fits = min(problem.shape("K V")) > 0 and problem.spans.longest <= GatedShortBackward.TOKENS
-    return fits and not are_small(problem, device)
+    """Whether a pullback is computed by the kernel for short sequences: it can be, and heads are not small."""
+    return fits_short_backward(problem) and not are_small(problem, device)
 
 
 def are_wide(problem, device) -> bool:

@@ -25,6 +25,7 @@ from .gated_kernels import (
     TILES,
     GatedBackwardChannels,
     GatedForward,
+    GatedShortBackward,
     Recurrent,
     channels,
     tile_for,
@@ -213,11 +214,25 @@ def plan_vjp(problem, device, do, dht, saved=()):
     draft = Draft()
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
     dh0 = draft.gradient_of_state(problem)
-    kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
-    gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
+    if segments.fits_short_backward(problem) and max(problem.shape("K V")) <= GatedShortBackward.MOST_GATED:
+        kernel = GatedShortBackward("AfterWrite", problem.dtype, arrays[3].dtype, gates_columns=True)
+        gradients = launch_short(draft, problem, kernel, arrays, do, states)
+    else:
+        kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
+        gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
     results = tuple(draft.cast(dx, x.dtype) for dx, x in zip(gradients, problem.arrays.values(), strict=True))
     return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
+
+
+def launch_short(draft, problem, kernel, arrays, do, states):
+    """Launches the kernel for sequences of few tokens; parameters and results as of `launch_gradients`."""
+    read = dict(zip(("q", "k", "v", "g", "gv"), arrays, strict=True))
+    written = {f"d{name}": draft.like(x) for name, x in read.items()}
+    N, H = problem.shape("N H")
+    common = {"do_": do, "shape": draft.shape(problem), "scale": problem.scale}
+    draft.launch(kernel, N * H, **read, **written, **states, **common)
+    return tuple(written.values())
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):
