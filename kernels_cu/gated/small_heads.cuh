@@ -19,8 +19,7 @@ constexpr int STEP = 8;  // tokens of a step in shared memory, where a tile name
 template <typename E, int D, int LANES, int TOKENS = STEP> struct alignas(16) Tile {
   static constexpr int HEADS = 32 / LANES, PIECE = 16 / sizeof(E), PIECES = D / PIECE;
   static constexpr int ROWS_AT_ONCE = LANES / PIECES, LANE_PIECES = TOKENS / ROWS_AT_ONCE;
-  // The lane's numbers, if the lanes of a head copy neighbouring words of BYTES bytes: in all so many words.
-  template <int BYTES> static constexpr int LANE_WORDS = TOKENS * D * sizeof(E) / BYTES / LANES;
+  static constexpr int ROWS = TOKENS, ROW_STRIDE = HEADS * D;  // tokens; the distance of a head's rows in x
   E x[TOKENS * HEADS * D];
 
   // The index of a number in x.
@@ -113,39 +112,53 @@ __device__ __forceinline__ void each_piece(LaneRows<E> rows, int head, int lane,
   }
 }
 
-// Calls f(token of the step, first column, index in the tile, address in memory) for words of BYTES bytes that the lane
-// copies, if rows are not multiples of 16 bytes: COUNT words from the lane's word number `first` on. Lanes of a head
-// have neighbouring words, which come in one access. rows: the lane's pieces.
-template <int BYTES, int COUNT, class Tile, typename E, class F>
-__device__ __forceinline__ void each_word(LaneRows<E> rows, int head, int lane, int token, int first, F f) {
-  constexpr int W = BYTES / sizeof(E), ROW_WORDS = Tile::PIECES * Tile::PIECE / W, LANES = 32 / Tile::HEADS;
-  E* const row = rows.first - lane % Tile::PIECES * Tile::PIECE + (token - lane / Tile::PIECES) * rows.stride;
+// How the lanes of a head copy rows that are not multiples of 16 bytes: in words of W numbers of type E, of which lanes
+// have neighbouring ones, which come in one access. ACROSS lanes share a row; DOWN rows, of tokens, are copied at a time;
+// a lane has AT_ONCE words of a column under way.
+template <class Tile, typename E, int BYTES> struct Words {
+  static constexpr int W = BYTES / sizeof(E), D = Tile::PIECES * Tile::PIECE, LANES = 32 / Tile::HEADS;
+  static constexpr int ACROSS = D / W < LANES ? D / W : LANES, DOWN = LANES / ACROSS;
+  static constexpr int MOST = BYTES < 4 ? 2 : 4;  // numbers of 2 bytes pass through registers: more would spill
+  static constexpr int AT_ONCE = Tile::ROWS / DOWN < MOST ? Tile::ROWS / DOWN : MOST;
+};
+// Calls f(token of the step, column, index in the tile, address in memory) for the first of every AT_ONCE words that a
+// lane copies together; the token of each is DOWN tokens after that of the word before. rows: the lane's pieces.
+template <class Grid, class Tile, typename E, class F>
+__device__ __forceinline__ void each_word(const Tile&, LaneRows<E> rows, int head, int lane, int token, F f) {
+  constexpr int ACROSS = Grid::ACROSS, W = Grid::W, TOGETHER = Grid::DOWN * Grid::AT_ONCE;
+  const int down = lane / ACROSS;
+  E* row = rows.first - lane % Tile::PIECES * Tile::PIECE + (token + down - lane / Tile::PIECES) * rows.stride;
+#pragma unroll 1
+  for (int first = down; first < Tile::ROWS; first += TOGETHER) {
 #pragma unroll
-  for (int n = 0; n < COUNT; ++n) {
-    const int word = lane + (first + n) * LANES, down = word / ROW_WORDS, column = word % ROW_WORDS * W;
-    f(down, column, Tile::place(down, head, column), row + down * rows.stride + column);
+    for (int n = 0; n < Grid::D / W; n += ACROSS) {
+      const int column = (n + lane % ACROSS) * W;
+      f(first, column, Tile::place(first, head, column), row + column);
+    }
+    row += TOGETHER * rows.stride;
   }
 }
-// `fetch` in words of BYTES bytes, of which a lane has up to COUNT in registers: since cp.async takes 4 bytes at least,
-// numbers of 2 bytes are loaded, then stored. More registers would make the small heads' kernels spill.
+// `fetch` in words of BYTES bytes. cp.async takes 4 bytes at least: numbers of 2 bytes are loaded, then stored.
 template <int BYTES, class Tile, typename E>
 __device__ __forceinline__ void fetch_words(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
                                             int tokens_left, int width) {
-  constexpr int WORDS = Tile::template LANE_WORDS<BYTES>, COUNT = WORDS < 4 ? WORDS : 4;
-#pragma unroll 1
-  for (int first = 0; first < WORDS; first += COUNT) {
-    E x[COUNT];
-    int n = 0;
-    each_word<BYTES, COUNT, Tile>(rows, head, lane, token, first, [&](int down, int column, int place, const E* from) {
-      const bool exists = down < tokens_left && column < width;
-      if constexpr (BYTES >= 4) cp_async<BYTES>(tile.x + place, from, exists);
-      else x[n++] = exists ? *from : from_float<E>(0.f);
-    });
-    n = 0;
-    if constexpr (BYTES < 4)
-      each_word<BYTES, COUNT, Tile>(rows, head, lane, token, first,
-                                    [&](int, int, int place, const E*) { tile.x[place] = x[n++]; });
-  }
+  using Grid = Words<Tile, E, BYTES>;
+  const i64 stride = Grid::DOWN * rows.stride;
+  each_word<Grid>(tile, rows, head, lane, token, [&](int first, int column, int place, const E* from) {
+    const int left = column < width ? tokens_left - first : 0;
+    E* const to = tile.x + place;
+    if constexpr (BYTES >= 4) {
+#pragma unroll
+      for (int n = 0; n < Grid::AT_ONCE; ++n)
+        cp_async<BYTES>(to + n * Grid::DOWN * Tile::ROW_STRIDE, from + n * stride, n * Grid::DOWN < left);
+    } else {
+      E x[Grid::AT_ONCE];
+#pragma unroll
+      for (int n = 0; n < Grid::AT_ONCE; ++n) x[n] = n * Grid::DOWN < left ? from[n * stride] : from_float<E>(0.f);
+#pragma unroll
+      for (int n = 0; n < Grid::AT_ONCE; ++n) to[n * Grid::DOWN * Tile::ROW_STRIDE] = x[n];
+    }
+  });
 }
 // `fetch` for rows that are not multiples of 16 bytes. Not inlined, which keeps the code for 16 bytes short.
 template <class Tile, typename E>
@@ -176,12 +189,14 @@ __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int he
 template <class Tile, typename E>
 __device__ __noinline__ void store_unaligned(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
                                              int tokens_left, int width) {
-  constexpr int WORDS = Tile::template LANE_WORDS<sizeof(E)>, COUNT = WORDS < 4 ? WORDS : 4;
-#pragma unroll 1
-  for (int first = 0; first < WORDS; first += COUNT)
-    each_word<sizeof(E), COUNT, Tile>(rows, head, lane, token, first, [&](int down, int column, int place, E* to) {
-      if (down < tokens_left && column < width) *to = tile.x[place];
-    });
+  using Grid = Words<Tile, E, sizeof(E)>;
+  const i64 stride = Grid::DOWN * rows.stride;
+  each_word<Grid>(tile, rows, head, lane, token, [&](int first, int column, int place, E* to) {
+    const int left = column < width ? tokens_left - first : 0;
+#pragma unroll
+    for (int n = 0; n < Grid::AT_ONCE; ++n)
+      if (n * Grid::DOWN < left) to[n * stride] = tile.x[place + n * Grid::DOWN * Tile::ROW_STRIDE];
+  });
 }
 template <class Tile, typename E>
 __device__ __forceinline__ void store(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
