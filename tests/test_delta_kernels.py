@@ -13,6 +13,7 @@ import linattn_np
 from linattn_np import NotSupported, checked_calls, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import delta, gated_backward
+from linattn_np.backends.cupy.delta_segments import CutOfSmallHeads
 from linattn_np.bounded_cache import Cache
 from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
 
@@ -412,7 +413,7 @@ def test_explained(op, rng):
     kept = planned.plan_of(op.bind(arrays, gradient=True), on)
     keeps = op in (KDA, RWKV7)
     assert planned.names(kept) == [prepare] * (not keeps) + ["delta_backward_states", f"delta_{rule}backward_chunks"]
-    assert list(plan.reasons) == ["by Hopper's own kernel", "small heads"]
+    assert list(plan.reasons) == ["small heads", "by Hopper's own kernel"]
     assert list(back.reasons) == ["by Hopper's own kernels"]
 
 
@@ -532,18 +533,17 @@ def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, 
     [
         (op, dtype, K)
         for op in DELTA_RULES
-        for dtype, K in ((SINGLE, 130), (SINGLE, 20), (BFLOAT16, 20))
+        for dtype, K in ((SINGLE, 130), (SINGLE, 20), (BFLOAT16, 20), (SINGLE, 15), (BFLOAT16, 15))
         if op.decays and (op is not GATED_DELTA_RULE or K < 130)  # 130 channels of float32: the others go by token
     ],
 )
 def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, before, states, rng):
     """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
     in_chunks = K <= 128
-    monkeypatch.setattr(
-        delta.CutInChunks if in_chunks else delta.CutByToken, "time", lambda cut, number: abs(number - 3)
-    )
+    for cut_class in (CutOfSmallHeads, delta.CutInChunks if in_chunks else delta.CutByToken):
+        monkeypatch.setattr(cut_class, "time", lambda cut, number: abs(number - 3))
     monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))
-    case = Case(op, H=1, T=1504, K=K, dtype=dtype, gate="weak")
+    case = Case(op, H=1, T=1504, K=K, V=min(K, 18), dtype=dtype, gate="weak")
     arrays, start, do, dht = case.drawn(rng)
     own = dict(zip(op.arrays, arrays, strict=True))
     for name in op.strengths or ("k", "a"):
@@ -612,27 +612,32 @@ SMALL_HEADS = {
     "delta_rule-packed": Case(DELTA_RULE, H=5, groups=2, K=6, V=16, dtype=HALF, options={"qk_l2norm": True} | PACKED),
     "gated": Case(B=2, H=5, K=16, V=16, dtype=BFLOAT16, gate="some-inf", gate_dtype=SINGLE),
     "gated-one": Case(B=3, H=11, T=19, K=1, V=1),
-    "kda": Case(KDA, B=2, H=3, groups=3, T=17, K=8, V=7, dtype=HALF, gate="spikes-40"),
+    "kda": Case(KDA, B=2, H=3, groups=3, T=40, K=8, V=7, dtype=HALF, gate="spikes-40"),
     "kda-packed": Case(KDA, H=7, K=12, V=16, gate="some-inf", options={"qk_l2norm": True} | PACKED),
     "rwkv7": Case(RWKV7, B=2, H=6, T=25, K=16, V=10, dtype=BFLOAT16, gate_dtype=SINGLE),
     "rwkv7-packed": Case(RWKV7, H=9, K=5, V=5, options=PACKED),
     "three-steps": Case(B=2, H=3, T=48, K=4, V=12, dtype=BFLOAT16, gate="some-inf", options={"qk_l2norm": True}),
     "four-steps": Case(KDA, B=2, H=1, T=49, K=15, V=3, dtype=HALF, gate="some-inf", options={"reverse": True}),
     "steps-packed": Case(RWKV7, H=3, T=70, K=1, V=1, options={"cu_seqlens": [0, 1, 1, 33, 70], "reverse": True}),
-    "T1": Case(DELTA_RULE, B=3, H=1, T=1, K=7, V=2, dtype=HALF),
+    "T1": Case(DELTA_RULE, B=3, H=1, T=1, K=6, V=2, dtype=HALF),
 }
 
 
 @pytest.fixture
 def assert_small_heads(rng, monkeypatch):
-    """A function of (case, kernels): whether a call takes these kernels, and is as the recurrence, from and to
-    states."""
+    """A function of (case, kernels): whether a call takes these kernels, and is as the recurrence, from and to states.
+    Rows of an odd number of halves are copied before."""
     monkeypatch.setattr(delta.SmallHeads, "WORTH", np.inf)
 
-    def check(case, kernels):
+    def check(case, kernels, segments=1):
+        monkeypatch.setattr(CutOfSmallHeads, "SHORTEST", 1)
+        monkeypatch.setattr(CutOfSmallHeads, "time", lambda cut, n: abs(n - segments))
         arrays, state, *_ = case.drawn(rng)
         on = planned.Noting()
-        assert planned.names(planned.plan_of(case.op.bind(arrays, **case.options), on)) == kernels
+        plan = planned.plan_of(case.op.bind(arrays, **case.options), on)
+        copied = case.dtype != SINGLE and (case.K % 2 or case.V % 2)
+        launched = [name for name in planned.names(plan) if name != "elementwise_copy_rows"]
+        assert launched == kernels and bool(plan.copies) == bool(copied)
         o, final = planned.results(case.op, arrays, EmulatedDevice(80), state, final=True, **case.options)
         back = -1 if "reverse" in case.options else 1  # results have the recurrence's order of tokens and sequences
         found = o[:, :, ::back], final[:: back if "cu_seqlens" in case.options else 1]
@@ -648,12 +653,12 @@ def test_small_heads(case, assert_small_heads):
     assert_small_heads(case, ["delta_small_forward"])
 
 
-@pytest.mark.parametrize("name", ["kda", "three-steps", "four-steps"])
-def test_odd_rows_of_small_heads(name, assert_small_heads, monkeypatch):
-    """Large arrays are copied if a row has an odd number of halves."""
-    monkeypatch.setattr("linattn_np.backends.cupy.plan.LARGE_BYTES", 1)
-    copies = ["elementwise_copy_rows"] * (name != "three-steps")
-    assert_small_heads(SMALL_HEADS[name], [*copies, "delta_small_forward", *copies])
+@pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
+@pytest.mark.parametrize("segments", [3, 7])
+def test_small_heads_in_segments(case, segments, assert_small_heads):
+    longest = np.diff(case.options["cu_seqlens"]).max() if "cu_seqlens" in case.options else case.T
+    walks = ["delta_small_forward", "delta_join_segments", "delta_small_forward"]
+    assert_small_heads(case, walks[2 * (longest < segments) :], segments)
 
 
 @pytest.mark.parametrize(

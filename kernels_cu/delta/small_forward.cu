@@ -1,14 +1,20 @@
-// what      Forward pass of the delta rules, token by token, with heads of at most 16 channels and columns.
+// what      Forward pass of the delta rules, token by token, with heads of at most 16 channels and columns. Or, if
+//           args.F is given, what a segment of a sequence does to a state: from S to F S + G.
 // math      Template argument Rule. D = diag(exp g), g log gates of channels; for GatedDelta one g for all channels. S
 //           is the state before the token, S' = D S its decay, S+ the state after the token; o = scale S+^T q:
 //           GatedDelta, Kda: S+ = S' + k (beta (v - S'^T k))^T
 //           Dplr (diagonal plus low rank, RWKV-7): S+ = S' + b (S^T a)^T + k v^T
 //           If args.normalized, q and k above are the given ones divided by their Euclidean lengths. The kernel works
 //           with the given ones and multiplies sums by the inverse lengths
+//           G is the state after a walk from zeros, of the first segment from the initial state; F is the state after a
+//           walk with values of 0 from the identity. No G of a last segment is needed, and no F of a first or last one
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
-//           state [N, HV, K, V]. HV, the number of value heads, is shape.H; args.group of them share a head of the rest
-// grid      a warp for every 32 / D value heads of all sequences, sequence slowest; a lane has a column of a head's
-//           state
+//           state [N, HV, K, V]. HV, the number of value heads, is shape.H; args.group of them share a head of the
+//           rest. F [segments, HV, K, K and zeros to a multiple of 4]; starts [segments, HV, K, V]: first G, each in
+//           the place of the next segment, which join_segments.cu then replaces by the state from which that segment
+//           starts
+// grid      a warp for every 32 / D value heads of all sequences or segments, sequence slowest; given F, for as many
+//           states: a head has two, G and F. A lane has a column of a state
 // smem      two stages, each of a step of 16 tokens, in which o overwrites channels' gates; what is computed once for
 //           every token of a step: decays of channels, Factors
 // barriers  of warps, three a step: the step has been copied | decays and factors are in shared memory | o is in shared
@@ -17,6 +23,7 @@
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
+#include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 
 // From the includes:
@@ -25,13 +32,17 @@
 //   fetch, store: copy a step's rows
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
+//   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
+//     state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too; the
+//     others have none
 
 constexpr int TOKENS = 16;  // of a step
 template <typename E, int D> using StepTile = Tile<E, D, D, TOKENS>;
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  StridedRows<T> o;
+  StridedRows<T> o;          // null: no output is wanted
   StridedRows<float> final;  // null: no final state is wanted
+  float* F;                  // or null; then o and final are null
 };
 
 template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
@@ -116,21 +127,36 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
   auto& s = *reinterpret_cast<Shared<Rule, T, G, D>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const LaneCoord<D> coord;
-  const Work work = work_of(shape, blockIdx.x * Inputs::HEADS + coord.head);
+  const u32 number = blockIdx.x * Inputs::HEADS + coord.head;
+  const bool of_F = args.F && number % 2;
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
+  const int width = of_F ? (K + 3) / 4 * 4 : V;  // numbers of a row of the state in memory
+  Work work = work_of(shape, args.F ? number / 2 : number);
+  // Whether the segment that the sequence ends with starts from a state that is not finite (join_segments.cu).
+  const auto is_grown = [&] {
+    if (work.n < 0 || coord.lane >= V) return false;
+    return !is_finite(args.starts[((work.n / P * P + P - 1) * shape.H + work.h) * K * V + coord.lane]);
+  };
+  const bool whole = !args.F && P > 1 && sum_over_lanes<D>(is_grown() ? 1.f : 0.f) > 0.f;
+  const auto segment =
+      segment_of<false>(!args.F, shape, P, u32(work.n), work.h, args.initial, args.starts, args.final, whole);
+  if (args.F && (segment.last || (of_F && segment.first))) work.n = -1;
+  work.start = segment.tokens.start, work.tokens = work.n < 0 ? 0 : int(segment.tokens.stop - segment.tokens.start);
   Work keys = work;  // its head is that of q, k, a and b
   keys.h /= int(args.group);
-  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes);
 
-  float S[D] = {};
-  // Calls f(number of S, its address) for this lane's numbers; `states`: in memory.
-  const auto each_number = [&](const auto& states, auto f) {
-    if (!states.p || work.n < 0 || coord.lane >= V) return;
-    auto* const state = states.row(work.n, work.h, 0) + coord.lane;
+  // Calls f(number of S, channel, its place in a state in memory) for this lane's numbers.
+  float S[D];
+  const auto each_number = [&](auto f) {
 #pragma unroll
     for (int c = 0; c < D; ++c)
-      if (c < K) f(S[c], state + c * V);
+      if (work.n >= 0 && c < K && coord.lane < width) f(S[c], c, c * width + coord.lane);
   };
-  each_number(args.initial, [](float& x, const float* from) { x = *from; });
+#pragma unroll
+  for (int c = 0; c < D; ++c) S[c] = 0.f;
+  each_number([&](float& x, int channel, int place) {
+    x = of_F ? float(channel == coord.lane) : segment.from ? segment.from[place] : 0.f;
+  });
 
   const auto& tiles = s.stages[0];  // either stage: lane_rows takes the types of tiles alone
   const auto q_rows = lane_rows(tiles.q, args.q, keys, coord.lane),
@@ -144,7 +170,7 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
     const auto copy = [&](auto& tile, const auto& rows, int width) {
       fetch(tile, rows, coord.head, coord.lane, token, tokens_left, width, bytes);
     };
-    copy(to.k, k_rows, K), copy(to.q, q_rows, K), copy(to.v, v_rows, V);
+    copy(to.k, k_rows, K), copy(to.q, q_rows, K), copy(to.v, v_rows, of_F ? 0 : V);
     if constexpr (Rule::channel_gates) copy(to.g, lane_rows(to.g, args.g, work, coord.lane), K);
     else gates.load(args.g, work, coord.lane, token);
     if constexpr (Rule::own_erasure) {
@@ -191,7 +217,8 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
       now = next;
     }
     __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
-    store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);
+    if (!args.F) store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);
   }
-  each_number(args.final, [](float& x, float* to) { *to = x; });
+  float* const to = of_F ? args.F + (work.n * shape.H + work.h) * K * width : segment.to;
+  if (to) each_number([&](float& x, int, int place) { to[place] = x; });
 }

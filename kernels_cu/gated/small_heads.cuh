@@ -112,9 +112,9 @@ __device__ __forceinline__ void each_piece(LaneRows<E> rows, int head, int lane,
   }
 }
 
-// How the lanes of a head copy rows that are not multiples of 16 bytes: in words of W numbers of type E, of which lanes
-// have neighbouring ones, which come in one access. ACROSS lanes share a row; DOWN rows, of tokens, are copied at a time;
-// a lane has AT_ONCE words of a column under way.
+// How the lanes of a head copy rows that are not multiples of 16 bytes: in words of W numbers of type E, of which
+// lanes have neighbouring ones, which come in one access. ACROSS lanes share a row; DOWN rows, of tokens, are copied at
+// a time; a lane has AT_ONCE words of a column under way.
 template <class Tile, typename E, int BYTES> struct Words {
   static constexpr int W = BYTES / sizeof(E), D = Tile::PIECES * Tile::PIECE, LANES = 32 / Tile::HEADS;
   static constexpr int ACROSS = D / W < LANES ? D / W : LANES, DOWN = LANES / ACROSS;
@@ -162,11 +162,12 @@ __device__ __forceinline__ void fetch_words(Tile& tile, LaneRows<const E> rows, 
 }
 // `fetch` for rows that are not multiples of 16 bytes. Not inlined, which keeps the code for 16 bytes short.
 template <class Tile, typename E>
-__device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
-                                             int tokens_left, int width, int bytes) {
-  if (bytes == 8) fetch_words<8>(tile, rows, head, lane, token, tokens_left, width);
-  else if (bytes == 4) fetch_words<4>(tile, rows, head, lane, token, tokens_left, width);
-  else fetch_words<sizeof(E)>(tile, rows, head, lane, token, tokens_left, width);
+__device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows, int token, int tokens_left, int width,
+                                             int bytes) {
+  const LaneCoord<32 / Tile::HEADS> coord;
+  if (bytes == 8) fetch_words<8>(tile, rows, coord.head, coord.lane, token, tokens_left, width);
+  else if (bytes == 4) fetch_words<4>(tile, rows, coord.head, coord.lane, token, tokens_left, width);
+  else fetch_words<sizeof(E)>(tile, rows, coord.head, coord.lane, token, tokens_left, width);
 }
 
 // Starts copying the step that starts at `token`: its first tokens_left tokens and `width` columns, which exist; the
@@ -180,7 +181,7 @@ __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int he
       cp_async<16>(tile.x + place, from, down < tokens_left && column < width);
     });
   } else {
-    fetch_unaligned(tile, rows, head, lane, token, tokens_left, width, bytes);
+    fetch_unaligned(tile, rows, token, tokens_left, width, bytes);
   }
 }
 

@@ -18,23 +18,31 @@ import numpy as np
 from ... import declarations
 from .aligned_copies import plan_on_copies
 from .arithmetic import ceil_div, padded
-from .delta_hopper import ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks
+from .delta_hopper import ScalarCut, ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks, why_not_on_hopper
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
-    DeltaSmallForward,
     DplrBackwardChunks,
     KdaBackwardChunks,
     sum_parts,
 )
-from .delta_segments import CutByToken, CutInChunks, are_few_tokens, chunk_kernels, gate_dtype, launch_by_token, rule_of
+from .delta_segments import (
+    CutByToken,
+    CutInChunks,
+    CutOfSmallHeads,
+    are_few_tokens,
+    chunk_kernels,
+    gate_dtype,
+    launch_by_token,
+    rule_of,
+)
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels
-from .plan import FLOAT32, Draft, aligned16, are_large, common_bytes, token_arrays
+from .plan import FLOAT32, Draft, aligned16, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
@@ -71,13 +79,18 @@ def last_kernel(problem):
     return (DplrBackwardChunks if rule_of(problem.op) == DPLR else KdaBackwardChunks)(*instance)
 
 
+def rows_of(problem) -> list:
+    """The arrays of a call with a row of channels or columns for each token."""
+    return [x for name, x in problem.arrays.items() if problem.op.arrays[name].split()[-1] in "KV"]
+
+
 def needs_copies(problem, device, gradient=False) -> bool:
     """Whether a call, or its pullback if `gradient`, is computed on copies whose rows are whole pieces of 16 bytes.
 
     Hopper's own kernels read no other rows. The kernels of every card in chunks copy other rows number by number, and
     wait for each number.
     """
-    rows = [x for name, x in problem.arrays.items() if problem.op.arrays[name].split()[-1] in "KV"]
+    rows = rows_of(problem)
     if aligned16(*rows) or not all(x.size for x in rows) or "final_state" in problem.options:
         return False
     if why_not_in_chunks(problem, device, gradient):
@@ -176,49 +189,40 @@ class TokenByToken:
 
 
 class SmallHeads:
-    """The way token by token for heads of at most 16 channels and columns, of which a warp computes several: for many
-    heads, since sequences are not cut. Large arrays with rows of an odd number of halves are copied to padded rows: a
-    warp would wait for its loads of 2 bytes."""
+    """The way token by token for heads of at most 16 channels and columns, of which a warp computes several."""
 
     name = "small heads"
-    # In microseconds, estimates for an H200: of a launch; by D, of a token: of a warp that has a scheduler alone; per
-    # warp where many share a multiprocessor. The larger of two counts: the first; and the second times these warps.
-    LAUNCH_TIME, TOKEN_TIMES = 8.0, {8: (0.05, 0.015), 16: (0.09, 0.025)}
     WORTH = 0.7  # chosen if it takes less than this part of the time in chunks
 
     @staticmethod
     def why_not(problem, device):
-        N, H, K, V = problem.shape("N H K V")
-        if max(K, V) > SMALL_SIZES[-1]:
+        if max(problem.shape("K V")) > SMALL_SIZES[-1]:
             return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
         if reason := why_no_chunks(problem):
             return reason
         if problem.mode == "chunk":
             return "mode='chunk' is in chunks"
-        kernel, chunks = SmallHeads.kernel(problem), CutInChunks(problem, device)
-        if kernel.shared_bytes > device.shared_per_block:
-            return f"the card has no shared memory for {kernel.heads} heads of {problem.dtype}"
-        alone, one_of_many = SmallHeads.TOKEN_TIMES[kernel.D]
-        token_time = max(alone, one_of_many * ceil_div(N * H, kernel.heads * device.multiprocessors))
-        longest = int(problem.spans.lengths.max(initial=0))
-        if SmallHeads.LAUNCH_TIME + longest * token_time > SmallHeads.WORTH * chunks.pass_time:
-            return "few heads of long sequences are faster in chunks"
+        if common_bytes(*rows_of(problem)) < 4:
+            return "rows are no whole pieces of 4 bytes, and others are waited for"
+        cut = CutOfSmallHeads(problem, device)
+        if cut.kernel.shared_bytes > device.shared_per_block:
+            return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
+        if why_not_on_hopper(problem, device):
+            in_chunks = CutInChunks(problem, device).pass_time
+        else:
+            on_hopper = ScalarCut(problem, device)
+            in_chunks = on_hopper.time(on_hopper.segments)
+        if cut.time(cut.segments) > SmallHeads.WORTH * in_chunks:
+            return "chunks are faster"
         return None
 
     @staticmethod
-    def kernel(problem):
-        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
-        return DeltaSmallForward(rule_of(problem.op), problem.dtype, gate_dtype(problem), D)
-
-    @staticmethod
     def plan(problem, device):
-        draft, kernel, (N, H) = Draft(), SmallHeads.kernel(problem), problem.shape("N H")
+        draft, cut = Draft(), CutOfSmallHeads(problem, device)
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        if inputs.common_bytes(o) == 2 and are_large(token_arrays(problem)) and "final_state" not in problem.options:
-            return plan_on_copies(problem, lambda padded: SmallHeads.plan(padded, device))
-        args = inputs.arrays | inputs.common_args(draft.shape(problem), o) | {"initial": draft.initial(problem), "P": 1}
-        draft.launch(kernel, ceil_div(N * H, kernel.heads), **args, o=o, final=final)
-        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
+        read = inputs.arrays | inputs.common_args(None, o) | {"initial": draft.initial(problem)}
+        cut.launch(draft, read, o=o, final=final)
+        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.kernel.tiles | cut.tiles)
 
 
 class InChunks:
@@ -284,7 +288,7 @@ def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
     draft.launch(cut.prepare, shape.all_chunks, **args, w_scale=inputs.problem.scale, prepared=prepared)
 
 
-FORWARD_WAYS = (ScalarOnHopper, SmallHeads, InChunks, TokenByToken)
+FORWARD_WAYS = (SmallHeads, ScalarOnHopper, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -292,10 +292,11 @@ class DeltaRecurrentForward(DeltaKernel):
 
 
 class DeltaSmallForward(DeltaKernel):
-    """o and final states, for heads of at most D channels and columns: a block, of one warp, has `heads` of them."""
+    """The forward walk of heads with at most D channels and columns. A block, of one warp, has `heads` of them. A
+    launch computes o and final states, or what segments do to a state: `F`, and G in `starts`."""
 
     file = "delta/small_forward"
-    arguments = COMMON_ARGUMENTS + members("strided o, strided? final")
+    arguments = COMMON_ARGUMENTS + members("strided? o final, pointers? F")
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
     threads = 32
     D: int

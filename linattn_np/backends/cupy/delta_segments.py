@@ -28,8 +28,9 @@ from .delta_kernels import (
     DeltaPrepare,
     DeltaRecurrentForward,
     DeltaScan,
+    DeltaSmallForward,
 )
-from .gated_kernels import TILES, channels
+from .gated_kernels import SMALL_SIZES, TILES, channels
 from .plan import FLOAT32
 
 
@@ -236,6 +237,52 @@ class CutByToken(SegmentCut):
             launch_by_token(draft, replace(self.backward, outputs=False), read | segment_args)
         join_segments(draft, F, starts, P)
         return segment_args
+
+
+class CutOfSmallHeads(SegmentCut):
+    """How the walks of small heads, token by token, are cut. Times are in microseconds, for an H200; those of a token
+    by the kernel's D, as pairs like those of `CutByToken`, of warps in place of blocks."""
+
+    TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021)}  # of a rule with one write
+    TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
+    LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
+    SEGMENT_TIME = 3.0  # to join a segment
+    SHORTEST, MOST = 64, 256  # tokens of a segment; segments
+
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
+        self.kernel = DeltaSmallForward(rule_of(problem.op), problem.dtype, gate_dtype(problem), D)
+        self.longest = int(problem.spans.lengths.max(initial=0))
+        most = 1 if problem.mode == "recurrent" else min(self.longest // self.SHORTEST, self.MOST)
+        self.segments = min((1, *range(3, most + 1)), key=self.time)
+
+    def time(self, segments) -> float:
+        """An estimate for a call whose sequences are cut into so many segments."""
+        N, H = self.problem.shape("N H")
+        alone, one_of_many = self.TOKEN_TIMES[self.kernel.D]
+
+        def token_time(states):
+            """Of a walk of so many states of each sequence's head."""
+            warps = ceil_div(N * H * states, self.kernel.heads * self.device.multiprocessors)
+            return max(alone, one_of_many * warps) * (self.TWO_WRITES if self.kernel.rule == DPLR else 1)
+
+        if segments == 1:
+            return self.longest * token_time(1) + self.LAUNCH_TIME
+        tokens_time = ceil_div(self.longest, segments) * (token_time(segments) + token_time(2 * segments))
+        return tokens_time + (segments - 2) * self.SEGMENT_TIME + self.LAUNCHES_TIME + self.LAUNCH_TIME
+
+    def launch(self, draft, read, **written):
+        """Launches the walk; and before it, if sequences are cut, what computes the states from which segments start.
+        read, written: arguments of the walk by name."""
+        shape, P, kernel = draft.shape(self.problem, spans=self.spans(1)), self.segments, self.kernel
+        states, starts = shape.B * shape.count * shape.H, None
+        read |= {"shape": shape, "P": P}
+        if P > 1:
+            F, starts = memory_of_segments(draft, shape, 1, FLOAT32)
+            draft.launch(kernel, ceil_div(2 * states, kernel.heads), **read, starts=starts, F=F)
+            join_segments(draft, F, starts, P)
+        draft.launch(kernel, ceil_div(states, kernel.heads), **read, starts=starts, **written)
 
 
 def launch_by_token(draft, kernel, read, more_columns=0, **written):
