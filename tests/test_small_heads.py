@@ -40,7 +40,8 @@ def test_forward(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, packed,
     arguments = {"cu_seqlens": BOUNDS} if packed else {}
     arrays = draw(op, rng, sizes, dtype, gate, gate_dtype)
     start = rng.standard_normal((sizes["N"], H, K, V)).astype(np.float32)
-    kernels = planned.names(planned.plan_of(op.bind([device.upload(x) for x in arrays], **arguments), device))
+    plan = planned.plan_of(op.bind([device.upload(x) for x in arrays], **arguments), device)
+    kernels = [name for name in planned.names(plan) if name != "elementwise_copy_rows"]  # rows of odd halves are copied
     cut_in = ["gated_small_states", "gated_scan_segments"] * (P > 1)
     assert kernels == [*cut_in, "gated_small_forward"]
     found = results(op, arrays, device, start, True, **arguments)
