@@ -261,11 +261,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n)
     *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
+  constexpr int WEIGHTS_BARRIER = 1;  // a named barrier
   if (threadIdx.x < 64) {
     const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
     float x[BT], largest = 0.f;
     if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
-    named_barrier_sync(1, 64);  // warps 0 and 1: weights are in shared memory
+    named_barrier_sync(WEIGHTS_BARRIER, 2 * 32);  // warps 0 and 1: weights are in shared memory
     if (kind)
 #pragma unroll
       for (int i = 0; i < BT; ++i) x[i] = i == lane;

@@ -52,6 +52,7 @@ __device__ __forceinline__ void start_tile_copy(T (&tile)[PANELS][SIZE], const T
 // Writes zeros to the rows of a tile from `first` on: they are another sequence's, and NaN times a weight of 0 is NaN.
 // Each warpgroup that multiplies the tile calls it, and need not wait for the others. All lanes make the same number of
 // iterations: where a loop or a branch can part lanes, the compiler computes wgmma's descriptors lane by lane.
+constexpr int ZERO_ROWS_BARRIER = 1;  // + warpgroup: a named barrier
 template <int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, int warpgroup) {
   const int thread = opaque(threadIdx.x % 128);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, in
     if (piece / 8 % (SIZE / PANEL) >= first) reinterpret_cast<uint4*>(tile[0])[piece] = {0, 0, 0, 0};
   }
   fence_proxy_async();
-  named_barrier_sync(1 + warpgroup, 128);  // the warpgroup's zeros have been written
+  named_barrier_sync(ZERO_ROWS_BARRIER + warpgroup, 128);  // the warpgroup's zeros have been written
 }
 
 // The address that this lane gives to ldmatrix or stmatrix for four 8 x 8 matrices: the warp's 16 rows and 16 columns,

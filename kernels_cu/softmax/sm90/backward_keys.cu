@@ -12,8 +12,8 @@
 //           of `works`, in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
 // barriers  full: k and v have arrived; empty: the copy engine has read dk and dv, which overwrote them; q_full: q and
-//           statistics have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: 1 + warpgroup in
-//           zero_rows: the warpgroup's zeros are written
+//           statistics have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: ZERO_ROWS_BARRIER
+//           in zero_rows: the warpgroup's zeros are written
 // numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
 //           product to the next in registers

@@ -13,7 +13,7 @@
 // smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
 // barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o has been read, or dq that
 //           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.
-//           Named: 1 + warpgroup in zero_rows: zeros are written
+//           Named: ZERO_ROWS_BARRIER in zero_rows: zeros are written
 // numerics  scores, weights and sums in float32; ds is rounded to T for its product with k. delta is computed
 //           from the rounded o. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed

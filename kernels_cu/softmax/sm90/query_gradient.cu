@@ -8,7 +8,7 @@
 //           column of `works`, in turn. A warpgroup has two blocks of 64 queries
 // smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
 // barriers  work_full: a query tile's Work has been written; work_empty: it has been read; full: k and ds have arrived;
-//           empty: they have been read. Named: 1 + warpgroup in zero_rows: zeros are written
+//           empty: they have been read. Named: ZERO_ROWS_BARRIER in zero_rows: zeros are written
 // numerics  sums in float32
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 21
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K <= D; D of 64, 128
