@@ -104,14 +104,16 @@ def test_the_kernels_of_a_mode_are_launched(capability, mode, dtype):
 
 
 def test_hopper_has_a_kernel_of_its_own(device):
-    """For half data; rows are copied if they are no whole pieces of 16 bytes. The other one takes what is left."""
+    """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left. Rows of few tokens are
+    not copied if they are whole pieces of 4 bytes."""
     every, wide = {gated_kernels.GatedForward}, {GatedWideOperands, GatedWideForward}
     hopper = {gated_kernels.GatedForwardSm90} if device.capability == 90 else None
     for sizes, dtype, classes in (
         (SIXTEEN, BFLOAT16, hopper or every),
         (SIXTEEN, np.float16, hopper or every),
         (SIXTEEN, np.float32, every),
-        ({**SIXTEEN, "V": 12}, BFLOAT16, {CopyRows, *hopper} if hopper else every),
+        ({**SIXTEEN, "V": 12}, BFLOAT16, every),
+        ({**SIXTEEN, "V": 12, "T": 65}, BFLOAT16, {CopyRows, *hopper} if hopper else every),
         ({**SIXTEEN, "K": 136}, BFLOAT16, hopper or wide),
         ({**SIXTEEN, "K": 264}, BFLOAT16, wide),
         ({**SIXTEEN, "K": 264}, np.float16, every),

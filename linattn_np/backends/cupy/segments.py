@@ -65,8 +65,9 @@ from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
 MOST_PARTS = 16  # the most parts of a segment that is summarised
 # Bytes of the smallest pieces of rows that forward kernels of every card load without a wait for each: in general, and
-# by those of small heads. Those of the backward pass need pieces of 16 bytes.
-LEAST_PIECE, LEAST_PIECE_OF_SMALL = 8, 4
+# by those of small heads. Those of the backward pass need pieces of 16 bytes. FEW_TOKENS: sequences of at most so many
+# take less time than the copies' launches, also in pieces of 4 bytes.
+LEAST_PIECE, LEAST_PIECE_OF_SMALL, FEW_TOKENS = 8, 4, 64
 COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal; the fewest segments are then taken
 
 # Heads of at most 16 channels and columns.
@@ -292,10 +293,11 @@ def copies_are_faster(problem, device) -> bool:
     can read no others, or if the kernels of every card load slowly. (Where Hopper's own kernels can read rows of these
     lengths, only arrays at other addresses are copied: see `Draft.mapped`.)"""
     arrays = token_arrays(problem)
-    if are_small(problem, device):
-        return load_slowly(arrays, LEAST_PIECE_OF_SMALL)
-    if fits_hoppers_forward(problem, device, arrays):
+    small = are_small(problem, device)
+    if not small and fits_hoppers_forward(problem, device, arrays):
         return False
+    if small or problem.spans.longest <= FEW_TOKENS:
+        return load_slowly(arrays, LEAST_PIECE_OF_SMALL)
     return only_copies_fit_hopper(problem, device, arrays) or load_slowly(arrays, LEAST_PIECE)
 
 
