@@ -18,7 +18,7 @@ import numpy as np
 from ... import declarations
 from .aligned_copies import plan_on_copies
 from .arithmetic import ceil_div, padded
-from .delta_hopper import ScalarCut, ScalarGradientsOnHopper, ScalarOnHopper, why_no_chunks, why_not_on_hopper
+from .delta_hopper import ScalarCut, ScalarGradientsOnHopper, ScalarOnHopper, why_never_on_hopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -47,6 +47,7 @@ from .plan import FLOAT32, Draft, aligned16, common_bytes
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
 BYTES = np.dtype(np.uint8)
+COPY_TIME = 1e-6  # microseconds to copy a byte to a padded row
 IN_CHUNKS = "in chunks"  # the name of this way in explanations
 
 
@@ -207,12 +208,7 @@ class SmallHeads:
         cut = CutOfSmallHeads(problem, device)
         if cut.kernel.shared_bytes > device.shared_per_block:
             return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
-        if why_not_on_hopper(problem, device):
-            in_chunks = CutInChunks(problem, device).pass_time
-        else:
-            on_hopper = ScalarCut(problem, device)
-            in_chunks = on_hopper.time(on_hopper.segments)
-        if cut.time(cut.segments) > SmallHeads.WORTH * in_chunks:
+        if cut.time(cut.segments) > SmallHeads.WORTH * time_in_chunks(problem, device):
             return "chunks are faster"
         return None
 
@@ -223,6 +219,15 @@ class SmallHeads:
         read = inputs.arrays | inputs.common_args(None, o) | {"initial": draft.initial(problem)}
         cut.launch(draft, read, o=o, final=final)
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.kernel.tiles | cut.tiles)
+
+
+def time_in_chunks(problem, device) -> float:
+    """An estimate, in microseconds, for a call in chunks, and for the copies that it needs (`needs_copies`)."""
+    copied = sum(x.nbytes for x in rows_of(problem) if not aligned16(x))
+    if why_never_on_hopper(problem, device):
+        return copied * COPY_TIME + CutInChunks(problem, device).pass_time
+    cut = ScalarCut(problem, device)
+    return copied * COPY_TIME + cut.time(cut.segments)
 
 
 class InChunks:

@@ -99,8 +99,8 @@ def why_no_chunks(problem) -> str | None:
     return None
 
 
-def why_not_on_hopper(problem, device) -> str | None:
-    """Why Hopper's own kernels cannot compute a call; None if they can."""
+def why_never_on_hopper(problem, device) -> str | None:
+    """Why Hopper's own kernels cannot compute a call, nor one on copies of its rows; None if they can."""
     if device.capability != 90:
         return "the card is another, or kernels of every card are asked for"
     if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
@@ -111,6 +111,13 @@ def why_not_on_hopper(problem, device) -> str | None:
         return reason
     if problem.sizes["K"] > TILES[-1]:
         return f"K={problem.sizes['K']} is over {TILES[-1]}"
+    return None
+
+
+def why_not_on_hopper(problem, device) -> str | None:
+    """Why Hopper's own kernels cannot compute a call; None if they can."""
+    if reason := why_never_on_hopper(problem, device):
+        return reason
     if not mappable_once_copied([problem[name] for name in "qkv"]):
         return "rows are no whole pieces of 16 bytes, or there are none"
     return None
