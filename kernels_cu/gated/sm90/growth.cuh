@@ -78,10 +78,9 @@ __device__ __forceinline__ float2 two_gates(const LaneGates<float>& gates, int n
 }
 
 // Whether gates above 0 of one of the warp's channels sum to more than GROWTH_LIMIT; also true for NaN. Not inlined,
-// and gates are loaded again from shared memory, since the callers have no registers left. PANELS, here and below with
-// [CHUNK][PANELS]: the numbers of a panel's row; with [PANELS][CHUNK]: the number of panels.
-template <typename T, typename G, int PANELS>
-__device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
+// and gates are loaded again from shared memory, since the callers have no registers left.
+template <typename T, typename G, int PANEL_WIDTH>
+__device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANEL_WIDTH]) {
   LaneGates<G> gates;
   gates.load(panels, ldmatrix_offset());
   float sums[2] = {};
@@ -94,8 +93,8 @@ __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
 }
 // Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
 // for all lanes of the warp. gates: this lane's; panels: the chunk's gates in shared memory.
-template <typename T, typename G, int PANELS>
-__device__ __forceinline__ bool exceeds_growth(const LaneGates<G>& gates, G (*panels)[CHUNK][PANELS]) {
+template <typename T, typename G, int PANEL_WIDTH>
+__device__ __forceinline__ bool exceeds_growth(const LaneGates<G>& gates, G (*panels)[CHUNK][PANEL_WIDTH]) {
   return __any_sync(0xffffffffu, some_gate_grows<T>(gates)) && sum_exceeds_growth<T>(panels);
 }
 
@@ -239,12 +238,12 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
 
 // Computes a chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the
 // query share (this pass's part of dg) overwrites g. Stores the query sums of this lane's channels that are `inside` K,
-// at query_sums[0] and [8]. dA holds scale do_i . v_j times TF32_CORRECTION.
+// at lane_query_sums[0] and [8]. dA holds scale do_i . v_j times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* query_sums, const bool (&inside)[2],
-                                                         Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
-                                                         Tile<T, BV>& do_, Pairs& dA, const float (&u)[2],
-                                                         float scale) {
+__device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* lane_query_sums,
+                                                         const bool (&inside)[2], Tile<T, BK>& q, Tile<T, BK>& k,
+                                                         Tile<G, BK>& g, Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA,
+                                                         const float (&u)[2], float scale) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   int channel = first_channel_of_lane();
   const int t = lane_of_channel();
@@ -309,7 +308,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
       after += term;
     }
     if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) after = convert_to_units(query_share, after);
-    if (t == 0 && (h ? inside[1] : inside[0])) query_sums[8 * h] = after;
+    if (t == 0 && (h ? inside[1] : inside[0])) lane_query_sums[8 * h] = after;
     store_tokens(q, dq, channel);
     store_tokens(g, query_share, channel);
   }

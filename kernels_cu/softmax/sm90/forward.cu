@@ -11,8 +11,8 @@
 //           tile; in one more warpgroup a single thread, the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; k_empty, v_empty: all consuming warps have read it; q_empty: o,
-//           which has overwritten q, has been stored. Named: ZERO_ROWS_BARRIER in zero_rows: zeros are written; 4 +
-//           warpgroup: its turn to issue products
+//           which has overwritten q, has been stored. Named: ZERO_ROWS_BARRIER in zero_rows: zeros are written;
+//           FIRST_TURN_BARRIER + warpgroup: its turn to issue products
 // numerics  scores, m, sums of weights and o in float32; e^(S - m) is rounded to T. m is raised only if it would grow
 //           by more than SLACK in base 2: o and the sums use the same m, so the result is exact
 // source    Shah et al., "FlashAttention-3", 2024: the roles, and the overlap of a key tile's product with v with the
