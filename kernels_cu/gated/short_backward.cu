@@ -129,10 +129,10 @@ __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence
 // Adds the sums over the warp of x[s] to scores [t, s] of its `sums`; replaces them if `first`.
 __device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int t, bool first) {
   const int lane = threadIdx.x & 31;
-  exchange_halves<8>(x, 16, lane & 16);
-  exchange_halves<4>(x, 8, lane & 8);
-  exchange_halves<2>(x, 4, lane & 4);
-  exchange_halves<1>(x, 2, lane & 2);
+  exchange_and_add_halves<8>(x, 16, lane & 16);
+  exchange_and_add_halves<4>(x, 8, lane & 8);
+  exchange_and_add_halves<2>(x, 4, lane & 4);
+  exchange_and_add_halves<1>(x, 2, lane & 2);
   const float sum = sum_over_lanes<2>(x[0]);
   float& score = sums[t * TOKENS + lane / 2];
   if (lane % 2 == 0) score = first ? sum : score + sum;

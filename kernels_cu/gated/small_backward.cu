@@ -63,10 +63,10 @@ template <typename T, typename G, int D> struct Shared {
 
 // Sums x over the lanes of a head, for each of D columns. Each step halves the columns of a lane: afterwards
 // x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: how far apart the two lanes are
-// that exchange columns in this step (exchange_halves, lanes.cuh), half of LANES in the first one.
+// that exchange columns in this step (exchange_and_add_halves, lanes.cuh), half of LANES in the first one.
 template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
   if constexpr (DISTANCE > 0) {
-    exchange_halves<DISTANCE*(D / LANES<D>)>(x, DISTANCE, lane & DISTANCE);
+    exchange_and_add_halves<DISTANCE*(D / LANES<D>)>(x, DISTANCE, lane & DISTANCE);
     sum_rows<DISTANCE / 2>(x, lane);
   }
 }

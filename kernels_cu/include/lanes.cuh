@@ -41,7 +41,8 @@ __device__ __forceinline__ float sum_of_this_and_higher_lanes(float x, int lane)
 // differs in the bit `distance` have 2 COUNT values x each, and exchange one half: the lane that is `upper` of the two
 // gets the sums of values COUNT to 2 COUNT - 1, the other one those of values 0 to COUNT - 1, as its x[0] to x[COUNT -
 // 1].
-template <int COUNT, int N> __device__ __forceinline__ void exchange_halves(float (&x)[N], int distance, bool upper) {
+template <int COUNT, int N>
+__device__ __forceinline__ void exchange_and_add_halves(float (&x)[N], int distance, bool upper) {
 #pragma unroll
   for (int n = 0; n < COUNT; ++n) {
     const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + COUNT], distance);

@@ -186,10 +186,11 @@ template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(floa
 }
 
 // Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
-// l % (2 DISTANCE). exchange_halves (lanes.cuh): two lanes that are DISTANCE apart add their values and part the sums;
-// the lane with bit DISTANCE gets those of the second DISTANCE values, the other one those of the first, in x[0] on.
+// l % (2 DISTANCE). exchange_and_add_halves (lanes.cuh): two lanes that are DISTANCE apart add their values and part
+// the sums; the lane with bit DISTANCE gets those of the second DISTANCE values, the other one those of the first, in
+// x[0] on.
 template <int DISTANCE> __device__ __forceinline__ float sum_each(float (&x)[WARP_ROWS]) {
-  exchange_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
+  exchange_and_add_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
   if constexpr (DISTANCE > 1) return sum_each<DISTANCE / 2>(x);
   else return x[0];
 }

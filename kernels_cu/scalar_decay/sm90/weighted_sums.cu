@@ -446,7 +446,8 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
   });
   last_token_term = warp_sum(last_token_term);
   // Over the 8 lanes with the same lane % 4. Afterwards x[p] is of token 8g + 2t + p.
-  exchange_halves<8>(x, 16, g & 4), exchange_halves<4>(x, 8, g & 2), exchange_halves<2>(x, 4, g & 1);
+  exchange_and_add_halves<8>(x, 16, g & 4), exchange_and_add_halves<4>(x, 8, g & 2),
+      exchange_and_add_halves<2>(x, 4, g & 1);
   if (lane == 31) x[1] += last_token_term;
   __syncwarp();  // all lanes have read the partner, whose place the sums take
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
