@@ -76,7 +76,7 @@
 //   tokens_at(x, b, h, t, channel): x from token t and this channel on; its .at(i, channel, channels): a number, 0 for
 //                        channels from `channels` on
 //   gradients_of_pairs(t, q, k, decay, dA): the terms of token t's pairs within its sub-chunk
-//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64 channels or columns
+//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64 channels or columns
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"
@@ -158,8 +158,8 @@ template <class M> struct PairData {
   // The thread's operands at the border between the halves, for each block of 16 tokens: keys of the first half decayed
   // to it, queries of the second half decayed from it.
   HeldLeft<M> border32[BLOCKS][THREADS];
-  float decays[SUBS][TILE];       // the product of each channel's decays over each sub-chunk
-  float state_terms[2][THREADS];  // the thread's share of dg's term of S and dS, for its two channels (by octet)
+  float decays[NUM_SUBCHUNKS][TILE];  // the product of each channel's decays over each sub-chunk
+  float state_terms[2][THREADS];      // the thread's share of dg's term of S and dS, for its two channels (by octet)
 };
 
 template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
@@ -223,7 +223,7 @@ struct ChannelTile {
   Span span;    // the chunk's tokens
 };
 
-constexpr int HALF = SUBS / 2;  // sub-chunks of half a chunk
+constexpr int HALF = NUM_SUBCHUNKS / 2;  // sub-chunks of half a chunk
 
 // Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: for the gates of this lane's
 // two tokens, the terms whose query or key is in the gates' own sub-chunk. `across`: the terms whose key is before that
@@ -275,7 +275,7 @@ __device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 
   const float2 a = decays_of(gates);
   float2 sum = {0.f, 0.f};
 #pragma unroll 1
-  for (int i = 1; i < SUB; ++i) {
+  for (int i = 1; i < SUB_CHUNK; ++i) {
     const float query = of_token(q, i);
     const int last = ReadOrder::reads_before_write ? i - 1 : i;  // the last token whose decay query i's state has had
     float decay = ReadOrder::reads_before_write ? 1.f : of_token(a, i);
@@ -564,7 +564,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + warp_channel + lane_channel + 8 * (p & 1);
     return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
   };
-  float sub_decays[2][SUBS];  // by octet: the product of decays over each sub-chunk
+  float sub_decays[2][NUM_SUBCHUNKS];  // by octet: the product of decays over each sub-chunk
   // Bit m: whether a gate of block m exceeds GROWTH. Then pairs within its sub-chunks are summed one by one, not by way
   // of the sub-chunk's middle. Set for NaN, too, which max_nan keeps.
   u32 growing = 0;
@@ -603,11 +603,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   };
   if (lane_pair == 0) {
 #pragma unroll
-    for (int n = 0; n < SUBS; ++n) decay_over(n, 0) = sub_decays[0][n], decay_over(n, 1) = sub_decays[1][n];
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n) decay_over(n, 0) = sub_decays[0][n], decay_over(n, 1) = sub_decays[1][n];
   }
   __syncwarp();  // one lane in four has written the decays that all four read
 
-  const float2 chunk_decay = {product_over(sub_decays[0], 0, SUBS), product_over(sub_decays[1], 0, SUBS)};  // by octet
+  const float2 chunk_decay = {product_over(sub_decays[0], 0, NUM_SUBCHUNKS),
+                              product_over(sub_decays[1], 0, NUM_SUBCHUNKS)};  // by octet
   state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
   // Computed again, with another order of multiplications, if S dS or a decay may exceed float32's range.
   if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= FLOAT32_MAX))) {
@@ -841,7 +842,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           float to_chunk_end = product_over(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
           if (!half) {
 #pragma unroll
-            for (int later = HALF; later < SUBS; ++later) to_chunk_end *= decay_over(later, octet);
+            for (int later = HALF; later < NUM_SUBCHUNKS; ++later) to_chunk_end *= decay_over(later, octet);
           }
           const float state_term = add_part(to_chunk_end * to_end[p], dk[in_half][in_block], HALF);
           if (!half) {

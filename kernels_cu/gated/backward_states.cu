@@ -33,15 +33,15 @@
 //   PairDecays(a)      the decays from the sub-chunk's start (`start`), to its end (`end`) and over it (`whole`)
 //   product_over(x, first, end) = x[first ... end - 1] multiplied
 // From backward.cuh
-//   CHUNK = 64 and SUB = 8 tokens; TILE = 64 channels or columns
+//   CHUNK = 64 and SUB_CHUNK = 8 tokens; TILE = 64 channels or columns
 //
 // Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
 // sequence or, for summaries, a segment; `segment`, its number in the walk; slot, its index in `states`
 #include "backward.cuh"
 
-constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a step, and its sub-chunks
-constexpr int STEPS_WORTH_READING = 16;           // a shorter segment is walked whole, without a look at its gates
-static_assert(TILE == 16 * WARPS);                // channels of a block
+constexpr int STEP = 32, STEP_SUBS = STEP / SUB_CHUNK;  // tokens of a step, and its sub-chunks
+constexpr int STEPS_WORTH_READING = 16;  // a shorter segment is walked whole, without a look at its gates
+static_assert(TILE == 16 * WARPS);       // channels of a block
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, v, do_;

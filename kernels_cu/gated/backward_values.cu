@@ -30,7 +30,7 @@
 //   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32 (backward_scores.cuh)
 //   ChannelTokens      a tile [channel, token]; CHANNELS = 32
 //   blocks_with_room   blocks of a multiprocessor, at most the given ones, whose shared memory fits
-//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8 sub-chunks; TILE = 64
+//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64
 #include "gated/backward_scores.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
@@ -74,7 +74,7 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   };
   Stored dS[CHANNELS * BV];         // [32, BV] in matrices of 8 x 8
   float self_scores[WARPS][CHUNK];  // scores of tokens with themselves, over each warp's channels
-  bool grows[SUBS];                 // whether a gate of the sub-chunk exceeds GROWTH
+  bool grows[NUM_SUBCHUNKS];        // whether a gate of the sub-chunk exceeds GROWTH
 };
 
 // Adds x, summed over the warp's 8 channels, to `sums`, one number for each token. x[m]: of this lane's channel and two
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(
   *reinterpret_cast<float2*>(s.self_scores[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // self_scores are zero
   const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  if (threadIdx.x < SUBS) s.grows[threadIdx.x] = false;
+  if (threadIdx.x < NUM_SUBCHUNKS) s.grows[threadIdx.x] = false;
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -162,16 +162,16 @@ __global__ void __launch_bounds__(
       const int channel = n * CHANNELS + warp_channel + g;
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
-      float sub_chunk_decays[SUBS];
+      float sub_chunk_decays[NUM_SUBCHUNKS];
       float2 q[4], k[4], gates[4], self_terms[4];  // of four sub-chunks; self_terms: u q k
 #pragma unroll
-      for (int m = 0; m < SUBS; ++m) {  // first all decays of sub-chunks, which the next loop multiplies
+      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {  // first all decays of sub-chunks, which the next loop multiplies
         if (m % 4 == 0) load(gates, s.tokens.g, m, LD<G, CHANNELS>);
         sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
         if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
       }
 #pragma unroll
-      for (int m = 0; m < SUBS; ++m) {
+      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
         if (m % 4 == 0) {
           load(gates, s.tokens.g, m, LD<G, CHANNELS>);
           load(q, s.tokens.q, m, LD<T, CHANNELS>);
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(
         // The query decayed from its sub-chunk's start, and the key decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
         // The first sub-chunk after the middle of the half that m is in, and after the middle of the chunk.
-        const int block_border = m / 4 * 4 + 2, half_border = SUBS / 2;
+        const int block_border = m / 4 * 4 + 2, half_border = NUM_SUBCHUNKS / 2;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t;
         put_pair(s.operands.queries + index, middle.queries * query);
         put_pair(s.operands.keys + index, middle.keys * key);
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(
         put_pair(s.operands.border32 + index, m < half_border ? product_over(sub_chunk_decays, m + 1, half_border) * end
                                                               : product_over(sub_chunk_decays, half_border, m) * start);
         put_pair(s.operands.ends + index,
-                 product_over(sub_chunk_decays, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
+                 product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.self_scores[warp], self_terms, m - 3);
       }
     }
@@ -260,12 +260,13 @@ __global__ void __launch_bounds__(
   for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
     if (!s.grows[n]) continue;
     __syncwarp();  // the scores that are replaced have been stored
-    const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
+    const i64 first_token = span.start + SUB_CHUNK * n, rows = min(i64(SUB_CHUNK), span.stop - first_token);
     const float score = score_of_pair<ReadOrder>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
                                                  args.g.row(b, h, first_token), args.q.token_stride,
                                                  args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
     const TokenPair pair = pair_of(lane);
-    if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
+    if (lane < PAIRS)
+      s.A[(SUB_CHUNK * n + pair.query) * LDT + SUB_CHUNK * n + pair.key] = from_float<Stored>(scale * score);
   }
   __syncthreads();  // A is in shared memory
 #pragma unroll

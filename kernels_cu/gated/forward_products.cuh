@@ -172,13 +172,14 @@ __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK
 template <class ReadOrder, int PRODUCTS, int WARPS, class Schedule, typename T, int BK, class Args>
 __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, const Args& args, u32 b, u32 h,
                                             const Span& span, int token, int tokens, int channels, bool grows) {
-  constexpr int SUBCHUNKS = CHUNK<T> / SUB_CHUNK, ITERATIONS = (TASKS<T> + WARPS - 1) / WARPS;
-  constexpr bool ONE_OF_EACH = TASKS<T> == 2 * SUBCHUNKS && WARPS == SUBCHUNKS;  // within a sub-chunk, and between two
+  constexpr int NUM_SUBCHUNKS = CHUNK<T> / SUB_CHUNK, ITERATIONS = (TASKS<T> + WARPS - 1) / WARPS;
+  constexpr bool ONE_OF_EACH =
+      TASKS<T> == 2 * NUM_SUBCHUNKS && WARPS == NUM_SUBCHUNKS;  // within a sub-chunk, and between two
 #pragma unroll ONE_OF_EACH ? 2 : 1
   for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
     const int task = (threadIdx.x >> 5) + iteration * WARPS;
     if (TASKS<T> % WARPS && task >= TASKS<T>) break;
-    const bool within = ONE_OF_EACH ? iteration == 0 : task < SUBCHUNKS;
+    const bool within = ONE_OF_EACH ? iteration == 0 : task < NUM_SUBCHUNKS;
     if (grows && within) {
       const i64 first_token = span.start + token + SUB_CHUNK * task;
       score_pairs_one_by_one<ReadOrder, PRODUCTS>(

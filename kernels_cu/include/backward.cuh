@@ -9,8 +9,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int CHUNK = 64, SUB = 8, SUBS = CHUNK / SUB;  // tokens; sub-chunks a chunk
-constexpr int TILE = 64;                                // channels and columns of a tile of a state
+constexpr int CHUNK = 64, SUB_CHUNK = 8, NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // tokens; sub-chunks a chunk
+constexpr int TILE = 64;  // channels and columns of a tile of a state
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 // The distance, in numbers, of the rows of a tile [rows, COLS] in shared memory: PAD more than COLS, so that loads by

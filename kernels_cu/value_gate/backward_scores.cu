@@ -33,7 +33,7 @@
 // From backward.cuh and gated/backward_scores.cuh
 //   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
 //   ChannelTokens       a tile [channel, token]; CHANNELS = 32
-//   CHUNK = 64 and SUB = 8 tokens; SUBS = 8
+//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8
 // From others
 //   score_of_pair       gives lane n the score of the pair of tokens pair_of(n)
 //   tokens_at           an array's rows in memory; growth_of: the largest sum of positive gates
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
   // Of 32 channels in shared memory a warp has 8, from warp_channel on, and a lane has channel g of these. It has
-  // tokens 2t and 2t + 1 of each of the SUBS sub-chunks.
+  // tokens 2t and 2t + 1 of each of the NUM_SUBCHUNKS sub-chunks.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
   // The chunk is number c of its batch row, and `chunk` in the results; the head is number `head` of this launch's, h
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   };
 
   ChunkScores scores(warp);
-  float2 self_products[SUBS] = {};  // products of tokens with themselves, over this lane's channels
+  float2 self_products[NUM_SUBCHUNKS] = {};  // products of tokens with themselves, over this lane's channels
   const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   float largest = 0.f;  // of the gates
   fetch(0);
@@ -116,18 +116,19 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
-      float sub_chunk_decays[SUBS];  // of the four lanes of a channel together
-      float2 q[4], k[4], gates[4];   // of four sub-chunks
+      float sub_chunk_decays[NUM_SUBCHUNKS];  // of the four lanes of a channel together
+      float2 q[4], k[4], gates[4];            // of four sub-chunks
 #pragma unroll
-      for (int m = 0; m < SUBS; ++m) {
+      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
         if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
         sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
         largest = max_nan(gates[m % 4].x, max_nan(gates[m % 4].y, largest));
       }
       const i64 channel = n * CHANNELS + warp_channel + g;
-      if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_over(sub_chunk_decays, 0, SUBS);
+      if (t == 0 && channel < width)
+        args.decays[chunk * width + channel] = product_over(sub_chunk_decays, 0, NUM_SUBCHUNKS);
 #pragma unroll
-      for (int m = 0; m < SUBS; ++m) {
+      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
         if (m % 4 == 0) {
           load(gates, s.g, m, LD<G, CHANNELS>);
           load(q, s.q, m, LD<T, CHANNELS>);
@@ -141,7 +142,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const float2 start = decays.start * query, end = decays.end * key;
         // The first sub-chunk after a border: quarter_end after the one in the middle of the half that m is in,
         // half_end after the one in the middle of the chunk.
-        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2,
+                  half_end = NUM_SUBCHUNKS / 2;
         put_pair(s.queries + index, middle.queries * query);
         put_pair(s.keys + index, middle.keys * key);
         put_pair(s.border8 + index, m % 2 ? start : end);
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         put_pair(s.border32 + index, m < half_end ? product_over(sub_chunk_decays, m + 1, half_end) * end
                                                   : product_over(sub_chunk_decays, half_end, m) * start);
         put_tokens(s.starts, m, product_over(sub_chunk_decays, 0, m) * start);
-        put_tokens(s.ends, m, product_over(sub_chunk_decays, m + 1, SUBS) * end);
+        put_tokens(s.ends, m, product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS) * end);
       }
     }
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   }
   const float scale = float(args.scale);
 #pragma unroll
-  for (int m = 0; m < SUBS; ++m) {
+  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2)
       self_products[m] = self_products[m] + float2{__shfl_xor_sync(0xffffffffu, self_products[m].x, lanes),
@@ -206,12 +208,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
       // rows: 0 or less if the sub-chunk is after the sequence's end; then score_of_pair reads nothing and returns 0.
-      const i64 first_token = span.start + SUB * n, rows = min(i64(SUB), span.stop - first_token);
+      const i64 first_token = span.start + SUB_CHUNK * n, rows = min(i64(SUB_CHUNK), span.stop - first_token);
       const float score = score_of_pair<AfterWrite>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
                                                     args.g.row(b, h, first_token), args.q.token_stride,
                                                     args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
-      Stored* to = args.scores + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
+      Stored* to =
+          args.scores + chunk * (CHUNK * CHUNK) + (SUB_CHUNK * n + pair.query) * CHUNK + SUB_CHUNK * n + pair.key;
       if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * TF32_CORRECTION_OF_BOTH<M> * scale * score);
     }
   }

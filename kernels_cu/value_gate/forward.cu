@@ -154,8 +154,8 @@ template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
-  // BT: tokens of a chunk, 32, or 16 if operands are floats; SUBS: its sub-chunks of SUB_CHUNK = 8
-  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, SUBS = BT / SUB_CHUNK, BLOCKS = BT / 16;
+  // BT: tokens of a chunk, 32, or 16 if operands are floats; NUM_SUBCHUNKS: its sub-chunks of SUB_CHUNK = 8
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, NUM_SUBCHUNKS = BT / SUB_CHUNK, BLOCKS = BT / 16;
   using Share = WarpShare<T, BK, WARPS>;  // the spans of 4 tokens whose operands a warp makes
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
       for (int n = 0; n < BK / 2; ++n) S_before[n / 4][n % 4] = S[n / 4][n % 4];
     }
-    float sub_chunk_decays[2][SUBS];  // decays of columns g and g + 8 over whole sub-chunks
+    float sub_chunk_decays[2][NUM_SUBCHUNKS];  // decays of columns g and g + 8 over whole sub-chunks
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
       float2 x[4];
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(2 * BV,
             args.sums + ((i64(b) * H + h) * shape.T + span.start + token + 2 * t) * shape.V + v_tile + column + g;
         const bool first = args.channel == 0, last = args.channel + BK >= shape.K;
 #pragma unroll
-        for (int n = 0; n < SUBS; ++n) {
+        for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
             if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(2 * BV,
       }
       __syncwarp();  // all lanes have read the warp's values, which its outputs overwrite
 #pragma unroll
-      for (int n = 0; n < SUBS; ++n)
+      for (int n = 0; n < NUM_SUBCHUNKS; ++n)
 #pragma unroll
         for (int x = 0; x < 4; ++x)
           *place<BV>(s.v[stage], 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) =

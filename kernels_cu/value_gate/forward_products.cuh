@@ -3,8 +3,8 @@
 // math      o = F * (q decayed) S + (A * F) v, with the columns' decays F from the chunk's start, or between two
 //           tokens (the caller multiplies by scale); S <- diag(decay of channels) S diag(decay of columns) + (k decayed
 //           to the chunk's end)^T (v decayed to it)
-// shapes    a sub-chunk has SUB_CHUNK = 8 tokens, a chunk SUBS of them: 4, or 2 if operands are floats. With g = lane /
-//           4 and t = lane % 4 a lane has columns g and g + 8 of a warp's 16:
+// shapes    a sub-chunk has SUB_CHUNK = 8 tokens, a chunk NUM_SUBCHUNKS of them: 4, or 2 if operands are floats. With g
+//           = lane / 4 and t = lane % 4 a lane has columns g and g + 8 of a warp's 16:
 //             outputs (transposed)     o[n / 2][n % 2][2h + i] is token 8n + 2t + i, column g + 8h
 //             the state                S[n][2h + i] is channel 8n + 2t + i, column g + 8h
 //             values or gates of 16    x[p], pair p of a left operand [column, token], is tokens 2t and 2t + 1 of
@@ -90,18 +90,18 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
 // S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed), with the decays of channels and columns over the chunk.
 // sub_chunk_decays: those of the lane's two columns over each sub-chunk. Keys have been decayed to the chunk's end;
 // values are here: PairDecays(...).end is the decay from after each token to its sub-chunk's end; it contains shuffles.
-template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
+template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int NUM_SUBCHUNKS>
 __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
                                                        const ColumnsReader<BV, G>& gates,
                                                        const ColumnsReader<BV, T>& values,
-                                                       const float (&sub_chunk_decays)[2][SUBS]) {
-  static_assert(SUBS == CHUNK<T> / SUB_CHUNK);
+                                                       const float (&sub_chunk_decays)[2][NUM_SUBCHUNKS]) {
+  static_assert(NUM_SUBCHUNKS == CHUNK<T> / SUB_CHUNK);
   const int t = opaque(threadIdx.x & 3);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
-  const float chunk_decays[2] = {product_over(sub_chunk_decays[0], 0, SUBS),
-                                 product_over(sub_chunk_decays[1], 0, SUBS)};  // of the lane's columns
+  const float chunk_decays[2] = {product_over(sub_chunk_decays[0], 0, NUM_SUBCHUNKS),
+                                 product_over(sub_chunk_decays[1], 0, NUM_SUBCHUNKS)};  // of the lane's columns
 #pragma unroll
-  for (int n = 0; n < SUBS / 2; ++n) {
+  for (int n = 0; n < NUM_SUBCHUNKS / 2; ++n) {
     float2 x[4], log_gates[4];
     Left<Math<T, PRODUCTS>> a;
     gates.load(log_gates, s.value_gates, 16 * n);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const float later_decay =
-          product_over(sub_chunk_decays[p & 1], 2 * n + (p >> 1) + 1, SUBS);  // over later sub-chunks
+          product_over(sub_chunk_decays[p & 1], 2 * n + (p >> 1) + 1, NUM_SUBCHUNKS);  // over later sub-chunks
       a.set(p, later_decay * (PairDecays<AfterWrite>(decays_of(log_gates[p])).end * x[p]));
     }
 #pragma unroll
@@ -164,16 +164,17 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
 // in time, so the order of the steps matters. grows: whether a gate of the warp's columns is above GROWTH; it is equal
 // for all lanes, since MiddleFactors shuffles. multiply_half(d, a, b, half): only the keys of sub-chunk `half` of the
 // 16 count.
-template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
+template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int NUM_SUBCHUNKS>
 __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s,
                                                              int stage, const ColumnsReader<BV, G>& gates,
                                                              const ColumnsReader<BV, T>& values,
-                                                             const float (&sub_chunk_decays)[2][SUBS], bool grows) {
+                                                             const float (&sub_chunk_decays)[2][NUM_SUBCHUNKS],
+                                                             bool grows) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, DISTANCE = CHUNK<T> * LDA;
   Right<Math<T, PRODUCTS>> scores[NUMBERS];
 #pragma unroll
-  for (int m = 0; m < SUBS / 2; ++m) {
+  for (int m = 0; m < NUM_SUBCHUNKS / 2; ++m) {
     float2 x[4], decays[4];
     values.load(x, s.v[stage], 16 * m);
     gates.load(decays, s.value_gates, 16 * m);
@@ -191,18 +192,18 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
     }
     // Outputs of the second 16 tokens, o[1], go on by the decay of the first 16, and read their values, decayed to
     // token 16.
-    if (SUBS == 4 && m == 0) {
+    if (NUM_SUBCHUNKS == 4 && m == 0) {
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll
       for (int p = 0; p < 4; ++p)
         border.set(p, (p < 2 ? sub_chunk_decays[p & 1][1] : 1.f) * (PairDecays<AfterWrite>(decays[p]).end * x[p]));
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
-        scale_columns(o[SUBS / 2 - 1][sub], sub_chunk_decays[0][0] * sub_chunk_decays[0][1],
+        scale_columns(o[NUM_SUBCHUNKS / 2 - 1][sub], sub_chunk_decays[0][0] * sub_chunk_decays[0][1],
                       sub_chunk_decays[1][0] * sub_chunk_decays[1][1]);
         load_scores<LDA>(scores, s.A, 16 + SUB_CHUNK * sub, 0, DISTANCE);
 #pragma unroll
-        for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, scores[n]);
+        for (int n = 0; n < NUMBERS; ++n) multiply(o[NUM_SUBCHUNKS / 2 - 1][sub], border, scores[n]);
       }
     }
     // Last, outputs read the values of their own sub-chunk. within: sums of scores times these values, which have their

@@ -191,7 +191,7 @@ __device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedu
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                           int panel, float down, int offset) {
-  u32 columns[SUBCHUNKS][4];  // do's columns as left operands: a lane's queries 2t and 2t + 1 of each sub-chunk
+  u32 columns[NUM_SUBCHUNKS][4];  // do's columns as left operands: a lane's queries 2t and 2t + 1 of each sub-chunk
   Operand do_operand;
   load_operand(do_operand, in.do_[panel], offset);
   each_token_pair([&](int n, int h) {  // queries in the order of A's columns
@@ -207,7 +207,7 @@ __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Sched
   wgmma_fence();
   const u64 scores_tile = k_major_tile(s.A);
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n)
     wgmma<tf32, CHUNK, K_MAJOR>(dv, columns[n], scores_tile + n * 32 / 16, ACCUMULATE);
   wgmma_commit();
   wgmma_wait<0>();
@@ -329,7 +329,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const float factor = TF32_CORRECTION * scale;
     const int first_key = 2 * (lane & 3), distance = query - first_key, pair = pair_index(query, first_key);
 #pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n) {
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
       // Returns dA of `query` and first_key + j; product: that of their do and v.
       const auto value = [&](int j, float product) {
         if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
@@ -463,8 +463,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const Scale dS_scale = IS_FLOAT16<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     const bool scaled = IS_FLOAT16<T> && dS_scale.up != 1.f;
     if (scaled) scale_state<BV>(dS, dS_scale.up, dS_scale.up);
-    Values from_state;                   // dS v_j [channel, token j]
-    u32 columns[BV / 8 / SUBCHUNKS][4];  // the part of dS that is being multiplied by v
+    Values from_state;                       // dS v_j [channel, token j]
+    u32 columns[BV / 8 / NUM_SUBCHUNKS][4];  // the part of dS that is being multiplied by v
 
     // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
     constexpr bool SUM_FIRST = IS_FLOAT16<T> && !ReadOrder::reads_before_write;
@@ -476,7 +476,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
     const PairReader dA_reader(values.dA, 0, int(offsets.z));
 #pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n) {
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
       // Starts a quarter of from_state = dS v^T, which sums over a quarter of the columns of V (states.cuh).
       if constexpr (TF32_READ<T, G, BK>) start_state_read_part<BV>(from_state, columns, dS, s.float_v, n);
       else
@@ -485,7 +485,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                                     if (!HAS_SCORE_WARPGROUP<BK>)
                                       stmatrix_x4_trans(at_byte_offset(s.dS[warpgroup], offset + 2048 * tile), two);
                                   });
-      if (n + AHEAD < SUBCHUNKS) set_decays(n + AHEAD);
+      if (n + AHEAD < NUM_SUBCHUNKS) set_decays(n + AHEAD);
       LaneSubChunk queries_within, keys_within, sum = {};
       float self_terms[4] = {}, self_scores[2] = {};  // RWKV-6: of tokens with themselves, in dk and in A
       const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};

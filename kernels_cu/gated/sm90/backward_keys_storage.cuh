@@ -56,7 +56,7 @@ template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 // RWKV-6: for every consumer warp, sub-chunk and lane, the sums over the lane's two channels of q_i u k_i, of the
 // lane's two tokens i. If gates are float32, the sums overwrite the second half of a warpgroup's g, which queries
 // within sub-chunks do not need.
-using SelfScoreParts = float2[SUBCHUNKS][32];
+using SelfScoreParts = float2[NUM_SUBCHUNKS][32];
 template <typename G, int BK> struct SelfScores {
   SelfScoreParts parts[BK / 16];
 

@@ -251,7 +251,7 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
                                                  const GateCounts<ReadOrder, G>& counts, const PairReader& dA_reader,
                                                  Pairs& pairs, const float (&u)[2], float (&du)[2]) {
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) {
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
     // queries, keys: these tokens times their factors about the sub-chunk's middle (decays.cuh). over_keys: for each
     // query i the sum over j of dA_ij times these keys, without i's factor. over_queries: for each key j the sum over i
     // of dA_ij times these queries, without j's factor.
@@ -381,7 +381,7 @@ __device__ __forceinline__ void sum_later_tokens(LaneChunk& query_terms, const L
   for (int h = 0; h < 2; ++h) {
     all[h] = 0.f;
 #pragma unroll
-    for (int n = SUBCHUNKS - 1; n >= 0; --n) {
+    for (int n = NUM_SUBCHUNKS - 1; n >= 0; --n) {
       // The difference of the sums of the lane's two tokens: the first token's less the second's.
       const float between = query_terms[n][2 * h + 1] - key_terms[n][2 * h];
       const float lane_sum = between + (query_terms[n][2 * h] - key_terms[n][2 * h + 1]);

@@ -29,13 +29,13 @@
 #include "read_order.cuh"
 #include "tf32.cuh"
 
-constexpr int CHUNK = 32, SUB_CHUNK = 8, SUBCHUNKS = CHUNK / SUB_CHUNK;  // SUB_CHUNK: tokens of a sub-chunk
+constexpr int CHUNK = 32, SUB_CHUNK = 8, NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // SUB_CHUNK: tokens of a sub-chunk
 
 #include "warpgroup.cuh"  // after CHUNK, which it uses
 
 // A lane's values of a sub-chunk: x[2h + p] is channel g + 8h of token 2t + p; and of a chunk's four sub-chunks.
 using LaneSubChunk = float[4];
-using LaneChunk = LaneSubChunk[SUBCHUNKS];
+using LaneChunk = LaneSubChunk[NUM_SUBCHUNKS];
 
 template <typename T> __device__ __forceinline__ float2 unpack(u32 two);
 template <> __device__ __forceinline__ float2 unpack<bf16>(u32 two) { return {low(two), high(two)}; }
@@ -51,7 +51,7 @@ constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 // Calls f(n, h) for this lane's tokens 2t and 2t + 1 in each sub-chunk n, of each channel g + 8h.
 template <class F> __device__ __forceinline__ void each_token_pair(F f) {
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) f(n, h);
 }
@@ -266,7 +266,7 @@ __device__ __forceinline__ void multiply_gates(LaneSubChunk& d, const u32 (&a)[4
 template <typename G, bool SECOND_NEGATED, class F>
 __device__ __forceinline__ void sum_gates(const LaneGates<G, SECOND_NEGATED>& g, const u32 (&b)[2], F f) {
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) {
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
     u32 a[4];
     LaneSubChunk d = {};
     g.template operand<UNCLAMPED>(a, n);
@@ -302,7 +302,7 @@ __device__ __forceinline__ void decays_to_end(LaneChunk& to, const LaneGates<G, 
 
 // The decays over each sub-chunk, for this lane's two channels h.
 struct SubChunkDecays {
-  float sub[SUBCHUNKS][2];  // [sub-chunk][h]
+  float sub[NUM_SUBCHUNKS][2];  // [sub-chunk][h]
 
   // The decay over all sub-chunks before n, after n, and over the chunk.
   __device__ __forceinline__ float before(int n, int h) const {

@@ -40,10 +40,10 @@ __device__ __forceinline__ float power_of_two(u32 exponent) { return __uint_as_f
 __device__ __forceinline__ void add_sizes(float (&size)[2], const LaneChunk& x) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    static_assert(SUBCHUNKS == 4);
-    float of_pair[SUBCHUNKS];  // of two neighbouring tokens
+    static_assert(NUM_SUBCHUNKS == 4);
+    float of_pair[NUM_SUBCHUNKS];  // of two neighbouring tokens
 #pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n) of_pair[n] = fabsf(x[n][2 * h]) + fabsf(x[n][2 * h + 1]);
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n) of_pair[n] = fabsf(x[n][2 * h]) + fabsf(x[n][2 * h + 1]);
     size[h] += (of_pair[0] + of_pair[1]) + (of_pair[2] + of_pair[3]);
   }
 }
@@ -76,7 +76,7 @@ __device__ __forceinline__ float inverse_of_power(float x) {
 // Whether a number of the warp's share is infinite in float16.
 __device__ __forceinline__ bool exceeds_float16(const LaneChunk& x) {
   float largest = 0.f;
-  for (int n = 0; n < SUBCHUNKS; ++n)
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n)
     for (float value : x[n]) largest = fmaxf(largest, fabsf(value));
   return __any_sync(0xffffffffu, largest >= 65520.f);
 }
@@ -131,7 +131,7 @@ __device__ __forceinline__ void add_query_share(LaneChunk& x, G (*panels)[CHUNK]
     Operand packed;
     load_operand(packed, *panels, offset);
 #pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n) {
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
       LaneSubChunk
           share;  // in units, with the state's term; an operand register has two sub-chunks, of which one is taken
       mma_f16(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void add_query_share(LaneChunk& x, G (*panels)[CHUNK]
     LaneChunk share;
     load_chunk(share, panels, offset);
 #pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n)
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = (x[n][i] + share[n][i]) + state_term[i / 2];
   }

@@ -230,13 +230,13 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
   }
 }
 
-// Starts part `part` of the product x[channel, token] = S tokens^T in tf32, which has SUBCHUNKS parts, since callers
-// start one beside the work of each sub-chunk; a part sums over BV / SUBCHUNKS columns. columns: registers for the
-// part's copy of S. First waits for the previous part, whose copy of S is in the same registers.
+// Starts part `part` of the product x[channel, token] = S tokens^T in tf32, which has NUM_SUBCHUNKS parts, since
+// callers start one beside the work of each sub-chunk; a part sums over BV / NUM_SUBCHUNKS columns. columns: registers
+// for the part's copy of S. First waits for the previous part, whose copy of S is in the same registers.
 template <int BV>
-__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4],
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
                                                       const float (&S)[BV / 2], FloatTile<BV>& tokens, int part) {
-  constexpr int TILES = BV / 8 / SUBCHUNKS;
+  constexpr int TILES = BV / 8 / NUM_SUBCHUNKS;
   if (part) wgmma_wait<0>();
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
@@ -256,10 +256,10 @@ __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[
 // Starts a part of S tokens^T, as above, with S as two bfloat16 numbers (rounded numbers and rounding errors) and
 // tokens in T; calls put(n, this lane's rounded numbers) for the n-th 16 columns of S.
 template <int BV, class Put>
-__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4],
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
                                                       const float (&S)[BV / 2], bf16 (&tokens)[BV / 64][CHUNK][64],
                                                       int part, Put put) {
-  constexpr int TILES = BV / 16 / SUBCHUNKS;
+  constexpr int TILES = BV / 16 / NUM_SUBCHUNKS;
   if (part) wgmma_wait<0>();
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
@@ -285,10 +285,10 @@ __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[
 // brings it into float16's range. First waits for the part before the previous one, whose copy of S is in the same
 // registers.
 template <int BV, class Put>
-__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4],
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
                                                       const float (&S)[BV / 2], f16 (&tokens)[BV / 64][CHUNK][64],
                                                       int part, Put put) {
-  constexpr int TILES = BV / 16 / SUBCHUNKS;
+  constexpr int TILES = BV / 16 / NUM_SUBCHUNKS;
   const int first = part % 2 * TILES;
   if (part > 1) wgmma_wait<1>();
 #pragma unroll
@@ -371,7 +371,7 @@ __device__ __forceinline__ void sum_earlier_tokens(LaneChunk& x, float (&all)[2]
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   LaneSubChunk sum = {};
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) {
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
     LaneSubChunk truncated, remainder;
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -402,8 +402,8 @@ template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuf
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int step = 0; step < SUBCHUNKS; ++step) {
-      LaneSubChunk& sums = x[FROM_TOKEN_ON ? SUBCHUNKS - 1 - step : step];
+    for (int step = 0; step < NUM_SUBCHUNKS; ++step) {
+      LaneSubChunk& sums = x[FROM_TOKEN_ON ? NUM_SUBCHUNKS - 1 - step : step];
       // Of the lane's two tokens, `more` is the one whose sum has one term more.
       float &more = sums[2 * h + !FROM_TOKEN_ON], &less = sums[2 * h + FROM_TOKEN_ON];
       const float lane_sum = more + less, neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1),
