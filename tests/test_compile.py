@@ -104,7 +104,6 @@ def targets(instances):
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
 #   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
-#   training/norm_backward  sm_100, sm_120  float16, six mixes of 768 channels, loaded together
 #   delta/backward_chunks  sm_90   256 channels, 512 threads of 128 registers
 #                          sm_100  an address of half-precision rows, 128 channels
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
@@ -120,8 +119,6 @@ SPILLED = {
     ("delta/backward_chunks", "sm_90"): 44,
     ("delta/backward_chunks", "sm_100"): 8,
     ("delta/kda_backward_chunks", "sm_120"): 32,
-    ("training/norm_backward", "sm_100"): 16,
-    ("training/norm_backward", "sm_120"): 32,
     ("value_gate/forward", "sm_80"): 56,
     ("value_gate/forward", "sm_90"): 200,
     ("value_gate/forward", "sm_100"): 156,

@@ -1,12 +1,12 @@
 // what      Shared by the kernels of a training step: loads and stores of eight channels, a block's tokens, dropout.
 #include "decode.cuh"
 
-// Eight neighbouring channels of a token, as floats.
+// EightFloats neighbouring channels of a token, as floats.
 struct EightFloats {
   float x[8];
 };
 
-// Eight neighbouring channels as they are in memory, which takes fewer registers: for loads that are issued together.
+// EightFloats neighbouring channels as they are in memory, which takes fewer registers: for loads that are issued together.
 template <typename T> struct Stored {
   uint4 words[sizeof(T) / 2];
 
@@ -31,6 +31,27 @@ template <typename T> struct Stored {
 };
 
 // Load and store eight neighbours, on 16 bytes.
+// EightFloats neighbours of each of THREADS threads, in shared memory. copy() starts to copy the thread's; after
+// cp_async_commit and cp_async_wait floats() reads them. The next copy() may follow floats() without a barrier.
+template <typename T, int THREADS> struct Copied {
+  static constexpr int PIECES = sizeof(T) / 2;
+  uint4 pieces[PIECES][THREADS];
+
+  // `from` is aligned to 16 bytes.
+  __device__ __forceinline__ void copy(const T* from) {
+#pragma unroll
+    for (int n = 0; n < PIECES; ++n)
+      cp_async<16>(&pieces[n][threadIdx.x], reinterpret_cast<const uint4*>(from) + n, true);
+  }
+
+  __device__ __forceinline__ EightFloats floats() const {
+    Stored<T> stored;
+#pragma unroll
+    for (int n = 0; n < PIECES; ++n) stored.words[n] = pieces[n][threadIdx.x];
+    return stored.floats();
+  }
+};
+
 template <typename T> __device__ __forceinline__ EightFloats load8(const T* from) {
   Stored<T> stored;
   stored.load(from);

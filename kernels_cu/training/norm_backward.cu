@@ -9,16 +9,20 @@
 // shapes    dxx dd [tokens, D] or null, dmixed [C, tokens, D], maa [C, D], weight bias [D]; x dy dx [tokens, D],
 //           moments [tokens, 2]; first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
 // grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
-// smem      the warps' parts of two sums, of even and odd tokens
+// smem      Shared: the next token's arrays, and x and dy of the current one. A thread copies and reads its 8 channels.
+//           The warps' parts of two sums, of even and odd tokens
 // barriers  one a token: the warps' parts of its sums are in shared memory, where those of two tokens later overwrite
 //           them
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
 // limits    D a multiple of 8, up to 8 THREADS; dy may be dx; null: no gradient comes from later operations
+#include "cards.cuh"
 #include "training.cuh"
 
-// From training.cuh:
-//   Stored: eight neighbours as they are in memory
+// From the includes:
+//   SINCE_SM100: whether the card is of compute capability 10 or newer
+//   Eight: eight neighbours as floats, which load8 and store8 move
+//   Copied: eight neighbours of every thread, which are copied to shared memory while the threads compute
 //   Tokens: goes over the block's tokens
 //   dropped: the residual's dropout
 
@@ -75,95 +79,124 @@ template <typename T> struct Gated {
   }
 };
 
-// xhat of token t.
-template <typename T> __device__ __forceinline__ EightFloats normed(const Args<T>& args, i64 t) {
-  EightFloats x = load8(args.x + t * args.D + 8 * threadIdx.x);
-  const float mean = args.moments[2 * t], scale = args.moments[2 * t + 1];
+template <typename T, int THREADS, int C> struct Shared {
+  Copied<T, THREADS> dxx, dd, dmixed[C > 0 ? C : 1];
+  Copied<float, THREADS> x[2], dy[2];  // of even and odd tokens
+  float2 sums[2][THREADS / 32];
+};
+
+// Mean and 1 / deviation of a token.
+template <typename T> __device__ __forceinline__ float2 moments_of(const Args<T>& args, i64 t) {
+  return reinterpret_cast<const float2*>(args.moments)[t];
+}
+
+// xhat, from x and the token's moments.
+__device__ __forceinline__ EightFloats normed(EightFloats x, float2 moments) {
 #pragma unroll
-  for (int n = 0; n < 8; ++n) x.x[n] = (x.x[n] - mean) * scale;
+  for (int n = 0; n < 8; ++n) x.x[n] = (x.x[n] - moments.x) * moments.y;
   return x;
 }
 
-// xx of a token, from its xhat.
-template <typename T> __device__ __forceinline__ EightFloats affine(const Args<T>& args, EightFloats x) {
-  const EightFloats weight = load8(args.weight + 8 * threadIdx.x), bias = load8(args.bias + 8 * threadIdx.x);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) x.x[n] = fmaf(x.x[n], weight.x[n], bias.x[n]);
-  return x;
-}
-
-// A thread's 8 channels of the next token, and its sums over the block's tokens.
+// A thread's 8 channels of the current token, and its sums over the block's tokens.
 template <int C> struct State {
-  EightFloats direct, shifted;  // G without D_{t+1}, and D_t
-  EightFloats before;           // xx of the token before
+  float2 moments, copied_moments;  // of the current token, and of the one that is being copied
+  EightFloats direct;              // G without D_{t+1}
   EightFloats dweight, dbias, dmaa[C > 0 ? C : 1];
 
-  // Loads token t. first: whether it is the first of its sequence; in_block: whether it is one of the block's, whose
-  // terms are added to dmaa. `before` must hold xx of token t - 1 unless `first`.
-  template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool in_block) {
-    const i64 D = args.D, j = 8 * threadIdx.x, index = t * D + j;
-    direct = shifted = {};
-    if (args.dxx) direct = load8(args.dxx + index);
-    if (args.dd) shifted = load8(args.dd + index);
+  // Starts to copy token t. in_block: whether the token is one of the block's.
+  template <typename T, int THREADS>
+  __device__ __forceinline__ void copy(const Args<T>& args, Shared<T, THREADS, C>& s, i64 t, bool in_block) {
+    const i64 index = t * args.D + 8 * threadIdx.x;
+    copied_moments = moments_of(args, t);
+    if (args.dxx) s.dxx.copy(args.dxx + index);
+    if (args.dd) s.dd.copy(args.dd + index);
+#pragma unroll
+    for (int c = 0; c < C; ++c) s.dmixed[c].copy(args.dmixed + c * args.tokens * args.D + index);
+    s.x[t % 2].copy(args.x + index);
+    if (args.dy && in_block) s.dy[t % 2].copy(args.dy + index);
+    cp_async_commit();
+  }
+
+  // Goes on to token t, which has been copied, and returns D_t. first: whether it is the first of its sequence;
+  // in_block: whether it is one of the block's, whose terms are added to dmaa. The state must be that of the token
+  // before, unless `first`.
+  template <typename T, int THREADS>
+  __device__ __forceinline__ EightFloats next(const Args<T>& args, const Shared<T, THREADS, C>& s, i64 t, bool first,
+                                              bool in_block) {
+    const i64 D = args.D, j = 8 * threadIdx.x;
+    cp_async_wait<0>();  // the thread reads only what it has copied itself
+    EightFloats shifted = {};
+    direct = {};
+    if (args.dxx) direct = s.dxx.floats();
+    if (args.dd) shifted = s.dd.floats();
     if constexpr (C > 0) {
-      Stored<T> mixes[C];
+      const EightFloats weight = load8(args.weight + j), bias = load8(args.bias + j);
+      const EightFloats xhat = normed(s.x[t % 2].floats(), copied_moments),
+                        before = normed(s.x[(t + 1) % 2].floats(), moments);
+      EightFloats d;  // xx of the token before, less xx
 #pragma unroll
-      for (int c = 0; c < C; ++c) mixes[c].load(args.dmixed + c * args.tokens * D + index);
-      const EightFloats xx = affine(args, normed(args, t));
-#pragma unroll
-      for (int n = 0; n < 8; ++n) before.x[n] = in_block ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
+      for (int n = 0; n < 8; ++n) {
+        const float xx = fmaf(xhat.x[n], weight.x[n], bias.x[n]);
+        const float xx_before = first ? 0.f : fmaf(before.x[n], weight.x[n], bias.x[n]);
+        d.x[n] = in_block ? xx_before - xx : 0.f;
+      }
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const EightFloats dmixed = mixes[c].floats(), maa = load8(args.maa + c * D + j);
+        const EightFloats dmixed = s.dmixed[c].floats(), maa = load8(args.maa + c * D + j);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           direct.x[n] += dmixed.x[n];
           shifted.x[n] = fmaf(dmixed.x[n], maa.x[n], shifted.x[n]);
-          dmaa[c].x[n] = fmaf(dmixed.x[n], before.x[n], dmaa[c].x[n]);
+          dmaa[c].x[n] = fmaf(dmixed.x[n], d.x[n], dmaa[c].x[n]);
         }
       }
-      before = xx;
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n) direct.x[n] -= shifted.x[n];
+    moments = copied_moments;
+    return shifted;
   }
 };
 
-template <int WARPS> struct Shared {
-  float2 sums[2][WARPS];
-};
+// Blocks of a multiprocessor that registers have room for: of 512 threads (128 registers each), with several mixes of 384
+// (168), with six of 256 (255) where the assembler needs more for the same work.
+template <int THREADS, int C> constexpr int BLOCKS = (C < 2 ? 512 : C == 6 && SINCE_SM100 ? 256 : 384) / THREADS;
 
-// Launch bounds: registers for up to 288 threads of a multiprocessor (224 a thread), for 256 if blocks have 64; none
-// for wider blocks.
 template <typename T, int THREADS, template <typename> class Change, int C>
-__global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
-    training_norm_backward(const Args<T> args) {
-  constexpr int WARPS = THREADS / 32;
-  Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
+__global__ void __launch_bounds__(THREADS, BLOCKS<THREADS, C>) training_norm_backward(const Args<T> args) {
+  Shared<T, THREADS, C>& s = *reinterpret_cast<Shared<T, THREADS, C>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x;
+  const float inverse_D = 1.f / D;
   const bool inside = j < D;
   Tokens token(args.tokens_per_block, args.tokens, args.T_);
+  const auto exists = [&](i64 t) { return t <= token.last && t < args.tokens; };  // the token after the last one, too
   State<C> state = {};
   if (inside && token.more()) {
-    if (C > 0 && !token.starts()) state.before = affine(args, normed(args, token.t - 1));
-    state.load(args, token.t, token.starts(), true);
+    if (const i64 before = token.t - 1; C > 0 && !token.starts()) {
+      s.x[before % 2].copy(args.x + before * D + j);
+      state.moments = moments_of(args, before);
+    }
+    state.copy(args, s, token.t, true);
+    state.next(args, s, token.t, token.starts(), true);
+    if (exists(token.t + 1)) state.copy(args, s, token.t + 1, token.t + 1 < token.last);
   }
-  for (int parity = 0; token.more(); token.next(), parity ^= 1) {
-    const i64 index = token.t * D + j;
-    EightFloats G = {}, xhat = {}, dx = {};
+  for (; token.more(); token.next()) {
+    const i64 index = token.t * D + j, next = token.t + 1;
+    const float2 moments = state.moments;
+    EightFloats G = state.direct, xhat = {}, dx = {};
     Change<T> change = {};
     float sum = 0.f, product = 0.f;
-    const float scale = args.moments[2 * token.t + 1];
     if (inside) {
-      xhat = normed(args, token.t);
       const EightFloats weight = load8(args.weight + j);
-      if (args.dy) dx = load8(args.dy + index);
       change.load(args, index);
-      G = state.direct;
-      const bool next_in_block = token.t + 1 < token.last;
-      if (next_in_block || !token.ends()) state.load(args, token.t + 1, token.ends(), next_in_block);
+      if (exists(next)) {
+        const EightFloats shifted = state.next(args, s, next, token.ends(), next < token.last);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) G.x[n] += token.ends() ? 0.f : state.shifted.x[n];
+        for (int n = 0; n < 8; ++n) G.x[n] += token.ends() ? 0.f : shifted.x[n];
+      }
+      xhat = normed(s.x[token.t % 2].floats(), moments);
+      if (args.dy) dx = s.dy[token.t % 2].floats();
+      if (exists(next + 1)) state.copy(args, s, next + 1, next + 1 < token.last);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         state.dweight.x[n] = fmaf(G.x[n], xhat.x[n], state.dweight.x[n]);
@@ -173,10 +206,11 @@ __global__ void __launch_bounds__(THREADS, THREADS > 64 ? 288 / THREADS : 4)
         product = fmaf(G.x[n], xhat.x[n], product);
       }
     }
-    const float2 sums = block_sum<WARPS>(float2{sum, product}, s.sums[parity]);  // over all D channels; a barrier
+    const float2 sums = block_sum<THREADS / 32>(float2{sum, product}, s.sums[token.t % 2]);  // over all D channels
     if (!inside) continue;
+    const float mean = sums.x * inverse_D, along = sums.y * inverse_D;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - xhat.x[n] * (sums.y / D));
+    for (int n = 0; n < 8; ++n) dx.x[n] += moments.y * (G.x[n] - mean - xhat.x[n] * along);
     store8(args.dx + index, dx);
     dropped(dx, args.drop, index);  // the channels that the forward pass made 0 become 0; the others are scaled up
     change.pull(args, index, dx);

@@ -128,7 +128,7 @@ class NormBackward(TokenKernel):
         ),
         *DROPOUT,
     )
-    shared_memory = ("Shared<{THREADS} / 32>",)
+    shared_memory = ("Shared<{T}, {THREADS}, {C}>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")  # the possible `change`, as in `AddNorm`
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
@@ -136,7 +136,7 @@ class NormBackward(TokenKernel):
 
     @property
     def blocks_per_multiprocessor(self):
-        return 4 if self.THREADS <= 64 else max(1, (288 if self.C == 6 else 384) // self.THREADS)
+        return (512 if self.C < 2 else 384) // self.THREADS
 
 
 class GatedNormBackward(TokenKernel):
