@@ -324,10 +324,12 @@ def of_training():
         yield from (rwkv6.Activation(kind, T, T) for kind in ("Tanh", "Sigmoid"))
         for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)
-        for cls, width in product(
-            (training.KeysForward, training.KeysBackward, training.BonusNormBackward), training.OfHeads.WIDTHS
+        for cls, *head in product(
+            (training.KeysForward, training.KeysBackward, training.BonusNormBackward),
+            training.OfHeads.WIDTHS,
+            (False, True),
         ):
-            yield cls(T, width)
+            yield cls(T, *head)
         for threads in training.WIDTHS:
             for cls in (
                 training.MixBackward,

@@ -1,7 +1,7 @@
 // what      RWKV-7's time mix in a training step: the arrays and functions that `keys_forward` and its gradient share.
-#include "decode.cuh"
+#include "training.cuh"
 
-constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr int THREADS = 128;
 constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
 constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
 
@@ -22,34 +22,53 @@ template <typename T> struct Keys {
   const float* replacement;
 };
 
-// A warp's head, and its tokens begin ... end - 1: the `block`-th tokens_per_block of all; none if begin >= `tokens`.
-struct WarpTokens {
+// The lanes of a head of N channels: LANES neighbouring lanes of a warp, of which each has eight neighbouring channels,
+// from channel `j` on; those with j >= N have none. ALIGNED: N is a multiple of 8; else N is even.
+template <int LANES, bool ALIGNED> struct HeadLanes {
+  int j, N;
+
+  __device__ __forceinline__ explicit HeadLanes(i64 N) : j(8 * (int(threadIdx.x) % LANES)), N(int(N)) {}
+  __device__ __forceinline__ bool inside() const { return j < N; }
+
+  // The lane's channels of an array whose head starts at `index`; zeros beyond N. Only lanes inside may call this.
+  template <typename T> __device__ __forceinline__ EightFloats load(const T* from, i64 index) const {
+    from += index + j;
+    if constexpr (ALIGNED) return load8(from);
+    EightFloats x = {};
+#pragma unroll
+    for (int n = 0; n < 8; n += 2)
+      if (j + n < N) {
+        const float2 both = load2(from + n);
+        x.x[n] = both.x, x.x[n + 1] = both.y;
+      }
+    return x;
+  }
+
+  template <typename T> __device__ __forceinline__ void store(T* to, i64 index, const EightFloats& x) const {
+    to += index + j;
+    if constexpr (ALIGNED) return store8(to, x);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2)
+      if (j + n < N) store2(to + n, float2{x.x[n], x.x[n + 1]});
+  }
+
+  // The sum over the head's lanes, the same bits in each of them. All lanes of the warp call this.
+  static __device__ __forceinline__ float sum(float x) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+    return x;
+  }
+};
+
+// The head of a lane, and its tokens begin ... end - 1: the `block`-th tokens_per_block of all; none if begin >= end.
+struct HeadTokens {
   i64 head, block, begin, end;
 };
-__device__ __forceinline__ WarpTokens warp_tokens(i64 tokens, i64 H, i64 tokens_per_block) {
-  const i64 task = i64(blockIdx.x) * WARPS + threadIdx.x / 32, block = task / H, begin = block * tokens_per_block;
+template <int LANES> __device__ __forceinline__ HeadTokens head_tokens(i64 tokens, i64 H, i64 tokens_per_block) {
+  const i64 task = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES, block = task / H,
+            begin = block * tokens_per_block;
   return {task % H, block, begin, begin + tokens_per_block < tokens ? begin + tokens_per_block : tokens};
 }
-// Stores the sums over a warp's tokens of gradients of parameters [H, N]: parts [blocks of tokens, PARAMETERS, H, N].
-template <int PARAMETERS, int PAIRS>
-__device__ __forceinline__ void store_parts(float* parts, const WarpTokens& work, i64 H, int N,
-                                            const float2 (&sums)[PARAMETERS][PAIRS]) {
-#pragma unroll
-  for (int parameter = 0; parameter < PARAMETERS; ++parameter)
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n)
-      if (const int j = 2 * (32 * n + int(threadIdx.x) % 32); j < N)
-        store2(parts + ((work.block * PARAMETERS + parameter) * H + work.head) * N + j, sums[parameter][n]);
-}
-
-__device__ __forceinline__ float2 operator+(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
-__device__ __forceinline__ float2 operator-(float2 x, float2 y) { return {x.x - y.x, x.y - y.y}; }
-__device__ __forceinline__ float2 operator*(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
-__device__ __forceinline__ float2 operator*(float2 x, float y) { return {x.x * y, x.y * y}; }
-__device__ __forceinline__ float2 operator-(float x, float2 y) { return {x - y.x, x - y.y}; }
-__device__ __forceinline__ float sum(float2 x) { return x.x + x.y; }
-
-__device__ __forceinline__ float2 sigmoid(float2 x) { return {sigmoid(x.x), sigmoid(x.y)}; }
 
 // key / k, the share of the key that is written: 1 + (icl - 1) replacement.
-__device__ __forceinline__ float2 kept(float2 icl, float2 replacement) { return 1.f - (1.f - icl) * replacement; }
+__device__ __forceinline__ float kept(float icl, float replacement) { return 1.f - (1.f - icl) * replacement; }

@@ -3,21 +3,23 @@
 // math      with n = GroupNorm_H(o), score = sum_N r key bonus, ungated = n weight + bias + score v, y = ungated gate:
 //           dgate = dy ungated, dungated = dy gate, do = the norm's pullback of dungated weight,
 //           dscore = sum_N dungated v;
-//           parts = sums over a warp's tokens: dweight = dungated n, dbias = dungated, dbonus = dscore r key, which
+//           parts = sums over a block's tokens: dweight = dungated n, dbias = dungated, dbonus = dscore r key, which
 //           column_sums.cu adds up; keys_backward.cu makes the gradients of r, key and v from scores
 // shapes    dy o gate r key v do dgate [tokens, H, N]; weight bias bonus [H, N]; scores [tokens, H]: pairs (score,
 //           dscore); parts [blocks of tokens, 3, H, N]
-// grid      a warp a head of `tokens_per_block` tokens, one after the other, a lane PAIRS pairs of neighbouring
-//           channels, the pairs 64 channels apart; 128 threads
+// grid      LANES neighbouring lanes a head of `tokens_per_block` tokens, one after the other, eight neighbouring
+//           channels each; 128 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values; sums always in the same order
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    N even, up to 64 PAIRS
+// limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED
 #include "training_keys.cuh"
 
 // From training_keys.cuh:
-//   THREADS = 128, WARPS = 4
+//   THREADS = 128
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
+//   head_tokens: the lane's head and tokens
 
 constexpr int PARAMETERS = 3;  // of which parts are summed
 
@@ -39,63 +41,69 @@ template <typename T> struct Args {
   double eps;
 };
 
-template <typename T, int PAIRS>
+template <typename T, int LANES, bool ALIGNED>
 __global__ void __launch_bounds__(THREADS) training_bonus_norm_backward(const Args<T> args) {
-  const WarpTokens work = warp_tokens(args.tokens, args.H, args.tokens_per_block);
-  if (work.begin >= args.tokens) return;
-  const i64 head = work.head;
-  const int lane = threadIdx.x % 32, N = int(args.N);
-  const float inverse_N = 1.f / N;
-  float2 sums[PARAMETERS][PAIRS] = {};
-  for (i64 t = work.begin; t < work.end; ++t) {
-    const i64 token_head = t * args.H + head;
-    float2 x[PAIRS], r_key[PAIRS], v[PAIRS], dungated[PAIRS];  // x: o, then centred, then normed
-    float total = 0.f, squares = 0.f, score = 0.f, dscore = 0.f, mean_gradient = 0.f, along = 0.f;
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
-      const int j = 2 * (32 * n + lane);
-      x[n] = r_key[n] = v[n] = dungated[n] = {};
-      if (j >= N) continue;
-      const i64 index = token_head * N + j;
-      x[n] = load2(args.o + index), v[n] = load2(args.v + index);
-      r_key[n] = load2(args.r + index) * load2(args.key + index);
-      dungated[n] = load2(args.dy + index) * load2(args.gate + index);
-      total += sum(x[n]);
-      score += sum(r_key[n] * load2(args.bonus + head * N + j));
-      dscore += sum(dungated[n] * v[n]);
-    }
-    const float mean = warp_sum(total) * inverse_N;
-    score = warp_sum(score), dscore = warp_sum(dscore);
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
-      if (2 * (32 * n + lane) < N) x[n] = {x[n].x - mean, x[n].y - mean};
-      squares += sum(x[n] * x[n]);
-    }
-    const float scale = 1.f / sqrtf(warp_sum(squares) * inverse_N + float(args.eps));
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
-      const int j = 2 * (32 * n + lane);
-      if (j >= N) continue;
-      const i64 index = token_head * N + j, channel = head * N + j;
-      const float2 weight = load2(args.weight + channel);
-      x[n] = x[n] * scale;
-      store2(args.dgate + index, load2(args.dy + index) * (x[n] * weight + load2(args.bias + channel) + v[n] * score));
-      sums[0][n] = sums[0][n] + dungated[n] * x[n];
-      sums[1][n] = sums[1][n] + dungated[n];
-      sums[2][n] = sums[2][n] + r_key[n] * dscore;
-      dungated[n] = dungated[n] * weight;
-      mean_gradient += sum(dungated[n]);
-      along += sum(dungated[n] * x[n]);
-    }
-    mean_gradient = warp_sum(mean_gradient) * inverse_N, along = warp_sum(along) * inverse_N;
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
-      const int j = 2 * (32 * n + lane);
-      if (j >= N) continue;
-      const float2 centred = {dungated[n].x - mean_gradient, dungated[n].y - mean_gradient};
-      store2(args.do_ + token_head * N + j, (centred - x[n] * along) * scale);
-    }
-    if (lane == 0) args.scores[token_head] = {score, dscore};
+  const HeadLanes<LANES, ALIGNED> lanes(args.N);
+  const HeadTokens work = head_tokens<LANES>(args.tokens, args.H, args.tokens_per_block);
+  const i64 channel = work.head * args.N;
+  const float inverse_N = 1.f / args.N, eps = float(args.eps);
+  const bool inside = lanes.inside();
+  EightFloats weight = {}, bias = {}, bonus = {}, dweight = {}, dbias = {}, dbonus = {};
+  if (inside) {
+    weight = lanes.load(args.weight, channel), bias = lanes.load(args.bias, channel);
+    bonus = lanes.load(args.bonus, channel);
   }
-  store_parts(args.parts, work, args.H, N, sums);
+  for (i64 n_token = 0; n_token < args.tokens_per_block; ++n_token) {  // equally often in all lanes of a warp
+    const i64 t = work.begin + n_token, token_head = t * args.H + work.head, index = token_head * args.N;
+    const bool computes = inside && t < work.end;
+    EightFloats o = {}, r_key = {}, v = {}, dy = {}, gate = {};
+    float total = 0.f, squares = 0.f, score = 0.f, dscore = 0.f, mean_gradient = 0.f, along = 0.f;
+    if (computes) {
+      o = lanes.load(args.o, index), v = lanes.load(args.v, index);
+      dy = lanes.load(args.dy, index), gate = lanes.load(args.gate, index);
+      r_key = lanes.load(args.r, index);
+      const EightFloats key = lanes.load(args.key, index);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        r_key.x[n] *= key.x[n];
+        total += o.x[n];
+        score = fmaf(r_key.x[n], bonus.x[n], score);
+        dscore = fmaf(dy.x[n] * gate.x[n], v.x[n], dscore);
+      }
+    }
+    const float mean = lanes.sum(total) * inverse_N;
+    score = lanes.sum(score), dscore = lanes.sum(dscore);
+    if (computes)
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        o.x[n] = lanes.j + n < lanes.N ? o.x[n] - mean : 0.f;
+        squares = fmaf(o.x[n], o.x[n], squares);
+      }
+    const float scale = 1.f / sqrtf(lanes.sum(squares) * inverse_N + eps);
+    EightFloats dgate, dn;  // dn: the gradient of the norm before its weight
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float normed = o.x[n] * scale, dungated = dy.x[n] * gate.x[n];
+      dgate.x[n] = dy.x[n] * (fmaf(normed, weight.x[n], bias.x[n]) + v.x[n] * score);
+      dweight.x[n] = fmaf(dungated, normed, dweight.x[n]);
+      dbias.x[n] += dungated;
+      dbonus.x[n] = fmaf(r_key.x[n], dscore, dbonus.x[n]);
+      dn.x[n] = dungated * weight.x[n];
+      mean_gradient += dn.x[n];
+      along = fmaf(dn.x[n], normed, along);
+      o.x[n] = normed;
+    }
+    mean_gradient = lanes.sum(mean_gradient) * inverse_N, along = lanes.sum(along) * inverse_N;
+    if (!computes) continue;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) dn.x[n] = (dn.x[n] - mean_gradient - o.x[n] * along) * scale;
+    lanes.store(args.dgate, index, dgate);
+    lanes.store(args.do_, index, dn);
+    if (lanes.j == 0) args.scores[token_head] = {score, dscore};
+  }
+  if (!inside || work.begin >= work.end) return;
+  const i64 stride = args.H * args.N, part = work.block * PARAMETERS * stride + channel;
+  lanes.store(args.parts, part, dweight);
+  lanes.store(args.parts, part + stride, dbias);
+  lanes.store(args.parts, part + 2 * stride, dbonus);
 }

@@ -10,21 +10,23 @@
 //           dv = dv' (1 - share), dshare = dv' (first_v - v), first_v_gradient += dv' share, share being the sigmoid of
 //           the value; in the first layer dv = dv' + first_v_gradient, which the other layers have added up.
 //           The logits' gradients are those of w, icl and share times the sigmoids' slopes.
-//           parts = sums over a warp's tokens: gradients of decay_base, icl_base, value_base, removal, replacement
+//           parts = sums over a block's tokens: gradients of decay_base, icl_base, value_base, removal, replacement
 // shapes    Keys: as in training/keys_forward.cu. r and all gradients but those of parameters [tokens, H, N]; bonus [H,
 //           N]; scores [tokens, H]: pairs (score, dscore); parts [blocks of tokens, 5, H, N]. An output may be the
 //           array of an input. The first layer has no value_logits_gradient: it is null
-// grid      a warp a head of `tokens_per_block` tokens, one after the other, a lane PAIRS pairs of neighbouring
-//           channels, the pairs 64 channels apart; 128 threads
+// grid      LANES neighbouring lanes a head of `tokens_per_block` tokens, one after the other, eight neighbouring
+//           channels each; 128 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    N even, up to 64 PAIRS
+// limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED
 #include "training_keys.cuh"
 
 // From training_keys.cuh:
-//   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
+//   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
+//   head_tokens: the lane's head and tokens
 //   kept: 1 + (icl - 1) replacement
 
 constexpr int PARAMETERS = 5;  // of which parts are summed
@@ -53,82 +55,96 @@ template <typename T> struct Args {
   i64 tokens, H, N, tokens_per_block;
 };
 
-template <typename T, int PAIRS>
-__global__ void __launch_bounds__(THREADS, PAIRS == 1 ? 5 : 2) training_keys_backward(const Args<T> args) {
-  const WarpTokens work = warp_tokens(args.tokens, args.H, args.tokens_per_block);
-  if (work.begin >= args.tokens) return;
-  const i64 head = work.head;
-  const int lane = threadIdx.x % 32, N = int(args.N);
-  float2 sums[PARAMETERS][PAIRS] = {};
-  for (i64 t = work.begin; t < work.end; ++t) {
-    const i64 token_head = t * args.H + head;
-    const float2 score = args.scores[token_head];  // x: score; y: dscore
-    float2 k[PAIRS], icl[PAIRS], removed[PAIRS], dkappa[PAIRS], dkey[PAIRS], db[PAIRS];
-    float squares = 0.f, along = 0.f;  // of removed: its square, its product with dkappa
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
-      const int j = 2 * (32 * n + lane);
-      k[n] = icl[n] = removed[n] = dkappa[n] = dkey[n] = db[n] = {};
-      if (j >= N) continue;
-      const i64 index = token_head * N + j, channel = head * N + j;
-      // All loads come first: the compiler moves them neither over stores, which could be to the same addresses, nor
-      // over the branches of divisions.
-      const float2 r = load2(args.r + index), r_gradient = load2(args.r_gradient + index),
-                   key_gradient = load2(args.key_gradient + index), v_gradient = load2(args.v_gradient + index),
-                   a_gradient = load2(args.a_gradient + index), w_gradient = load2(args.w_gradient + index),
-                   dungated = load2(args.dgated + index) * load2(args.gate + index),
-                   first_v_gradient = load2(args.first_v_gradient + index), bonus = load2(args.bonus + channel),
-                   replacement = load2(args.keys.replacement + channel), removal = load2(args.keys.removal + channel),
-                   decay_logits = load2(args.keys.decay_logits + index) + load2(args.keys.decay_base + channel),
-                   icl_logits = load2(args.keys.icl_logits + index) + load2(args.keys.icl_base + channel);
-      k[n] = load2(args.keys.k + index), db[n] = load2(args.b_gradient + index);
-      float2 change = {}, value_logits = {};
-      if (args.keys.first_v) {  // not the first layer
-        change = load2(args.keys.first_v + index) - load2(args.keys.v + index);
-        value_logits = load2(args.keys.value_logits + index) + load2(args.keys.value_base + channel);
+template <typename T, int LANES, bool ALIGNED>
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys_backward(const Args<T> args) {
+  const HeadLanes<LANES, ALIGNED> lanes(args.N);
+  const HeadTokens work = head_tokens<LANES>(args.tokens, args.H, args.tokens_per_block);
+  const Keys<T>& keys = args.keys;
+  const i64 channel = work.head * args.N;
+  EightFloats ddecay_base = {}, dicl_base = {}, dvalue_base = {}, dremoval = {}, dreplacement = {};
+  for (i64 n_token = 0; n_token < args.tokens_per_block; ++n_token) {  // equally often in all lanes of a warp
+    const i64 t = work.begin + n_token, token_head = t * args.H + work.head, index = token_head * args.N;
+    const bool computes = lanes.inside() && t < work.end;
+    EightFloats k = {}, icl = {}, dkappa = {}, db = {}, r = {}, dr = {}, dkey = {};
+    float2 score = {};                 // x: score; y: dscore
+    float squares = 0.f, along = 0.f;  // of removed, k removal: its square, its product with dkappa
+    if (computes) {
+      score = args.scores[token_head];
+      // Each half, of the decay and the value, then of the key, loads before it stores: the compiler moves no load over
+      // a store, which could be to the same address.
+      const EightFloats decay = lanes.load(keys.decay_logits, index), decay_base = lanes.load(keys.decay_base, channel),
+                        dgated = lanes.load(args.dgated, index), gate = lanes.load(args.gate, index);
+      EightFloats dw = lanes.load(args.w_gradient, index), dv = lanes.load(args.v_gradient, index),
+                  dfirst_v = lanes.load(args.first_v_gradient, index), v = {}, first_v = {}, share = {},
+                  share_base = {};
+      if (keys.first_v) {  // not the first layer
+        first_v = lanes.load(keys.first_v, index), v = lanes.load(keys.v, index);
+        share = lanes.load(keys.value_logits, index), share_base = lanes.load(keys.value_base, channel);
       }
-
-      const float2 decay = sigmoid(decay_logits), share = sigmoid(value_logits);
-      icl[n] = sigmoid(icl_logits);
-      dkappa[n] = icl[n] * db[n] - a_gradient;
-      removed[n] = k[n] * removal;
-      squares += sum(removed[n] * removed[n]);
-      along += sum(removed[n] * dkappa[n]);
-      dkey[n] = key_gradient + r * bonus * score.y;
-      // k times kept, 1 + (icl - 1) replacement, is key.
-      store2(args.dr + index, r_gradient + k[n] * kept(icl[n], replacement) * bonus * score.y);
-
-      const float2 ddecay_logits = w_gradient * decay * (1.f - decay) * -DECAY;
-      store2(args.decay_logits_gradient + index, ddecay_logits);
-      sums[0][n] = sums[0][n] + ddecay_logits;
-
-      const float2 dv = v_gradient + dungated * score.x;
-      if (args.keys.first_v) {
-        const float2 dvalue_logits = dv * change * share * (1.f - share);
-        store2(args.value_logits_gradient + index, dvalue_logits);
-        store2(args.first_v_gradient + index, first_v_gradient + dv * share);
-        store2(args.dv + index, dv * (1.f - share));
-        sums[2][n] = sums[2][n] + dvalue_logits;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float opening = sigmoid(decay.x[n] + decay_base.x[n]);
+        dw.x[n] *= opening * (1.f - opening) * -DECAY;
+        ddecay_base.x[n] += dw.x[n];
+        dv.x[n] = fmaf(dgated.x[n] * gate.x[n], score.x, dv.x[n]);
+      }
+      lanes.store(args.decay_logits_gradient, index, dw);
+      if (keys.first_v) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const float opening = sigmoid(share.x[n] + share_base.x[n]);
+          share.x[n] = dv.x[n] * (first_v.x[n] - v.x[n]) * opening * (1.f - opening);
+          dvalue_base.x[n] += share.x[n];
+          dfirst_v.x[n] = fmaf(dv.x[n], opening, dfirst_v.x[n]);
+          dv.x[n] *= 1.f - opening;
+        }
+        lanes.store(args.value_logits_gradient, index, share);
+        lanes.store(args.first_v_gradient, index, dfirst_v);
       } else {
-        store2(args.dv + index, dv + first_v_gradient);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) dv.x[n] += dfirst_v.x[n];
+      }
+      lanes.store(args.dv, index, dv);
+
+      k = lanes.load(keys.k, index), icl = lanes.load(keys.icl_logits, index);
+      dkappa = lanes.load(args.a_gradient, index), db = lanes.load(args.b_gradient, index);
+      r = lanes.load(args.r, index), dr = lanes.load(args.r_gradient, index);
+      dkey = lanes.load(args.key_gradient, index);
+      const EightFloats icl_base = lanes.load(keys.icl_base, channel), removal = lanes.load(keys.removal, channel);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        icl.x[n] = sigmoid(icl.x[n] + icl_base.x[n]);
+        dkappa.x[n] = icl.x[n] * db.x[n] - dkappa.x[n];
+        const float removed = k.x[n] * removal.x[n];
+        squares = fmaf(removed, removed, squares), along = fmaf(removed, dkappa.x[n], along);
       }
     }
-    const float norm = sqrtf(warp_sum(squares)), inverse = 1.f / fmaxf(norm, LEAST_NORM);
-    along = norm > LEAST_NORM ? warp_sum(along) * inverse : warp_sum(along) * 0.f;
+    const float norm = sqrtf(lanes.sum(squares)), inverse = 1.f / fmaxf(norm, LEAST_NORM);
+    along = lanes.sum(along) * (norm > LEAST_NORM ? inverse : 0.f);
+    if (!computes) continue;
+    const EightFloats bonus = lanes.load(args.bonus, channel), removal = lanes.load(keys.removal, channel),
+                      replacement = lanes.load(keys.replacement, channel);
 #pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
-      const int j = 2 * (32 * n + lane);
-      if (j >= N) continue;
-      const i64 index = token_head * N + j, channel = head * N + j;
-      const float2 removal = load2(args.keys.removal + channel), replacement = load2(args.keys.replacement + channel);
-      const float2 kappa = removed[n] * inverse, dremoved = (dkappa[n] - kappa * along) * inverse;
-      const float2 dicl_logits = (kappa * db[n] + dkey[n] * k[n] * replacement) * icl[n] * (1.f - icl[n]);
-      store2(args.icl_logits_gradient + index, dicl_logits);
-      store2(args.dk + index, dkey[n] * kept(icl[n], replacement) + dremoved * removal);
-      sums[1][n] = sums[1][n] + dicl_logits;
-      sums[3][n] = sums[3][n] + dremoved * k[n];
-      sums[4][n] = sums[4][n] - dkey[n] * k[n] * (1.f - icl[n]);
+    for (int n = 0; n < 8; ++n) {
+      const float kappa = k.x[n] * removal.x[n] * inverse, dremoved = (dkappa.x[n] - kappa * along) * inverse,
+                  share = kept(icl.x[n], replacement.x[n]), shut = 1.f - icl.x[n], dscored = bonus.x[n] * score.y;
+      dr.x[n] = fmaf(k.x[n] * share, dscored, dr.x[n]);  // k share is key
+      const float dkey_n = fmaf(r.x[n], dscored, dkey.x[n]), dshare = dkey_n * k.x[n];
+      dremoval.x[n] = fmaf(dremoved, k.x[n], dremoval.x[n]);
+      dreplacement.x[n] = fmaf(-dshare, shut, dreplacement.x[n]);
+      k.x[n] = fmaf(dkey_n, share, dremoved * removal.x[n]);
+      icl.x[n] = fmaf(kappa, db.x[n], dshare * replacement.x[n]) * icl.x[n] * shut;
+      dicl_base.x[n] += icl.x[n];
     }
+    lanes.store(args.dr, index, dr);
+    lanes.store(args.icl_logits_gradient, index, icl);  // the gradients have replaced icl and k
+    lanes.store(args.dk, index, k);
   }
-  store_parts(args.parts, work, args.H, N, sums);
+  if (!lanes.inside() || work.begin >= work.end) return;
+  const i64 stride = args.H * args.N, part = work.block * PARAMETERS * stride + channel;
+  lanes.store(args.parts, part, ddecay_base);
+  lanes.store(args.parts, part + stride, dicl_base);
+  lanes.store(args.parts, part + 2 * stride, dvalue_base);
+  lanes.store(args.parts, part + 3 * stride, dremoval);
+  lanes.store(args.parts, part + 4 * stride, dreplacement);
 }

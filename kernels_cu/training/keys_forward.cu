@@ -6,17 +6,17 @@
 //           the first layer; removal and replacement are the paper's xi and alpha
 // shapes    k v decay_logits icl_logits value_logits first_v w key mixed_v a b [tokens, H, N]; bases, removal and
 //           replacement [H, N]. The first layer has no first_v, value_logits, value_base and mixed_v: they are null
-// grid      a warp a (token, head), a lane PAIRS pairs of neighbouring channels, the pairs 64 channels apart; 128
-//           threads
+// grid      LANES neighbouring lanes a (token, head), eight neighbouring channels each; 128 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    N even, up to 64 PAIRS
+// limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED
 #include "training_keys.cuh"
 
 // From training_keys.cuh:
-//   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128, WARPS = 4
+//   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
 //   kept: 1 + (icl - 1) replacement
 
 template <typename T> struct Args {
@@ -29,44 +29,51 @@ template <typename T> struct Args {
   i64 tokens, H, N;
 };
 
-template <typename T, int PAIRS> __global__ void __launch_bounds__(THREADS) training_keys_forward(const Args<T> args) {
-  const i64 token_head = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
-  if (token_head >= args.tokens * args.H) return;
-  const int lane = threadIdx.x % 32, N = int(args.N);
-  const i64 first = token_head * N, first_channel = token_head % args.H * N;
-  float2 removed[PAIRS], icl[PAIRS];
+template <typename T, int LANES, bool ALIGNED>
+__global__ void __launch_bounds__(THREADS) training_keys_forward(const Args<T> args) {
+  const i64 token_head = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES;
+  const HeadLanes<LANES, ALIGNED> lanes(args.N);
+  const bool inside = lanes.inside() && token_head < args.tokens * args.H;
+  const i64 index = token_head * args.N, channel = token_head % args.H * args.N;
+  const Keys<T>& keys = args.keys;
+  EightFloats removed = {}, icl = {};
   float squares = 0.f;
-#pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    const int j = 2 * (32 * n + lane);
-    removed[n] = icl[n] = {};
-    if (j >= N) continue;
-    const i64 index = first + j, channel = first_channel + j;
+  if (inside) {
     // All loads come first: the compiler does not move them over the branches of divisions.
-    const float2 k = load2(args.keys.k + index), removal = load2(args.keys.removal + channel),
-                 replacement = load2(args.keys.replacement + channel),
-                 decay_logits = load2(args.keys.decay_logits + index) + load2(args.keys.decay_base + channel),
-                 icl_logits = load2(args.keys.icl_logits + index) + load2(args.keys.icl_base + channel);
-    float2 v = {}, first_v = {}, value_logits = {};
-    if (args.keys.first_v) {  // not the first layer
-      v = load2(args.keys.v + index), first_v = load2(args.keys.first_v + index);
-      value_logits = load2(args.keys.value_logits + index) + load2(args.keys.value_base + channel);
+    const EightFloats k = lanes.load(keys.k, index), decay = lanes.load(keys.decay_logits, index),
+                      decay_base = lanes.load(keys.decay_base, channel), icl_base = lanes.load(keys.icl_base, channel),
+                      removal = lanes.load(keys.removal, channel), replacement = lanes.load(keys.replacement, channel);
+    icl = lanes.load(keys.icl_logits, index);
+    EightFloats v = {}, first_v = {}, share = {}, value_base = {};
+    if (keys.first_v) {  // not the first layer
+      v = lanes.load(keys.v, index), first_v = lanes.load(keys.first_v, index);
+      share = lanes.load(keys.value_logits, index), value_base = lanes.load(keys.value_base, channel);
     }
-
-    icl[n] = sigmoid(icl_logits);
-    removed[n] = k * removal;
-    squares += sum(removed[n] * removed[n]);
-    store2(args.w + index, sigmoid(decay_logits) * -DECAY);
-    store2(args.key + index, k * kept(icl[n], replacement));  // kept: 1 + (icl - 1) replacement
-    if (args.keys.first_v) store2(args.mixed_v + index, v + (first_v - v) * sigmoid(value_logits));
-  }
-  const float inverse = 1.f / fmaxf(sqrtf(warp_sum(squares)), LEAST_NORM);
+    EightFloats w, key;
 #pragma unroll
-  for (int n = 0; n < PAIRS; ++n) {
-    const int j = 2 * (32 * n + lane);
-    if (j >= N) continue;
-    const float2 kappa = removed[n] * inverse;
-    store2(args.a + first + j, kappa * -1.f);
-    store2(args.b + first + j, kappa * icl[n]);
+    for (int n = 0; n < 8; ++n) {
+      w.x[n] = -DECAY * sigmoid(decay.x[n] + decay_base.x[n]);
+      icl.x[n] = sigmoid(icl.x[n] + icl_base.x[n]);
+      key.x[n] = k.x[n] * kept(icl.x[n], replacement.x[n]);
+      removed.x[n] = k.x[n] * removal.x[n];
+      squares = fmaf(removed.x[n], removed.x[n], squares);
+    }
+    lanes.store(args.w, index, w);
+    lanes.store(args.key, index, key);
+    if (keys.first_v) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) v.x[n] = fmaf(first_v.x[n] - v.x[n], sigmoid(share.x[n] + value_base.x[n]), v.x[n]);
+      lanes.store(args.mixed_v, index, v);
+    }
   }
+  const float inverse = 1.f / fmaxf(sqrtf(lanes.sum(squares)), LEAST_NORM);
+  if (!inside) return;
+  EightFloats a, b;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float kappa = removed.x[n] * inverse;
+    a.x[n] = -kappa, b.x[n] = kappa * icl.x[n];
+  }
+  lanes.store(args.a, index, a);
+  lanes.store(args.b, index, b);
 }

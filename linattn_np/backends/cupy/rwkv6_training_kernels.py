@@ -149,22 +149,23 @@ class GatedNormBackward(TokenKernel):
 
 
 class OfHeads(Kernel):
-    """The base of kernels whose warps compute a head of one token, or of several, one after the other; a lane has PAIRS
-    pairs of channels."""
+    """The base of kernels in which LANES lanes of a warp compute a head of one token, or of several, one after the
+    other; a lane has eight channels. ALIGNED: whether heads have a multiple of 8 channels."""
 
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible PAIRS, for heads of at most 64 PAIRS channels
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32)  # the possible LANES
     threads = 128
     T: np.dtype
-    PAIRS: int
+    LANES: int
+    ALIGNED: bool
 
     @classmethod
     def fitting(cls, T, N):
-        """The instance with the fewest registers for heads of N channels."""
-        return cls(T, next(width for width in cls.WIDTHS if N <= 64 * width))
+        """The instance for heads of N channels."""
+        return cls(T, next(lanes for lanes in cls.WIDTHS if N <= 8 * lanes), N % 8 == 0)
 
     def blocks(self, heads) -> int:
         """Blocks for so many heads, each of one token, or of several."""
-        return ceil_div(32 * heads, self.threads)
+        return ceil_div(self.LANES * heads, self.threads)
 
 
 # RWKV-7's products of the time mix and the parameters that make keys of them; arrays by name.
@@ -196,7 +197,7 @@ class KeysBackward(OfHeads):
 
     @property
     def blocks_per_multiprocessor(self):
-        return {1: 7, 2: 4, 4: 2}[self.PAIRS]
+        return 2 if self.T == np.float32 else 3
 
 
 class BonusNormBackward(OfHeads):
@@ -211,7 +212,7 @@ class BonusNormBackward(OfHeads):
 
     @property
     def blocks_per_multiprocessor(self):
-        return 10 // self.PAIRS
+        return 4
 
 
 class LogDecayForward(Elementwise):

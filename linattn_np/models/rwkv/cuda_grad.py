@@ -419,9 +419,10 @@ class TrainingStep:
         return self.empty(ceil_div(self.tokens, tokens_per_block), n * self.D, dtype=FLOAT32)
 
     def at_once(self, kernel, heads):
-        """The blocks of tokens that run at the same time: blocks of a kernel, or, for several `heads`, a warp each."""
+        """The blocks of tokens that run at the same time: blocks of a kernel, or, for several `heads`, of some lanes
+        for each head."""
         blocks = self.device.multiprocessors * kernel.blocks_per_multiprocessor
-        return blocks if heads == 1 else blocks * kernel.threads // 32 // heads
+        return blocks if heads == 1 else blocks * kernel.threads // kernel.LANES // heads
 
     def sum(self, parts, first_out, rest_out=None):
         """Sums over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to `rest_out`."""

@@ -22,7 +22,7 @@ from ..rwkv.grad import vjp_from_start
 from ..rwkv.version import GROUP_NORM_EPS, unit_of_squares
 from .names import VERSION
 
-MOST_IN_A_HEAD = 64 * kernels.OfHeads.WIDTHS[-1]  # each of a warp's 32 lanes has up to WIDTHS[-1] pairs of channels
+MOST_IN_A_HEAD = 8 * kernels.OfHeads.WIDTHS[-1]  # a lane has eight channels
 # Products of low rank, and which of the six mixes w a g k v r each takes. icl: the in-context learning rate
 LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}
 GATE = ("gate",)  # a group of one product
