@@ -53,11 +53,7 @@ template <int LANES, bool ALIGNED> struct HeadLanes {
   }
 
   // The sum over the head's lanes, the same bits in each of them. All lanes of the warp call this.
-  static __device__ __forceinline__ float sum(float x) {
-#pragma unroll
-    for (int distance = LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-    return x;
-  }
+  static __device__ __forceinline__ float sum(float x) { return sum_over_lanes<LANES>(x); }
 };
 
 // The head of a lane, and its tokens begin ... end - 1: the `block`-th tokens_per_block of all; none if begin >= end.

@@ -8,17 +8,18 @@
 // shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
 //           xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V, D], token_ids
 //           [tokens / T, T + 1]
-// grid      a block a token, which normalises the token before as well if there are mixes; threads of 8 channels each
+// grid      a block for TOKENS tokens, one after the other, which normalises the token before them as well if there are
+//           mixes; threads of 8 channels each
 // smem      the warps' parts of two sums
-// barriers  two: the mean, then the variance
+// barriers  two a token: the mean, then the variance
 // numerics  float32, xx and mixes rounded once; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
 
 // From training.cuh:
-//   block_sum: the sums over the block of both numbers of a float2, by one barrier; each call needs shared memory of
-//     its own, since no barrier follows the reads
+//   block_sum: the sum over the block, by one barrier. No barrier follows the reads, so two calls, one after the other,
+//     have shared memory of their own
 //   UNIT_OF_SQUARES: 2048 for float16, otherwise 1
 //   Dropout: the seeds, the residual's number and the rate, which `dropped` takes
 
@@ -85,52 +86,59 @@ struct Kept {
 };
 
 template <int WARPS> struct Shared {
-  float2 sum[WARPS], squares[WARPS];
+  float sum[WARPS], squares[WARPS];
 };
+
+constexpr int TOKENS = 4;  // of a block
+
+// The mean and 1 / deviation of a token's y, of which y has the thread's channels, zeros beyond D.
+template <int WARPS>
+__device__ __forceinline__ float2 moments_of(const EightFloats& y, bool inside, float inverse_D, float eps,
+                                             Shared<WARPS>& s) {
+  float sum = 0.f, squares = 0.f;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) sum += y.x[n];
+  const float mean = block_sum<WARPS>(sum, s.sum) * inverse_D;
+  if (inside)
+#pragma unroll
+    for (int n = 0; n < 8; ++n) squares = fmaf(y.x[n] - mean, y.x[n] - mean, squares);
+  return {mean, 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) * inverse_D + eps)};
+}
 
 template <typename T, int THREADS, class Change, int C>
 __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
-  const i64 t = blockIdx.x, D = args.D, j = 8 * threadIdx.x, index = t * D + j;
-  const bool inside = j < D, shifts = C > 0 && t % args.T_;  // whether a token before is mixed in
-  EightFloats x = {}, before = {};
-  float2 sums = {}, squares = {};  // of the token, and of the one before
-  if (inside) {
-    x = Change::residual(args, t, index, j);
-    if (args.y) store8(args.y + index, x);
-    if (shifts) before = Change::residual(args, t - 1, index - D, j);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) sums.x += x.x[n], sums.y += before.x[n];
-  }
-  sums = block_sum<WARPS>(sums, s.sum);
-  const float mean = sums.x / D, mean_before = sums.y / D;
-  if (inside)
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      x.x[n] -= mean, before.x[n] -= mean_before;
-      squares.x = fmaf(x.x[n], x.x[n], squares.x), squares.y = fmaf(before.x[n], before.x[n], squares.y);
+  const i64 D = args.D, j = 8 * threadIdx.x, begin = i64(blockIdx.x) * TOKENS;
+  const bool inside = j < D;
+  const float inverse_D = 1.f / D, eps = float(args.eps);
+  EightFloats weight = {}, bias = {}, before = {};  // before: xx of the token before
+  if (inside) weight = load8(args.weight + j), bias = load8(args.bias + j);
+  // The first turn computes xx of the token before the block's alone, if that is mixed in.
+  for (i64 t = C > 0 && begin % args.T_ ? begin - 1 : begin; t < begin + TOKENS && t < args.tokens; ++t) {
+    const i64 index = t * D + j;
+    const bool own = t >= begin;
+    EightFloats x = {};
+    if (inside) {
+      x = Change::residual(args, t, index, j);
+      if (args.y && own) store8(args.y + index, x);
     }
-  squares = block_sum<WARPS>(squares, s.squares);
-  const float scale = 1.f / sqrtf(squares.x / D + float(args.eps));
-  const float scale_before = 1.f / sqrtf(squares.y / D + float(args.eps));
-  if (threadIdx.x == 0) {
-    args.moments[2 * t] = mean;
-    args.moments[2 * t + 1] = scale;
-  }
-  if (!inside) return;
-  const EightFloats weight = load8(args.weight + j), bias = load8(args.bias + j);
+    const float2 moments = moments_of(x, inside, inverse_D, eps, s);
+    if (own && threadIdx.x == 0) store2(args.moments + 2 * t, moments);
+    if (!inside) continue;
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    x.x[n] = fmaf(x.x[n] * scale, weight.x[n], bias.x[n]);
-    before.x[n] = (shifts ? fmaf(before.x[n] * scale_before, weight.x[n], bias.x[n]) : 0.f) - x.x[n];  // d
-  }
-  if (args.xx) store8(args.xx + index, x);
+    for (int n = 0; n < 8; ++n) x.x[n] = fmaf((x.x[n] - moments.x) * moments.y, weight.x[n], bias.x[n]);
+    if (own) {
+      if (args.xx) store8(args.xx + index, x);
+      if (C > 0 && t % args.T_ == 0) before = {};  // a sequence's first token
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
-    EightFloats mixed = load8(args.maa + c * D + j);
+      for (int c = 0; c < C; ++c) {
+        EightFloats mixed = load8(args.maa + c * D + j);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n], mixed.x[n], x.x[n]);
-    store8(args.mixed + c * args.tokens * D + index, mixed);
+        for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n] - x.x[n], mixed.x[n], x.x[n]);
+        store8(args.mixed + c * args.tokens * D + index, mixed);
+      }
+    }
+    before = x;
   }
 }

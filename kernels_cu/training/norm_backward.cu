@@ -21,7 +21,6 @@
 
 // From the includes:
 //   SINCE_SM100: whether the card is of compute capability 10 or newer
-//   Eight: eight neighbours as floats, which load8 and store8 move
 //   Copied: eight neighbours of every thread, which are copied to shared memory while the threads compute
 //   Tokens: goes over the block's tokens
 //   dropped: the residual's dropout

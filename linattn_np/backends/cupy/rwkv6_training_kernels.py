@@ -94,6 +94,8 @@ class AddNorm(TokenKernel):
         *members("float64s eps"),
     )
     shared_memory = ("Shared<{THREADS} / 32>",)
+    TOKENS: ClassVar[int] = 4  # of a block
+    constants = (("TOKENS", "TOKENS"),)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str

@@ -214,7 +214,7 @@ class TrainingStep:
         embedded, mixes = change.kind == "Embedded", 0 if maa is None else maa.size // self.D
         self.run_kernel(
             kernels.AddNorm(self.dtype, self.threads, change.kind, mixes),
-            self.tokens,
+            ceil_div(self.tokens, kernels.AddNorm.TOKENS),
             x=x,
             first=None if embedded else change.first,
             value=change.value,
