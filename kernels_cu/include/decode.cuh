@@ -33,6 +33,11 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
+// sigmoid, as accurate as results of type X need.
+template <typename X> __device__ __forceinline__ float sigmoid_for(float x) {
+  return sizeof(X) == 4 ? sigmoid(x) : inverse(1.f + exp2_approx(-LOG2E * x));
+}
+
 // tanh with an error of 2e-7, far below the rounding of half-precision mixes.
 __device__ __forceinline__ float tanh_approx(float x) {
   return fmaf(-2.f, inverse(1.f + exp2_approx(2.f * LOG2E * x)), 1.f);

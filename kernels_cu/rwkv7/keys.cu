@@ -33,11 +33,6 @@ template <typename X> struct Args {
   i64 token_heads, H, N;  // token_heads: T H
 };
 
-// sigmoid, as accurate as results of type X need.
-template <typename X> __device__ __forceinline__ float sigmoid_for(float x) {
-  return sizeof(X) == 4 ? sigmoid(x) : inverse(1.f + exp2_approx(-LOG2E * x));
-}
-
 template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(THREADS) rwkv7_keys(const Args<X> args) {
   launch_next();        // the next kernel may begin
   wait_for_previous();  // nothing is read before

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       }
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float opening = sigmoid(decay.x[n] + decay_base.x[n]);
+        const float opening = sigmoid_for<T>(decay.x[n] + decay_base.x[n]);
         dw.x[n] *= opening * (1.f - opening) * -DECAY;
         ddecay_base.x[n] += dw.x[n];
         dv.x[n] = fmaf(dgated.x[n] * gate.x[n], score.x, dv.x[n]);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       if (keys.first_v) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          const float opening = sigmoid(share.x[n] + share_base.x[n]);
+          const float opening = sigmoid_for<T>(share.x[n] + share_base.x[n]);
           share.x[n] = dv.x[n] * (first_v.x[n] - v.x[n]) * opening * (1.f - opening);
           dvalue_base.x[n] += share.x[n];
           dfirst_v.x[n] = fmaf(dv.x[n], opening, dfirst_v.x[n]);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       const EightFloats icl_base = lanes.load(keys.icl_base, channel), removal = lanes.load(keys.removal, channel);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        icl.x[n] = sigmoid(icl.x[n] + icl_base.x[n]);
+        icl.x[n] = sigmoid_for<T>(icl.x[n] + icl_base.x[n]);
         dkappa.x[n] = icl.x[n] * db.x[n] - dkappa.x[n];
         const float removed = k.x[n] * removal.x[n];
         squares = fmaf(removed, removed, squares), along = fmaf(removed, dkappa.x[n], along);

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(THREADS) training_keys_forward(const Args<T> a
     EightFloats w, key;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      w.x[n] = -DECAY * sigmoid(decay.x[n] + decay_base.x[n]);
-      icl.x[n] = sigmoid(icl.x[n] + icl_base.x[n]);
+      w.x[n] = -DECAY * sigmoid_for<T>(decay.x[n] + decay_base.x[n]);
+      icl.x[n] = sigmoid_for<T>(icl.x[n] + icl_base.x[n]);
       key.x[n] = k.x[n] * kept(icl.x[n], replacement.x[n]);
       removed.x[n] = k.x[n] * removal.x[n];
       squares = fmaf(removed.x[n], removed.x[n], squares);
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(THREADS) training_keys_forward(const Args<T> a
     lanes.store(args.key, index, key);
     if (keys.first_v) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) v.x[n] = fmaf(first_v.x[n] - v.x[n], sigmoid(share.x[n] + value_base.x[n]), v.x[n]);
+      for (int n = 0; n < 8; ++n)
+        v.x[n] = fmaf(first_v.x[n] - v.x[n], sigmoid_for<T>(share.x[n] + value_base.x[n]), v.x[n]);
       lanes.store(args.mixed_v, index, v);
     }
   }
