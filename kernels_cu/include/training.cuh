@@ -31,17 +31,43 @@ template <typename T> struct Stored {
 };
 
 // Load and store eight neighbours, on 16 bytes.
-// EightFloats neighbours of each of THREADS threads, in shared memory. copy() starts to copy the thread's; after
+template <typename T> __device__ __forceinline__ EightFloats load8(const T* from) {
+  Stored<T> stored;
+  stored.load(from);
+  return stored.floats();
+}
+
+template <typename T> __device__ __forceinline__ void store8(T* to, const EightFloats& from) { store8(to, from.x); }
+
+// The residual and its gradient, [tokens, D] in float32: a row has the first four of every thread's eight channels, then
+// the other four, so that in both halves a warp's threads load and store 16 bytes side by side. In the order of channels
+// they would load and store half of every 32 bytes, twice.
+template <typename X> __device__ __forceinline__ X* residual_of(X* x, i64 t, i64 D) {
+  return x + t * D + 4 * threadIdx.x;
+}
+
+__device__ __forceinline__ EightFloats load_residual(const float* x, i64 t, i64 D) {
+  const float* from = residual_of(x, t, D);
+  const float4 low = load4(from), high = load4(from + D / 2);
+  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+}
+
+__device__ __forceinline__ void store_residual(float* to, i64 t, i64 D, const EightFloats& x) {
+  to = residual_of(to, t, D);
+  store4(to, {x.x[0], x.x[1], x.x[2], x.x[3]});
+  store4(to + D / 2, {x.x[4], x.x[5], x.x[6], x.x[7]});
+}
+
+// Eight neighbours of each of THREADS threads, in shared memory. copy() starts to copy the thread's; after
 // cp_async_commit and cp_async_wait floats() reads them. The next copy() may follow floats() without a barrier.
 template <typename T, int THREADS> struct Copied {
-  static constexpr int PIECES = sizeof(T) / 2;
+  static constexpr int PIECES = sizeof(T) / 2, OF_PIECE = 16 / sizeof(T);
   uint4 pieces[PIECES][THREADS];
 
-  // `from` is aligned to 16 bytes.
-  __device__ __forceinline__ void copy(const T* from) {
+  // `from` is aligned to 16 bytes. apart: the numbers from a piece to the next.
+  __device__ __forceinline__ void copy(const T* from, i64 apart = OF_PIECE) {
 #pragma unroll
-    for (int n = 0; n < PIECES; ++n)
-      cp_async<16>(&pieces[n][threadIdx.x], reinterpret_cast<const uint4*>(from) + n, true);
+    for (int n = 0; n < PIECES; ++n) cp_async<16>(&pieces[n][threadIdx.x], from + n * apart, true);
   }
 
   __device__ __forceinline__ EightFloats floats() const {
@@ -51,14 +77,6 @@ template <typename T, int THREADS> struct Copied {
     return stored.floats();
   }
 };
-
-template <typename T> __device__ __forceinline__ EightFloats load8(const T* from) {
-  Stored<T> stored;
-  stored.load(from);
-  return stored.floats();
-}
-
-template <typename T> __device__ __forceinline__ void store8(T* to, const EightFloats& from) { store8(to, from.x); }
 
 // Iterates over a block's tokens: `per_block` of `tokens` in all, from blockIdx.x * per_block on. t: the current token;
 // last: the one after the block's last token; place: t's number in its sequence of T tokens. starts(), ends(): whether

@@ -5,9 +5,9 @@
 //           change = first (Added), sigmoid(first) UNIT_OF_SQUARES<T> value (Gated: a channel mix, whose `value` is
 //           stored divided by this unit, because squares may be larger than float16 holds);
 //           y = drop(table_token) (Embedded); y = x (Kept)
-// shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
-//           xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V, D], token_ids
-//           [tokens / T, T + 1]
+// shapes    x y [tokens, D] in the order of `residual_of` (training.cuh); weight bias [D], moments [tokens, 2] for mean and
+//           1 / deviation; first value xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V, D],
+//           token_ids [tokens / T, T + 1]
 // grid      a block for TOKENS tokens, one after the other, which normalises the token before them as well if there are
 //           mixes; threads of 8 channels each
 // smem      the warps' parts of two sums
@@ -47,8 +47,8 @@ template <typename T> struct Args {
 // training step's backward pass draws the same ones.
 struct Added {
   template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64, i64 index, i64) {
-    EightFloats change = load8(args.first + index), x = load8(args.x + index);
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64) {
+    EightFloats change = load8(args.first + index), x = load_residual(args.x, t, args.D);
     dropped(change, args.drop, index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] += change.x[n];
@@ -58,9 +58,9 @@ struct Added {
 
 struct Gated {
   template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64, i64 index, i64) {
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64) {
     const EightFloats gate = load8(args.first + index);
-    EightFloats value = load8(args.value + index), x = load8(args.x + index);
+    EightFloats value = load8(args.value + index), x = load_residual(args.x, t, args.D);
     dropped(value, args.drop, index);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] = fmaf(UNIT_OF_SQUARES<T> * sigmoid(gate.x[n]), value.x[n], x.x[n]);
@@ -80,8 +80,8 @@ struct Embedded {
 
 struct Kept {
   template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64, i64 index, i64) {
-    return load8(args.x + index);
+  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64) {
+    return load_residual(args.x, t, args.D);
   }
 };
 
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
     EightFloats x = {};
     if (inside) {
       x = Change::residual(args, t, index, j);
-      if (args.y && own) store8(args.y + index, x);
+      if (args.y && own) store_residual(args.y, t, D, x);
     }
     const float2 moments = moments_of(x, inside, inverse_D, eps, s);
     if (own && threadIdx.x == 0) store2(args.moments + 2 * t, moments);

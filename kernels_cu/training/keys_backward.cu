@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
   const HeadLanes<LANES, ALIGNED> lanes(args.N);
   const HeadTokens work = head_tokens<LANES>(args.tokens, args.H, args.tokens_per_block);
   const Keys<T>& keys = args.keys;
-  const i64 channel = work.head * args.N;
+  const i64 channel = work.head * args.N, count = args.tokens * args.H * args.N;
   EightFloats ddecay_base = {}, dicl_base = {}, dvalue_base = {}, dremoval = {}, dreplacement = {};
   for (i64 n_token = 0; n_token < args.tokens_per_block; ++n_token) {  // equally often in all lanes of a warp
     const i64 t = work.begin + n_token, token_head = t * args.H + work.head, index = token_head * args.N;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       const EightFloats decay = lanes.load(keys.decay_logits, index), decay_base = lanes.load(keys.decay_base, channel),
                         dgated = lanes.load(args.dgated, index), gate = lanes.load(args.gate, index);
       EightFloats dw = lanes.load(args.w_gradient, index), dv = lanes.load(args.v_gradient, index),
-                  dfirst_v = lanes.load(args.first_v_gradient, index), v = {}, first_v = {}, share = {},
+                  dfirst_v = lanes.load_halves(args.first_v_gradient, index, count), v = {}, first_v = {}, share = {},
                   share_base = {};
       if (keys.first_v) {  // not the first layer
         first_v = lanes.load(keys.first_v, index), v = lanes.load(keys.v, index);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
           dv.x[n] *= 1.f - opening;
         }
         lanes.store(args.value_logits_gradient, index, share);
-        lanes.store(args.first_v_gradient, index, dfirst_v);
+        lanes.store_halves(args.first_v_gradient, index, count, dfirst_v);
       } else {
 #pragma unroll
         for (int n = 0; n < 8; ++n) dv.x[n] += dfirst_v.x[n];

@@ -6,8 +6,9 @@
 //           drop is the residual's dropout. Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of
 //           drop(dx) by sigmoid(first) value, value being stored in units of UNIT_OF_SQUARES<T>
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
-// shapes    dxx dd [tokens, D] or null, dmixed [C, tokens, D], maa [C, D], weight bias [D]; x dy dx [tokens, D],
-//           moments [tokens, 2]; first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
+// shapes    dxx dd [tokens, D] or null, dmixed [C, tokens, D], maa [C, D], weight bias [D]; x dy dx [tokens, D] in the
+//           order of `residual_of` (training.cuh), moments [tokens, 2]; first value dfirst dvalue [tokens, D]; parts
+//           [blocks, 2 + C, D]
 // grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
 // smem      Shared: the next token's arrays, and x and dy of the current one. A thread copies and reads its 8 channels.
 //           The warps' parts of two sums, of even and odd tokens
@@ -111,8 +112,8 @@ template <int C> struct State {
     if (args.dd) s.dd.copy(args.dd + index);
 #pragma unroll
     for (int c = 0; c < C; ++c) s.dmixed[c].copy(args.dmixed + c * args.tokens * args.D + index);
-    s.x[t % 2].copy(args.x + index);
-    if (args.dy && in_block) s.dy[t % 2].copy(args.dy + index);
+    s.x[t % 2].copy(residual_of(args.x, t, args.D), args.D / 2);
+    if (args.dy && in_block) s.dy[t % 2].copy(residual_of(args.dy, t, args.D), args.D / 2);
     cp_async_commit();
   }
 
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<THREADS, C>) training_norm_bac
   State<C> state = {};
   if (inside && token.more()) {
     if (const i64 before = token.t - 1; C > 0 && !token.starts()) {
-      s.x[before % 2].copy(args.x + before * D + j);
+      s.x[before % 2].copy(residual_of(args.x, before, D), D / 2);
       state.moments = moments_of(args, before);
     }
     state.copy(args, s, token.t, true);
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<THREADS, C>) training_norm_bac
     const float mean = sums.x * inverse_D, along = sums.y * inverse_D;
 #pragma unroll
     for (int n = 0; n < 8; ++n) dx.x[n] += moments.y * (G.x[n] - mean - xhat.x[n] * along);
-    store8(args.dx + index, dx);
+    store_residual(args.dx, token.t, D, dx);
     dropped(dx, args.drop, index);  // the channels that the forward pass made 0 become 0; the others are scaled up
     change.pull(args, index, dx);
   }
