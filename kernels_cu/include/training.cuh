@@ -1,12 +1,12 @@
 // what      Shared by the kernels of a training step: loads and stores of eight channels, a block's tokens, dropout.
 #include "decode.cuh"
 
-// EightFloats neighbouring channels of a token, as floats.
+// Eight neighbouring channels of a token, as floats.
 struct EightFloats {
   float x[8];
 };
 
-// EightFloats neighbouring channels as they are in memory, which takes fewer registers: for loads that are issued together.
+// Eight neighbouring channels as they are in memory, which takes fewer registers: for loads that are issued together.
 template <typename T> struct Stored {
   uint4 words[sizeof(T) / 2];
 
@@ -39,9 +39,9 @@ template <typename T> __device__ __forceinline__ EightFloats load8(const T* from
 
 template <typename T> __device__ __forceinline__ void store8(T* to, const EightFloats& from) { store8(to, from.x); }
 
-// The residual and its gradient, [tokens, D] in float32: a row has the first four of every thread's eight channels, then
-// the other four, so that in both halves a warp's threads load and store 16 bytes side by side. In the order of channels
-// they would load and store half of every 32 bytes, twice.
+// The residual and its gradient, [tokens, D] in float32: a row has the first four of every thread's eight channels,
+// then the other four, so that in both halves a warp's threads load and store 16 bytes side by side. In the order of
+// channels they would load and store half of every 32 bytes, twice.
 template <typename X> __device__ __forceinline__ X* residual_of(X* x, i64 t, i64 D) {
   return x + t * D + 4 * threadIdx.x;
 }

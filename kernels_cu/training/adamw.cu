@@ -5,7 +5,7 @@
 //           matrices; c1 = 1 - b1^step, c2 = 1 - b2^step
 // shapes    weights gradient first second [count], of which the first `matrices` numbers are in matrices; copy
 //           [matrices] or null; squares [P], whose sum is the squared norm; schedule [4]: rate, 1 - rate decay, c1, c2
-// grid      any number of blocks, which take turns; 512 threads of 8 elements each
+// grid      any number of blocks, which take turns; 512 threads of 4 elements each
 // smem      the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  float32, the copy rounded once
@@ -43,21 +43,24 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
               one_minus_b2 = float(1 - args.beta2);
   const float eps = float(args.eps);
 
-  const i64 step = 8 * args.blocks * THREADS;  // elements of all blocks at a time
-  for (i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
-    EightFloats w = load8(args.weights + index), first = load8(args.first + index), second = load8(args.second + index);
-    const EightFloats gradient = load8(args.gradient + index);
+  const auto update = [&](float& w, float& first, float& second, float gradient, float weight_factor) {
+    const float clipped = gradient * clip;
+    first = b1 * first + one_minus_b1 * clipped;
+    second = b2 * second + one_minus_b2 * clipped * clipped;
+    w = w * weight_factor - rate * (first / correction1 / (sqrtf(second / correction2) + eps));
+  };
+  const i64 step = 4 * args.blocks * THREADS;  // elements of all blocks at a time
+  for (i64 index = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x); index < args.count; index += step) {
+    float4 w = load4(args.weights + index), first = load4(args.first + index), second = load4(args.second + index);
+    const float4 gradient = load4(args.gradient + index);
     const float weight_factor = index < args.matrices ? matrix_factor : 1.f;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float clipped = gradient.x[n] * clip;
-      first.x[n] = b1 * first.x[n] + one_minus_b1 * clipped;
-      second.x[n] = b2 * second.x[n] + one_minus_b2 * clipped * clipped;
-      w.x[n] = w.x[n] * weight_factor - rate * (first.x[n] / correction1 / (sqrtf(second.x[n] / correction2) + eps));
-    }
-    store8(args.weights + index, w);
-    store8(args.first + index, first);
-    store8(args.second + index, second);
-    if (args.copy && index < args.matrices) store8(args.copy + index, w);
+    update(w.x, first.x, second.x, gradient.x, weight_factor);
+    update(w.y, first.y, second.y, gradient.y, weight_factor);
+    update(w.z, first.z, second.z, gradient.z, weight_factor);
+    update(w.w, first.w, second.w, gradient.w, weight_factor);
+    store4(args.weights + index, w);
+    store4(args.first + index, first);
+    store4(args.second + index, second);
+    if (args.copy && index < args.matrices) store4(args.copy + index, w);
   }
 }
