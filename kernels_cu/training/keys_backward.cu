@@ -10,10 +10,11 @@
 //           dv = dv' (1 - share), dshare = dv' (first_v - v), first_v_gradient += dv' share, share being the sigmoid of
 //           the value; in the first layer dv = dv' + first_v_gradient, which the other layers have added up.
 //           The logits' gradients are those of w, icl and share times the sigmoids' slopes.
-//           parts = sums over a block's tokens: gradients of decay_base, icl_base, value_base, removal, replacement
+//           parts = sums over a block's tokens: gradients of decay_base, icl_base, value_base (but in the first layer),
+//           removal, replacement
 // shapes    Keys: as in training/keys_forward.cu. r and all gradients but those of parameters [tokens, H, N]; bonus [H,
-//           N]; scores [tokens, H]: pairs (score, dscore); parts [blocks of tokens, 5, H, N]. An output may be the
-//           array of an input. The first layer has no value_logits_gradient: it is null
+//           N]; scores [tokens, H]: pairs (score, dscore); parts [blocks of tokens, 5, H, N], in the first layer 4. An
+//           output may be the array of an input. The first layer has no value_logits_gradient: it is null
 // grid      LANES neighbouring lanes a head of `tokens_per_block` tokens, one after the other, eight neighbouring
 //           channels each; 128 threads
 // smem      none
@@ -28,8 +29,6 @@
 //   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
 //   head_tokens: the lane's head and tokens
 //   kept: 1 + (icl - 1) replacement
-
-constexpr int PARAMETERS = 5;  // of which parts are summed
 
 template <typename T> struct Args {
   Keys<T> keys;
@@ -141,10 +140,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
     lanes.store(args.dk, index, k);
   }
   if (!lanes.inside() || work.begin >= work.end) return;
-  const i64 stride = args.H * args.N, part = work.block * PARAMETERS * stride + channel;
+  const i64 stride = args.H * args.N, parameters = keys.first_v ? 5 : 4;
+  i64 part = work.block * parameters * stride + channel;
   lanes.store(args.parts, part, ddecay_base);
-  lanes.store(args.parts, part + stride, dicl_base);
-  lanes.store(args.parts, part + 2 * stride, dvalue_base);
-  lanes.store(args.parts, part + 3 * stride, dremoval);
-  lanes.store(args.parts, part + 4 * stride, dreplacement);
+  lanes.store(args.parts, part += stride, dicl_base);
+  if (keys.first_v) lanes.store(args.parts, part += stride, dvalue_base);
+  lanes.store(args.parts, part += stride, dremoval);
+  lanes.store(args.parts, part += stride, dreplacement);
 }

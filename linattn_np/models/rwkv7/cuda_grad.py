@@ -135,7 +135,8 @@ class TimeMix(Mix):
         dhigh : by group, an array, or a stack of two
         """
         step, kernel = self.step, kernels.KeysBackward.fitting(self.step.dtype, self.N)
-        parts, (dr, dw, dkey, dv, da, db) = step.partial_sums(kernel, len(kernel.PARAMETERS), self.H), pulled
+        summed = [name for name in kernel.PARAMETERS if hasattr(grads, name)]  # the first layer has no "value"
+        parts, (dr, dw, dkey, dv, da, db) = step.partial_sums(kernel, len(summed), self.H), pulled
         dkvr = step.empty(3, *dv.shape)
         by_name = dict.fromkeys(("decay", "icl", "value"))
         for group, gradient in dhigh.items():
@@ -163,11 +164,9 @@ class TimeMix(Mix):
             **{f"{name}_logits_gradient": gradient for name, gradient in by_name.items()},
             parts=parts,
         )
-        sums = step.empty(len(kernel.PARAMETERS), step.D, dtype=FLOAT32)
-        step.sum(parts, sums)
-        for name, gradient in zip(kernel.PARAMETERS, sums):
-            if hasattr(grads, name):  # the first layer has no "value"
-                getattr(grads, name)[...] = gradient
+        # the gradients of these parameters are neighbours in one vector
+        out = step.device.view(grads.decay, (len(summed), step.D), (4 * step.D, 4), FLOAT32, 0)
+        step.sum(parts, out)
         return dkvr
 
     def gated_norm(self):
