@@ -5,9 +5,9 @@
 //           change = first (Added), sigmoid(first) UNIT_OF_SQUARES<T> value (Gated: a channel mix, whose `value` is
 //           stored divided by this unit, because squares may be larger than float16 holds);
 //           y = drop(table_token) (Embedded); y = x (Kept)
-// shapes    x y [tokens, D] in the order of `residual_of` (training.cuh); weight bias [D], moments [tokens, 2] for mean and
-//           1 / deviation; first value xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V, D],
-//           token_ids [tokens / T, T + 1]
+// shapes    x y [tokens, D] in the order of `residual_of` (training.cuh); weight bias [D], moments [tokens, 2] for mean
+//           and 1 / deviation; first value xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V,
+//           D], token_ids [tokens / T, T + 1]
 // grid      a block for TOKENS tokens, one after the other, which normalises the token before them as well if there are
 //           mixes; threads of 8 channels each
 // smem      the warps' parts of two sums
@@ -18,6 +18,7 @@
 #include "training.cuh"
 
 // From training.cuh:
+//   Tokens: goes over the block's tokens
 //   block_sum: the sum over the block, by one barrier. No barrier follows the reads, so two calls, one after the other,
 //     have shared memory of their own
 //   UNIT_OF_SQUARES: 2048 for float16, otherwise 1
@@ -105,40 +106,44 @@ __device__ __forceinline__ float2 moments_of(const EightFloats& y, bool inside, 
   return {mean, 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) * inverse_D + eps)};
 }
 
+// Launch bounds: registers for up to 512 threads of a multiprocessor; without a number the compiler spills some.
 template <typename T, int THREADS, class Change, int C>
-__global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, 512 / THREADS) training_add_norm(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
-  const i64 D = args.D, j = 8 * threadIdx.x, begin = i64(blockIdx.x) * TOKENS;
+  const i64 D = args.D, j = 8 * threadIdx.x;
   const bool inside = j < D;
   const float inverse_D = 1.f / D, eps = float(args.eps);
-  EightFloats weight = {}, bias = {}, before = {};  // before: xx of the token before
+  EightFloats weight = {}, bias = {};
   if (inside) weight = load8(args.weight + j), bias = load8(args.bias + j);
-  // The first turn computes xx of the token before the block's alone, if that is mixed in.
-  for (i64 t = C > 0 && begin % args.T_ ? begin - 1 : begin; t < begin + TOKENS && t < args.tokens; ++t) {
-    const i64 index = t * D + j;
-    const bool own = t >= begin;
+  // xx of token t; stores y and moments if it is one of the block's.
+  const auto normed = [&](i64 t, bool in_block) {
     EightFloats x = {};
     if (inside) {
-      x = Change::residual(args, t, index, j);
-      if (args.y && own) store_residual(args.y, t, D, x);
+      x = Change::residual(args, t, t * D + j, j);
+      if (args.y && in_block) store_residual(args.y, t, D, x);
     }
     const float2 moments = moments_of(x, inside, inverse_D, eps, s);
-    if (own && threadIdx.x == 0) store2(args.moments + 2 * t, moments);
-    if (!inside) continue;
+    if (in_block && threadIdx.x == 0) store2(args.moments + 2 * t, moments);
 #pragma unroll
     for (int n = 0; n < 8; ++n) x.x[n] = fmaf((x.x[n] - moments.x) * moments.y, weight.x[n], bias.x[n]);
-    if (own) {
-      if (args.xx) store8(args.xx + index, x);
-      if (C > 0 && t % args.T_ == 0) before = {};  // a sequence's first token
+    return x;
+  };
+  Tokens token(TOKENS, args.tokens, args.T_);
+  EightFloats before = {};  // xx of the token before; 0 before a sequence's first
+  if (C > 0 && !token.starts()) before = normed(token.t - 1, false);
+  for (; token.more(); token.next()) {
+    const i64 index = token.t * D + j;
+    const EightFloats xx = normed(token.t, true);
+    if (!inside) continue;
+    if (args.xx) store8(args.xx + index, xx);
 #pragma unroll
-      for (int c = 0; c < C; ++c) {
-        EightFloats mixed = load8(args.maa + c * D + j);
+    for (int c = 0; c < C; ++c) {
+      EightFloats mixed = load8(args.maa + c * D + j);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n] - x.x[n], mixed.x[n], x.x[n]);
-        store8(args.mixed + c * args.tokens * D + index, mixed);
-      }
+      for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n] - xx.x[n], mixed.x[n], xx.x[n]);
+      store8(args.mixed + c * args.tokens * D + index, mixed);
     }
-    before = x;
+    before = token.ends() ? EightFloats{} : xx;
   }
 }
