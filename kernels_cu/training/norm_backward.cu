@@ -158,12 +158,16 @@ template <int C> struct State {
   }
 };
 
-// Blocks of a multiprocessor that registers have room for: of 512 threads (128 registers each), with several mixes of 384
-// (168), with six of 256 (255) where the assembler needs more for the same work.
-template <int THREADS, int C> constexpr int BLOCKS = (C < 2 ? 512 : C == 6 && SINCE_SM100 ? 256 : 384) / THREADS;
+// Blocks of a multiprocessor that registers have room for: of 512 threads (128 registers each), with several mixes of
+// 384 (168), with six of 256 (255) where the assembler needs more for the same work, as it does without a barrier.
+constexpr int blocks_with_registers(int threads, int mixes) {
+  const bool needs_more = mixes == 6 && (SINCE_SM100 || threads == 32);
+  return (mixes < 2 ? 512 : needs_more ? 256 : 384) / threads;
+}
 
 template <typename T, int THREADS, template <typename> class Change, int C>
-__global__ void __launch_bounds__(THREADS, BLOCKS<THREADS, C>) training_norm_backward(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, blocks_with_registers(THREADS, C))
+    training_norm_backward(const Args<T> args) {
   Shared<T, THREADS, C>& s = *reinterpret_cast<Shared<T, THREADS, C>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x;
   const float inverse_D = 1.f / D;
