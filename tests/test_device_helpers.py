@@ -278,7 +278,7 @@ def test_wgmma_groups_are_waited_for_in_turn(hopper, rng):
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
 def test_two_blocks_of_a_cluster_hand_on_what_they_read(hopper, rng, steps):
     values = rng.standard_normal((4, steps, 64)).astype(np.float32)
-    kernel = TestKernel(f"{KERNELS}/exchange", (), threads=64, arch="sm_90a", cluster=2)
+    kernel = TestKernel(f"{KERNELS}/exchange", (), threads=64, arch="sm_90a", blocks_per_cluster=2)
     got = launch(hopper, kernel, values, values.shape, np.float32, steps, smem=1024, blocks=4)
     np.testing.assert_array_equal(got, values[[1, 0, 3, 2]])
 

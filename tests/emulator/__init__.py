@@ -219,7 +219,7 @@ class TestKernel(Kernel):
     words: tuple[str, ...] = ()
     threads: int = field(default=128, kw_only=True)
     arch: str = field(default="", kw_only=True)
-    cluster: int = field(default=1, kw_only=True)
+    blocks_per_cluster: int = field(default=1, kw_only=True)
 
     @property
     def name(self):
