@@ -304,7 +304,8 @@ class ScalarGradientCut(ScalarCut):
     the first, backwards in time, into `first_segments`, which are as many, or 1 if whole sequences are faster."""
 
     FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first walk
-    FIRST_SUMMARY_TIMES, TWO_FIRST_SUMMARIES_TIME = {64: 1.4, 128: 1.7}, 1.7  # the same without its outputs: estimates
+    # The same without its outputs. They choose the fastest of nine cuts that were timed at each of five shapes.
+    FIRST_SUMMARY_TIMES, TWO_FIRST_SUMMARIES_TIME = {64: 1.4, 128: 1.7}, 1.7
     SECOND_TIME = 5.4  # of a chunk by the second
 
     def __init__(self, problem, device):
