@@ -39,7 +39,8 @@ def vjp(
     For GLA-like operators dS is carried backwards through the chunks, and the gate's gradient is
     ``revcumsum(q * dq - k * dk)`` plus ``sum_v S_T * dS_T`` (Yang et al., 2024, section 4.4), so that no state but one
     a chunk is ever kept. On a GPU the sums stay within chunks or begin anew at states that are kept: two for every 64
-    tokens, one for every 1024 on Hopper, or none (`explain` with `gradient` gives the bytes).
+    tokens, one for every 1024 on Hopper, or none (`explain` with `gradient` gives the bytes). There the pullbacks of
+    `kda` and `rwkv7` hold what their calls have prepared for them: up to 2.6 times the bytes of the arrays.
 
     Example
     -------

@@ -26,7 +26,8 @@ def explain(
 ) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
 
-    With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.
+    With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes
+    besides what the call keeps for it.
     With ``kernels="portable"`` that of the kernels which every card has, on one that has its own for this call too.
 
     Example
