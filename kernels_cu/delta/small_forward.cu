@@ -6,8 +6,9 @@
 //           Dplr (diagonal plus low rank, RWKV-7): S+ = S' + b (S^T a)^T + k v^T
 //           If args.normalized, q and k above are the given ones divided by their Euclidean lengths. The kernel works
 //           with the given ones and multiplies sums by the inverse lengths
-//           G is the state after a walk from zeros, of the first segment from the initial state; F is the state after a
-//           walk with values of 0 from the identity. No G of a last segment is needed, and no F of a first or last one
+//           G is the state after a walk over a segment from zeros, over the first one from the initial state. F is the
+//           state after a walk from the identity with values of 0. G of the last segment is not needed, nor is F of the
+//           first and the last one
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
 //           state [N, HV, K, V]. HV, the number of value heads, is shape.H; args.group of them share a head of the
 //           rest. F [segments, HV, K, K and zeros to a multiple of 4]; starts [segments, HV, K, V]: first G, each in
@@ -42,7 +43,7 @@ template <typename E, int D> using StepTile = Tile<E, D, D, TOKENS>;
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<T> o;          // null: no output is wanted
   StridedRows<float> final;  // null: no final state is wanted
-  float* F;                  // or null; then o and final are null
+  float* F;                  // null: o and final may be wanted; else both are null
 };
 
 template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
@@ -82,7 +83,7 @@ template <typename G, int D> struct StepScalars {
   }
 };
 
-// x^T y, in two sums, of which each waits for half as many products.
+// x^T y, by two sums: each is a chain of half as many additions.
 template <int D> __device__ __forceinline__ float dot(const float (&x)[D], const float (&y)[D]) {
   float even = 0.f, odd = 0.f;
 #pragma unroll
@@ -90,7 +91,8 @@ template <int D> __device__ __forceinline__ float dot(const float (&x)[D], const
   return even + odd;
 }
 
-// What a lane reads of a token in shared memory. Of GatedDelta and Kda: `factors`, not a and b; `decays`: of channels.
+// What a lane reads of a token in shared memory: a and b of Dplr, `factors` of other rules; `decays`, if channels have
+// gates; of v its column.
 template <class Rule, typename T, typename G, int D> struct Token {
   float q[D], k[D], a[D], b[D], decays[D], v[1];
   Factors factors;
@@ -102,7 +104,7 @@ template <class Rule, typename T, typename G, int D> struct Token {
     if constexpr (Rule::own_erasure) in.a.load_row(a, i, coord.head), in.b.load_row(b, i, coord.head);
     else factors = s.factors[i][coord.head];
   }
-  // Applies the token to the lane's column of a state; returns its number of o.
+  // Applies the token to S, the lane's column of a state; returns the same column of o.
   __device__ __forceinline__ float apply(float (&S)[D], float scale) const {
     if constexpr (Rule::own_erasure) {
       const float read = dot(a, S);

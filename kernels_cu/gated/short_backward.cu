@@ -9,20 +9,24 @@
 //           dk_s = sum over t of dA_ts E_ts q_t + F_s dS v_s;
 //           dv_s = sum over t of A_ts do_t + dS^T F_s k_s;  du = sum over t of dA_tt q_t k_t;
 //           dh0 = sum over t of scale E_t0 q_t do_t^T + F_0 dS, F_0 over all r;
-//           with gv, ev_ts and Fv_s, as E_ts and F_s, are factors of each column's products with do_t or v_s: dA_ts =
-//           scale sum over columns of do_t ev_ts v_s. Columns then have the sums of channels: dgv as dg, of A for dA
-//           dg_r = sum of all those terms of scores, q_t . S_0 do_t, k_s . dS v_s and S_0 . dS whose decay has a_r
+//           dg_r = the sum of the channel's terms whose decay has a_r: of dA_ts q_t E_ts k_s, q_t . S_0 do_t,
+//           k_s . dS v_s and S_0 . dS
+//           with gv every term also has its column's decay, made of gv as E_ts and F_s are of g: ev_ts between tokens
+//           s and t, such as in dA_ts = scale sum over columns of do_t ev_ts v_s. dgv_r = the sum of the column's
+//           terms whose decay has its gate r
 // shapes    q k g dq dk dg [B, H, T, K], v do gv dv dgv [B, H, T, V], u [H, K]; initial, dht and dh0 [N, H, K, V],
 //           partial_du [N, H, K], all float32
 // grid      a block for every sequence and head, sequence slowest. 128 threads: a thread a column, then a thread a
 //           channel, then a thread a column again
-// smem      Shared: scores, and what the block has at a time of a state and of rows that are multiplied by it
+// smem      Shared: scores and their gradients; 128 channels and 32 columns of a state, and the rows that multiply it
 // barriers  two after each sum of scores over warps: the warps' sums are written | scores are complete. Two for each 32
 //           columns of a state: the previous ones have been read | these are in shared memory. Two for each 128
-//           channels of dv and dh0: the previous ones have been read | these are in shared memory
-// numerics  float32 throughout. Decays are products, never divided; sums have no subtractions. With gv, where a run of
-//           tokens grows by more than 60 nats, its channels' gates give what is over to its columns', or the other way
-//           round: neither decay is then infinite where their product is not
+//           channels of dv and dh0: the previous ones have been read | these are in shared memory. With gv one more,
+//           which asks whether gates grow; if so, for channels and for columns two a token: the warps' largest runs
+//           are written | have been read; and one: the shifts are complete
+// numerics  float32 throughout. Decays are products, never divided; sums have no subtractions. With gv, if a channel
+//           grows by more than 60 nats over a run of tokens, the excess is taken from the gates of all channels and
+//           added to those of all columns, or the other way round: neither decay is infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560
 #include "lanes.cuh"
@@ -31,7 +35,7 @@
 #include "tensor.cuh"
 
 constexpr int TOKENS = 16, THREADS = 128, WARPS = THREADS / 32;
-constexpr float MOST_GROWTH = 60.f;  // nats; with as much of the other side of a state, beyond float32
+constexpr float MOST_GROWTH = 60.f;  // nats; where channels and columns both grow by more, states are beyond float32
 constexpr int COLUMNS = 32;          // of a state that are in shared memory at a time
 constexpr int ROW = TOKENS + 4;  // numbers from one channel's or column's tokens to the next's: 8 lanes that read 16
                                  // bytes each are in different banks
@@ -49,7 +53,7 @@ template <typename T, typename G> struct Args {
   StridedRows<G> dgv;
 };
 
-constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, of which limit_growth has runs
+constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, for whose runs limit_growth has room in `queries`
 
 struct alignas(16) Shared {
   float queries[THREADS * ROW];        // [128 channels, 16 tokens]: scale E_t0 q_t; before, scale S_0 do_t
@@ -59,7 +63,7 @@ struct alignas(16) Shared {
   float state[THREADS][COLUMNS + 1];   // [128 channels, 32 columns]
   float sums[WARPS][TOKENS * TOKENS];  // each warp's sums of scores, over its columns or channels
   float dA[TOKENS * TOKENS], A[TOKENS * TOKENS];
-  float shifts[TOKENS];  // only if GATED: of each token, what is taken from gates of channels and added to columns'
+  float shifts[TOKENS];  // only if GATED: nats that a token's gates of channels lose, and those of columns gain
 };
 
 // The sequence and head of a block, from token `start` of batch row b on. The sequence has `tokens` tokens.
@@ -74,6 +78,7 @@ struct Sequence {
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) to[t] = t < tokens && column < width ? to_float(from[t * x.token_stride]) : 0.f;
   }
+  // Stores the numbers of the tokens that there are, if x has the column.
   template <typename T>
   __device__ __forceinline__ void store(const float (&from)[TOKENS], const StridedRows<T>& x, i64 column,
                                         i64 width) const {
@@ -99,8 +104,9 @@ __device__ __forceinline__ float largest_of_warp(float x) {
   return x;
 }
 
-// Changes the tokens' shifts, which count `sign` times in these gates of `width` channels or columns: so that no run of
-// tokens grows by more than MOST_GROWTH. The other side of the state then grows by as much more.
+// Changes the tokens' shifts so that no run of tokens grows by more than MOST_GROWTH by these gates, of `width`
+// channels or columns. A gate counts with `sign` times its token's shift added. The other side then grows by as much
+// more.
 template <typename G>
 __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence, const StridedRows<const G>& gates,
                                              int width, float sign) {
@@ -126,7 +132,7 @@ __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence
   __syncthreads();  // the shifts are complete
 }
 
-// Adds the sums over the warp of x[s] to scores [t, s] of its `sums`; replaces them if `first`.
+// Adds x[s], summed over the warp's lanes, to score [t, s] of the warp's `sums`; if `first`, stores it there.
 __device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int t, bool first) {
   const int lane = threadIdx.x & 31;
   exchange_and_add_halves<8>(x, 16, lane & 16);
@@ -138,7 +144,7 @@ __device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int 
   if (lane % 2 == 0) score = first ? sum : score + sum;
 }
 
-// scores of the tokens = scale times the sums of all warps, which may write sums again afterwards.
+// Stores scores: `scale` times the sums of all warps. Warps may write to `sums` again afterwards.
 __device__ __forceinline__ void finish_scores(Shared& s, float* scores, int tokens, float scale) {
   __syncthreads();  // all warps have written their sums
   for (int i = threadIdx.x; i < tokens * TOKENS; i += THREADS)
@@ -176,15 +182,15 @@ __device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i6
   }
 }
 
-// The sums over tokens of a thread's channel. Or those of a column, which has do in the place of q, v of k, gv of g and
+// A thread's sums over tokens, for its channel or its column. For a column do takes the place of q, v of k, gv of g and
 // A of dA: dk is then dv, and dg is dgv.
 struct Sums {
   float dk[TOKENS], dg[TOKENS], du;
 };
 
-// q, k, a: the channel's numbers and decays. dA: scores' gradients. u: the weight of a token's own key, with BEFORE.
-// from_initial(t): scale S_0 do_t, read if has_initial; from_final(t): dS v_t, read if has_final, as is from_states:
-// S_0 . dS. Calls row(t, dq, x) for every token; x: the channel's terms of scores [t, 16].
+// Computes `Sums`. q, k, a: the channel's numbers and decays. dA: scores' gradients. u: the weight of a token's own
+// key, used if BEFORE. from_initial(t): scale S_0 do_t, used if has_initial. from_final(t): dS v_t, and from_states:
+// S_0 . dS, both used if has_final. Calls row(t, dq, x) for every token t; x[s]: the channel's term of score [t, s].
 template <bool BEFORE, class Initial, class Final, class Row>
 __device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const float (&k)[TOKENS],
                                                 const float (&a)[TOKENS], float u, const float* dA, int tokens,
@@ -374,7 +380,7 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
       all *= a[t];
       from_start[t] = all * do_[t];
     }
-    // Sums over channels: of queries' and of keys' products with the states; of S_0 dS, decayed.
+    // Sums over channels: scale E_t0 q_t S_0; F_s k_s dS; and S_0 dS, decayed by all tokens' gates of channels.
     float from_initial[TOKENS] = {}, from_final[TOKENS] = {}, from_states = 0.f;
     if (args.dht || args.dh0 || reads_initial) {
 #pragma unroll 1

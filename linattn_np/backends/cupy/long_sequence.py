@@ -11,8 +11,8 @@ from __future__ import annotations
 from ...varlen import Spans
 from .plan import Draft
 
-LEAST = 2048  # tokens of a sequence that is worth more launches
-FEWEST_SEGMENTS = 4  # into which the card must be able to cut it
+LEAST = 2048  # tokens: a shorter sequence takes less time than the additional launches
+FEWEST_SEGMENTS = 4  # of the sequence alone: the card must have multiprocessors for so many of each head
 
 
 def parts(problem, device) -> list[tuple[int, int]]:
@@ -24,6 +24,7 @@ def parts(problem, device) -> list[tuple[int, int]]:
         return []
     if any("T" not in axes.split() for axes in problem.op.arrays.values()):
         return []  # the gradient of such an array is a sum over all tokens
+    # With so few sequences and heads, all are cut into segments together.
     cut_anyway = 2 * N * H <= device.multiprocessors
     if cut_anyway or FEWEST_SEGMENTS * H > device.multiprocessors or problem.spans.longest < max(LEAST, T / 2):
         return []
