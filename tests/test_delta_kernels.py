@@ -10,7 +10,7 @@ from emulator import EmulatedDevice
 from reference import LIMITS, assert_close, assert_results, double, draw, exact_vjp, rms, same_bits, unit
 
 import linattn_np
-from linattn_np import NotSupported, checked_calls, vjp
+from linattn_np import NotSupported, backends, checked_calls, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import delta, gated_backward
 from linattn_np.backends.cupy.delta_segments import CutOfSmallHeads
@@ -185,6 +185,13 @@ def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
         return [backend.tohost(x) for x in pull(backend.asarray(do), backend.asarray(dht))]
 
     assert all(same_bits(x, y) for x, y in zip(gradients(0), gradients(np.inf), strict=True))
+
+
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_a_pullback_without_its_call_needs_nothing_kept(op, rng):
+    """As torch and JAX ask for it: to run the call once more would take longer than what the pullback then spares."""
+    arrays, *_ = Case(op, T=96, K=64, V=64, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
+    assert backends.cupy.pullback(op.bind(arrays, gradient=True)).saved == ()
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])

@@ -128,8 +128,9 @@ def compile_pullback(problem, device):
 
 
 def pullback(problem):
-    """The pullback of `vjp`. The forward pass runs only if it saves arrays for the backward pass."""
-    return vjp(problem)[1] if at_home(problem, saved_arrays, problem, chosen_device()) else Pullback(problem, ())
+    """The pullback of `vjp`. The forward pass runs for softmax attention alone, whose pullback needs what the call has
+    saved: others compute that again, which takes less time than the call."""
+    return vjp(problem)[1] if PLANNERS[problem.op] is softmax else Pullback(problem, ())
 
 
 def saved_arrays(problem, device) -> tuple[tuple, ...]:
