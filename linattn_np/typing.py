@@ -1,6 +1,6 @@
 """The types in the signatures of the public functions.
 
-CuPy, torch and Numba say nothing of their types, so that a type checker takes their arrays for anything.
+No array library but NumPy is a dependency: other arrays are described by the protocol `Array`, and results are `Any`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 Layout: TypeAlias = Literal["bhtd", "bthd"]
-Mode: TypeAlias = Literal["auto", "recurrent", "chunk", "staged", "parallel"]
+Mode: TypeAlias = Literal["auto", "recurrent", "chunk", "staged", "parallel"]  # staged: as `stages` compute it
 Precision: TypeAlias = Literal["float32", "tf32"]
 Backend: TypeAlias = Literal["auto", "numpy", "cupy", "numba"]
-Kernels: TypeAlias = Literal["auto", "portable"]
+Kernels: TypeAlias = Literal["auto", "portable"]  # portable: the kernels of every card
 Integers: TypeAlias = Sequence[int] | np.ndarray  # on the host
 Result: TypeAlias = Any  # an array of the caller's library; its dtype may be another than that of the inputs
 State: TypeAlias = Any  # likewise; a pair of them for the normalised `linear_attention`
@@ -29,7 +29,7 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
-A = TypeVar("A", bound=Array)  # of q, and so of the result
+A = TypeVar("A", bound=Array)  # of q, and so of the result; the stubs (.pyi) use it
 
 
 class Pullback(Protocol):
@@ -38,9 +38,11 @@ class Pullback(Protocol):
     def __call__(self, do: Array, dht: State | None = None) -> tuple[Any, ...]: ...
 
 
-# -- keyword arguments: `contract` makes the public functions' signatures of these classes, on import; what these mean
-# -- is in `shared_documentation`
-DEFAULTS: dict[str, Any] = {  # of the arguments whose default is not None
+# -- keyword arguments. `contract.Op.signature` builds the signature of a public function: its arrays, its second result
+# -- if it has one (`output_final_state` or `return_lse`), then the fields of one of these classes in their order, base
+# -- classes first. `shared_documentation` says what the arguments mean.
+# Defaults that are not None; all other arguments have None, but for the stages' `chunk_size`, 64 (`StageOp`).
+DEFAULTS: dict[str, Any] = {
     "output_final_state": False,
     "return_lse": False,
     "reverse": False,
@@ -64,7 +66,7 @@ class RecurrentOptions(TypedDict, total=False):
     state_dtype: DTypeLike | None
     cu_seqlens: Integers | None
     reverse: bool
-    state_v_first: bool
+    state_v_first: bool  # whether states are [V, K] instead of [K, V]
     layout: Layout
     mode: Mode
     precision: Precision | None
@@ -98,17 +100,19 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class MaskedOptions(Options, total=False):
-    """The keyword arguments of the operators that accept padding."""
+    """The keywords of an operator that accepts padding, and whose chunks the caller may choose."""
 
     mask: Array | None
 
 
 class Rwkv7Options(RecurrentOptions, total=False):
+    """The keyword arguments of `rwkv7`, which accepts padding, too."""
+
     mask: Array | None
 
 
 class DeltaRuleOptions(Rwkv7Options, total=False):
-    """The keyword arguments of the delta rules whose keys may be normalised."""
+    """The keyword arguments of the delta rules that may normalise queries and keys."""
 
     qk_l2norm: bool
 
@@ -119,7 +123,7 @@ class RetentionOptions(Options, total=False):
 
 class LinearAttentionOptions(MaskedOptions, total=False):
     feature_map: Literal["elu", "relu", "exp"] | None
-    normalize: bool
+    normalize: bool  # whether outputs are divided by the sum of weights
 
 
 class StepOptions(TypedDict, total=False):
@@ -140,7 +144,7 @@ class DeltaRuleStepOptions(StepOptions, total=False):
 class StageOptions(TypedDict, total=False):
     """The keyword arguments of the stages of the chunked form."""
 
-    chunk_size: int
+    chunk_size: int  # None is refused, as the stages' results depend on it
     cu_seqlens: Integers | None
     layout: Layout
     backend: Backend
@@ -156,5 +160,7 @@ class InterChunkOptions(StageOptions, total=False):
 
 
 class CombineOptions(StageOptions, total=False):
+    """The keyword arguments of the last stage, `combine`, which adds up a chunk's outputs."""
+
     scale: float | None
     out: Array | None
