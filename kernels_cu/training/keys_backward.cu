@@ -1,22 +1,30 @@
-// what      The gradients of `training_keys_forward`, whose values are computed again, and of the bonus.
-// math      With score = sum_N r key bonus and dungated, the gradient of the gate's input
-//           (training/bonus_norm_backward):
-//           dr = r_gradient + dscore key bonus;  dkey = key_gradient + dscore r bonus;
-//           dv' = v_gradient + score dungated;
-//           dk = dkey (1 + (icl - 1) replacement) + dremoved removal, where removed = k removal and, with its norm R,
-//           dremoved = (dkappa - kappa (sum_N kappa dkappa)) / R,  dkappa = icl b_gradient - a_gradient; the sum counts
-//           as 0 where R is at most 1e-12;
-//           dicl = kappa b_gradient + dkey k replacement;
-//           dv = dv' (1 - share), dshare = dv' (first_v - v), first_v_gradient += dv' share, share being the sigmoid of
-//           the value; in the first layer dv = dv' + first_v_gradient, which the other layers have added up.
-//           The logits' gradients are those of w, icl and share times the sigmoids' slopes.
-//           parts = sums over a block's tokens: gradients of decay_base, icl_base, value_base (but in the first layer),
+// what      The gradients of training/keys_forward.cu, whose values are computed again; r, key and v get their
+//           gradients through the bonus term, too. The gradient of `bonus` itself: training/bonus_norm_backward.cu
+// math      dx and x_gradient are the gradient of x. The forward pass: s(x) is the sigmoid of x's logits plus its base,
+//             w = -e^(-1/2) s(decay);  icl = s(icl);  share = s(value);  v' = v + (first_v - v) share;
+//             removed = k removal;  R = max(|removed|, 1e-12), the norm over a head;  kappa = removed / R;
+//             a = -kappa;  b = kappa icl;  key = k (1 + (icl - 1) replacement);
+//             score = sum_N r key bonus, the factor of v' in the output before the gate.
+//           r_gradient, w_gradient, key_gradient, v_gradient, a_gradient and b_gradient come from the recurrence,
+//           score and dscore from bonus_norm_backward.cu. This kernel computes
+//             dr = r_gradient + dscore key bonus;  dkey = key_gradient + dscore r bonus;
+//             dv' = v_gradient + score dgated gate;
+//             dkappa = icl b_gradient - a_gradient;
+//             dremoved = (dkappa - kappa (sum_N kappa dkappa)) / R, the sum 0 where |removed| is at most 1e-12;
+//             dk = dkey (1 + (icl - 1) replacement) + dremoved removal;  dicl = kappa b_gradient + dkey k replacement;
+//             dv = dv' (1 - share);  dshare = dv' (first_v - v);  first_v_gradient += dv' share.
+//           The first layer has no share: dv = dv' + first_v_gradient, which the other layers have added up.
+//           The gradient of logits is w_gradient (-e^(-1/2)), dicl or dshare, times s (1 - s), the sigmoid's slope.
+//           parts = sums over a block's tokens: gradients of decay_base, icl_base, value_base (not in the first layer),
 //           removal, replacement
-// shapes    Keys: as in training/keys_forward.cu. r and all gradients but those of parameters [tokens, H, N]; bonus [H,
-//           N]; scores [tokens, H]: pairs (score, dscore); parts [blocks of tokens, 5, H, N], in the first layer 4. An
-//           output may be the array of an input. The first layer has no value_logits_gradient: it is null
-// grid      LANES neighbouring lanes a head of `tokens_per_block` tokens, one after the other, eight neighbouring
-//           channels each; 128 threads
+// shapes    k, v, first_v, logits, r, gate, dgated and all gradients but those of parameters [tokens, H, N]; bases,
+//           removal, replacement and bonus [H, N] float32; scores [tokens, H]: pairs (score, dscore); parts [blocks of
+//           tokens, 5, H, N], in the first layer [.., 4, ..]. The first layer has no first_v, value_logits, value_base
+//           and value_logits_gradient: they are null. first_v_gradient is read and written. dr, dk and
+//           icl_logits_gradient may be arrays of inputs. The other outputs are stored before k, icl_logits, r and the
+//           gradients of r, key, a and b are loaded, and must not be the arrays of these
+// grid      LANES neighbouring lanes for a head: they walk over `tokens_per_block` tokens, each lane with eight
+//           neighbouring channels; 128 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; sums always in the same order
@@ -26,9 +34,11 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128
-//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
-//   head_tokens: the lane's head and tokens
-//   kept: 1 + (icl - 1) replacement
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; load_halves, store_halves: the same of a
+//     float32 array that only such kernels read, so that they choose its order; sum: over the lanes
+//   head_tokens: the lane's head and its tokens begin ... end - 1; block: the number of this range of tokens
+//   kept: key / k = 1 + (icl - 1) replacement
+// From decode.cuh: sigmoid_for<T>: the sigmoid, as accurate as results of type T need
 
 template <typename T> struct Args {
   Keys<T> keys;
@@ -59,6 +69,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
   const HeadLanes<LANES, ALIGNED> lanes(args.N);
   const HeadTokens work = head_tokens<LANES>(args.tokens, args.H, args.tokens_per_block);
   const Keys<T>& keys = args.keys;
+  // channel: the head's first one, of all heads' channels; count: the numbers of an array [tokens, H, N].
   const i64 channel = work.head * args.N, count = args.tokens * args.H * args.N;
   EightFloats ddecay_base = {}, dicl_base = {}, dvalue_base = {}, dremoval = {}, dreplacement = {};
   for (i64 n_token = 0; n_token < args.tokens_per_block; ++n_token) {  // equally often in all lanes of a warp
@@ -66,11 +77,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
     const bool computes = lanes.inside() && t < work.end;
     EightFloats k = {}, icl = {}, dkappa = {}, db = {}, r = {}, dr = {}, dkey = {};
     float2 score = {};                 // x: score; y: dscore
-    float squares = 0.f, along = 0.f;  // of removed, k removal: its square, its product with dkappa
+    float squares = 0.f, along = 0.f;  // sums over this lane's channels: removed^2, and removed dkappa
     if (computes) {
       score = args.scores[token_head];
-      // Each half, of the decay and the value, then of the key, loads before it stores: the compiler moves no load over
-      // a store, which could be to the same address.
+      // First the decay and the value, then the key: each part loads all its inputs before its first store. The
+      // compiler moves no load before a store, which could be to the same address.
       const EightFloats decay = lanes.load(keys.decay_logits, index), decay_base = lanes.load(keys.decay_base, channel),
                         dgated = lanes.load(args.dgated, index), gate = lanes.load(args.gate, index);
       EightFloats dw = lanes.load(args.w_gradient, index), dv = lanes.load(args.v_gradient, index),
@@ -82,7 +93,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       }
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float opening = sigmoid_for<T>(decay.x[n] + decay_base.x[n]);
+        const float opening = sigmoid_for<T>(decay.x[n] + decay_base.x[n]);  // s(decay)
         dw.x[n] *= opening * (1.f - opening) * -DECAY;
         ddecay_base.x[n] += dw.x[n];
         dv.x[n] = fmaf(dgated.x[n] * gate.x[n], score.x, dv.x[n]);
@@ -91,7 +102,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       if (keys.first_v) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          const float opening = sigmoid_for<T>(share.x[n] + share_base.x[n]);
+          const float opening = sigmoid_for<T>(share.x[n] + share_base.x[n]);  // s(value), the share of `math`
+          // Until here share has the value's logits, from here on their gradient.
           share.x[n] = dv.x[n] * (first_v.x[n] - v.x[n]) * opening * (1.f - opening);
           dvalue_base.x[n] += share.x[n];
           dfirst_v.x[n] = fmaf(dv.x[n], opening, dfirst_v.x[n]);
@@ -123,6 +135,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
     if (!computes) continue;
     const EightFloats bonus = lanes.load(args.bonus, channel), removal = lanes.load(keys.removal, channel),
                       replacement = lanes.load(keys.replacement, channel);
+    // share is key / k here, and dshare the gradient of that; dscored: dscore bonus.
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float kappa = k.x[n] * removal.x[n] * inverse, dremoved = (dkappa.x[n] - kappa * along) * inverse,
