@@ -19,28 +19,35 @@
 //           dg_t adds up, channel by channel, all that gate t multiplies:
 //             sum_{i >= t} row_i (row i's term of S) + sum_{j < t} column_j (column j's term of dS)
 //             + sum_{j < t <= i} row_i pair_ij D_ij column_j + (the chunk's decay) (the sum over V of S dS)
-//           (RWKV-7's a: i > t). To the gates of one block, each other block adds one sum over all its tokens
+//           (RWKV-7's a: i > t). All gates of a block get the same sum from another block: from a later one its
+//           row_sums, from an earlier one its column_sums, or end_sums where pairs of two other blocks count
+//           (add_terms_of_blocks).
 // smem      The caller's struct, S in this file, is derived from BlockSums and has besides:
 //             tokens, g             the chunk's rows and columns, and its log gates, in tiles: place<TILE>(tile, i, c)
-//             states[2], values     64 columns of S and dS, and by kind what S (of rows: the gradient of what a row
-//                                   reads) and dS (of columns: the value that a column writes) are multiplied with
+//             states[2]             64 columns of S and of dS
+//             values[kind]          for a kind of rows the gradients of what the rows read, which S is multiplied with;
+//                                   for a kind of columns the values that the columns write, for dS
 //             terms[kind]           [BT, TILE] at term_place, in the memory of states and values
-//             decayed[2][NUMBERS]   [BT, TILE], in the memory of tokens: by number among the rows' kinds, or the
-//                                   columns', the rows after a border decayed from it, the columns before it decayed to
-//                                   it
+//             decayed[2][NUMBERS]   [BT, TILE], in the memory of tokens: [n] has, in the places of the tokens after a
+//                                   border, the n-th kind of rows decayed from it, and, in those of the tokens before
+//                                   it, the n-th kind of columns decayed to it
 // numerics  Pairs of two blocks, and their decayed rows and columns, are, for 16-bit data, the sum of two bfloat16
-//           numbers: the rounded number and its rounding error. Of the four products of these, three are computed
+//           numbers: the rounded number and its rounding error. Of the four products of these, three are computed.
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
 // From the includes:
 //   BT = 32 tokens, TILE = 64
-//   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair: two numbers, each as the sum
-//     of two
-//   LeftReader: left operands from a tile; StateReader: operands from matrices of a state
+//   single: float32 as a struct {float x}, by which functions know a type of operands; Matrix<T>::NUMBERS: 1 of these,
+//     2 of 16-bit T, make a number
+//   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair<T, REST> rounds them to T and
+//     stores their rounding errors REST numbers later
+//   LeftReader: left operands from a tile; StateReader: operands from matrices of a state; its first(n, lane): the
+//     lane's offset for the four matrices from matrix n on
+//   mma_m16n8k16(d, a, b, T{}): d += a b; T{} only gives the type
+//   state_index: the place in chunk_states of the 64 channels from `channel` on
 //   Accumulators: a warp's sums [32 tokens, 16 columns] (chunk.cuh)
 
-// TILE: 64 channels. BT: 32 tokens.
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
 
@@ -82,9 +89,9 @@ __device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { re
 __device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
 template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
 
-// Starts to copy a chunk's 32 rows of 64 numbers from memory, where they are `stride` apart, to a tile, by one warp.
-// Zeros fill rows from `rows` on, and columns from `width` on. `bytes`: 16 if rows start on 16 bytes and `width` is a
-// multiple of 16 bytes; otherwise copies number by number.
+// Copies a chunk's 32 rows of 64 numbers from memory, where they are `stride` apart, to a tile, by one warp. Zeros fill
+// rows from `rows` on, and columns from `width` on. bytes == 16: rows start on 16 bytes and `width` is a multiple of 16
+// bytes; this only starts the copies. Otherwise it has copied all numbers, one by one, when it returns.
 template <typename T>
 __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = TILE / PIECE, AT_ONCE = 32 / ACROSS;
@@ -92,7 +99,7 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
   if (bytes == 16) {
     const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
     const i64 rows_at_once = AT_ONCE * stride * i64(sizeof(T));
-    rows = c < width ? rows - first : 0;
+    rows = c < width ? rows - first : 0;  // from here on: those from the lane's first row on
 #pragma unroll
     for (int n = 0; n < BT; n += AT_ONCE, piece += rows_at_once)
       cp_async<16>(place<TILE>(tile, first + n, c), piece, n < rows);
@@ -134,8 +141,8 @@ __device__ __forceinline__ void multiply_diagonals(float (&d)[4], const Word<T> 
   d[0] = product[0][0], d[1] = product[0][1], d[2] = product[1][2], d[3] = product[1][3];
 }
 
-// Stores the diagonal that multiply_diagonals left in the lanes' d: to[channel] for the warp's 16 channels, from 16
-// warp on.
+// Stores the diagonal that multiply_diagonals left in the lanes' d: to[channel] for the warp's 16 channels, from
+// channel 16 * warp on.
 __device__ __forceinline__ void store_diagonals(float (&to)[TILE], const float (&d)[4]) {
   const int g = own_lane() >> 2, odd = g & 1, channel = threadIdx.x / 32 * 16 + g;
   if (g / 2 == (own_lane() & 3)) { to[channel] = odd ? d[1] : d[0], to[channel + 8] = odd ? d[3] : d[2]; }
@@ -171,9 +178,10 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
 
 // Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`, where g = lane /
 // 4 and t = lane % 4. kind_pair: (the row's kind) COLUMNS + (the column's number among the kinds of columns). For pairs
-// within a block calls `store_within(g, 2t)`. The calls for (0, 1) and (2, 3), where no pair is, store zeros in the
-// unused quarters of pairs_across[1]; every caller must make them. Precondition: row / 2 >= column / 2. A call for a
-// later half of columns, such as (0, 2), would overwrite pairs by zeros.
+// within a block calls `store_within(g, 2t)`, which stores them where the caller keeps these. The calls for (0, 1) and
+// (2, 3), where no pair is, store zeros in the unused quarters of pairs_across[1]; every caller must make them.
+// Precondition: row / 2 >= column / 2. A call for a later half of columns, such as (0, 2), would overwrite pairs by
+// zeros.
 template <class S, class F>
 __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int row, int column, float x, float y,
                                                       F store_within) {
@@ -225,8 +233,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
   });
 #pragma unroll(sizeof(Number) == 4 ? 1 : OTHER)  // for float32 registers are few
   for (int m = 0; m < OTHER; ++m) {
-    // Right operands [16 tokens on the other side, 8 channels], twice; of 16-bit data the rounded numbers, then the
-    // errors.
+    // Right operands [16 tokens on the other side, 8 channels] for the warp's first and last 8 channels; of 16-bit data
+    // first of the rounded numbers, then of the errors.
     Word<Number> b[S::NUMBERS][4];
     if constexpr (sizeof(Number) == 4) {
 #pragma unroll
@@ -278,8 +286,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
 }
 
 // Stores value(n), two channels, in rows n = 0 ... 7 that are below `rows`; `stride`: between rows, in numbers.
-// `columns`: the columns from the first of the two on; `bytes`: the alignment of the rows, whose length is a multiple
-// of it.
+// `columns`: how many columns exist, from the first of the two on; `bytes`: rows start on multiples of it, and their
+// length is a multiple of it.
 template <typename T, class F>
 __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
   if (columns <= 0) return;
@@ -335,10 +343,10 @@ template <class S> __device__ __forceinline__ float2& term_at(S& s, int kind, in
 //   on entry                 start  start  start  start end    end    end    end     (of the chunk)
 //   with pairs over 16       start  start  16     16    16     16     end    end
 //   on return, over 8, too   start  8      16     24    8      16     24     end     (the block's own start or end)
-// A thread has channels c and c + 1 of a block. Tokens: BlockTokens with each_row(decay, f) and each_column(decay, f),
-// which call f(kind, n, x) for the rows decayed from the block's start and for the columns decayed to its end, times
-// `decay`. Terms of S and dS, pairs and block_decays must be in shared memory, and all threads must have read their
-// tokens, since `decayed` may overwrite them.
+// A thread has channels c and c + 1 of a block. Tokens: the caller's struct, derived from BlockTokens, which has
+// besides each_row(decay, f) and each_column(decay, f). They call f(kind, n, x) for the rows decayed from the block's
+// start and for the columns decayed to its end, times `decay`. Terms of S and dS, pairs and block_decays must be in
+// shared memory, and all threads must have read their tokens, since `decayed` may overwrite them.
 template <class S, class Tokens>
 __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, int block, int c) {
   const int start = block * BLOCK;
@@ -379,11 +387,14 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   __syncthreads();  // terms include the products
 }
 
-// Completes dg of a block. Adds the sums over other blocks, since each of the block's gates multiplies all their terms;
-// and the sums of the block's own columns: column_terms[n], column n times its terms of dS and of pairs with later
-// blocks, is multiplied by the gates after token n. The caller has added what the block's own rows and the pairs within
-// the block give. Pairs of two other blocks count if this block is between them. For block 2 they are pairs of block
-// 3's rows, for block 1 pairs of block 0's columns: end_sums have these pairs, and all other sums are of S and dS only.
+// Completes dg of a block. The caller has added what the block's own rows and the pairs within the block give. Added
+// here to the gate of token t are
+//   S dS                                  times the chunk's decay
+//   row_sums of each later block          rows times their terms of S
+//   column_sums of each earlier block     columns times their terms of dS
+//   column_terms[n] of own tokens n < t   column n times its terms of dS and of pairs with later blocks
+// Pairs of two other blocks count if this block is between them: for block 2 these are pairs of block 3's rows, for
+// block 1 pairs of block 0's columns. There end_sums, which include them, take the place of row_sums or column_sums.
 template <class S>
 __device__ __forceinline__ void add_terms_of_blocks(float2 (&dg)[BLOCK], const float2 (&column_terms)[BLOCK], S& s,
                                                     int block, int c) {

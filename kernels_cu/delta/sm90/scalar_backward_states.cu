@@ -1,18 +1,22 @@
 // what      The delta rule's gradients on Hopper, with a gate for each token and head, or none; the first of two
 //           kernels, backwards in time: dv, the gradient of the state after every chunk of 32 tokens, and dh0. Without
-//           OUTPUTS it computes alone what a segment of a sequence adds to the gradient of the state before it
+//           OUTPUTS it computes only what a segment of a sequence adds to the gradient of the state before it
 // math      dS is the gradient of the state after a chunk; i and j are the chunk's tokens, 1 to 32. Decays are products
 //           of e^g: D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_i from i + 1 to its end. Matrices:
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1;  B = A N
 //           Z_j = sum_i N_ij L_i k_i;  W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j
 //           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j, P_j row j of P
-//           Without OUTPUTS the walk over a segment starts from zeros, that over a sequence's last one from dht, and
-//           its last dS is G' of join_segments.cu. If the segment forgets (scalar_forgotten.cuh), the walk starts from
-//           zeros after the chunks that suffice for that
+//           Without OUTPUTS the walk over a segment starts from zeros, or from dht if the segment is its sequence's
+//           last in time. The dS that it ends with is stored in `starts` for the segment before, and join_segments.cu
+//           adds what later segments give. A sequence's first segment in time has none before it: nothing is computed.
+//           If a segment's first n chunks alone forget every gradient from behind them (remembered_chunks), the walk
+//           starts from zeros at the end of chunk n
 // shapes    q k [B, H, T, K], do dv [B, HV, T, V], g beta [B, HV, T] of any strides; dht, the gradient of the final
-//           states, and dh0, that of the initial ones, [sequences, HV, K, V] float32; state_gradients: a state [BV of
-//           all blocks of a head, BK], transposed, for every chunk (`WorkTile::chunk_row`). With P > 1, sequences in
-//           `shape` are segments of whole chunks, P of each sequence; starts: join_segments.cu
+//           states, and dh0, that of the initial ones, [sequences, HV, K, V] float32; state_gradients: of every chunk,
+//           at WorkTile::chunk_row, dS transposed, [V rounded up to whole blocks, BK]. With P > 1, sequences in `shape`
+//           are segments of whole chunks, P of each sequence. starts [2, segments, HV, K, V]: the states that segments
+//           start from, forwards and backwards in time; here index 1, gradients, is written without OUTPUTS and read
+//           with them
 // grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes P, dv and dS,
 //           and stores dS. Operands: a warpgroup makes A and M, then B, W and Z. In a last warpgroup warp 0 copies
@@ -32,21 +36,30 @@
 
 // From the includes:
 //   wgmma_fence_operand(d): d is not read before it
-//   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands;
-//     each_two: calls f for their pairs
-//   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the gradient that the walk starts
-//     from, null for zeros, and `to`, where its last one goes, null for nowhere; remembered_chunks: how many of the
-//     segment's first chunks remember no gradient from after it
-//   Consumer: a lane of a consumer, and its column
-//   Registers: of each role; ALL_THREADS, CONSUMERS: threads of a block, and of the consumers
-//   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
-//     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
-//     32 rows
-//   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
-//     start_state_update: S += x rows; start_transposed_split_product: with a split matrix's transpose; decay_state: S
-//     times the chunk's decay
+//   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands; each_two
+//     calls f(i, c, m) for each pair of tokens, which Values have at [i] and [i + 1] and an Operand at [c][m]
+//   start_of_walk: sets the tokens of `work` to its segment's and returns `from`, the gradient that the walk starts
+//     from, null for zeros, `to`, the memory for the one that it ends with, null for none, and `last`, whether the walk
+//     comes to this segment last: it is the sequence's first in time
+//   remembered_chunks: how many of the segment's first chunks suffice to forget every gradient from behind them; below
+//     0 if it does not forget them. set_tokens(work, start, tokens): has the block work on these tokens
+//   Consumer: a lane of a consumer: its warp, warpgroup (0: the first 64 columns) and column; channel_offset: the byte
+//     offset in a panel that load_transposed and store_transposed take, for the warp's 16 columns of 32 rows
+//   Registers: of each role; its BLOCKS: blocks on a multiprocessor. ALL_THREADS, CONSUMERS: threads of a block, and of
+//     the consumers. RingPosition: the stage, and the parity to wait for, of a chunk; next() is the next chunk's
+//   Panel: 32 rows of 128 bytes, swizzled; a split matrix has rounded numbers in columns 0 to 31 and their errors in 32
+//     to 63. left_operand_offset: the lane's byte offset in a panel for ldmatrix and stmatrix of [16 rows, 16 columns];
+//     shifted_offset(offset, row, column): the same from this row and column on
+//   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state; tensor_store(map, box,
+//     channel, column, ...): starts copying a box to memory and closes a group for tensor_store_wait
+//   mn_major_tile, stage_descriptor, descriptor_offset: wgmma's descriptors of tiles; in.Z[p]: channels 64 p and on
+//   start_state_product: S^T times rows [32 tokens, channels]; start_transposed_split_product: x times a split matrix;
+//     after both the caller calls wgmma_commit. start_state_update: S += x rows, the same rows; it calls wgmma_commit
+//   decay_state: S times the chunk's decay
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on
+//   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on. WorkTile::chunk_row: see warpgroup.cuh
+//   make_operands, move_chunks: the work of the operands' warpgroup and of the copying warp; move_chunks stores dv,
+//     too, and fences before that
 
 template <typename T> struct Args {
   TensorMap q, k, do_, dv;  // boxes of a chunk's tokens and 64 columns, swizzled
@@ -57,7 +70,7 @@ template <typename T> struct Args {
   Shape shape;                      // H is the number of value heads
   const float* dht;                 // null: zeros
   float* dh0;                       // null: not wanted
-  float* starts;                    // with P > 1: join_segments.cu, both directions
+  float* starts;                    // with P > 1: see `shapes`
   i64 P;                            // segments of a sequence; in `shape` segments are sequences
   i64 group;                        // value heads that share a head of queries and keys
   i64 state_k, state_v;             // the states' strides along K and V, in numbers
@@ -71,7 +84,7 @@ template <typename Element, int CHANNELS, int COLUMNS, bool OUTPUTS> struct Shar
   static constexpr Pass PASS = OUTPUTS ? BACKWARD_STATES : BACKWARD_SUMMARY;
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 4;
   Stage<T, BK, BV> stages[STAGES];
-  Panel<T> minus_BE[2];  // -B_ij beta_j E_j, [query, key], split: for W; of chunks in turn
+  Panel<T> minus_BE[2];  // -B_ij beta_j E_j, [query, key], split: for W; of even and of odd chunks
   alignas(1024) T rounded[CONSUMERS<BV> / 32][BK / 64][16][64];  // dS, a warp's 16 columns, on their way to memory
   Gates gates[STAGES];
   Upcoming upcoming;
@@ -133,7 +146,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_fence();
     const u64 rows = mn_major_tile(in.queries_keys, sizeof in.queries_keys[0]);  // of W, then of keys
     start_state_update<T, BK>(dS, do_, rows);                                    // dS += W^T do
-    wgmma_wait<1>();
+    wgmma_wait<1>();  // P and from_do are complete; the update may still run
     wgmma_fence_operand(P), wgmma_fence_operand(rounded_dS);
     if constexpr (OUTPUTS) wgmma_fence_operand(from_do);
     each_two([&](int i, int c, int m) {
@@ -171,7 +184,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>,
       start_of_walk<BACKWARDS>(work, OUTPUTS, shape, args.P, args.dht, args.starts, args.dh0, column, BV);
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   if constexpr (!OUTPUTS) {
-    if (segment.last) return;
+    if (segment.last) return;  // no segment before it in time needs the result
     const int chunks = remembered_chunks<BACKWARDS>(s, args, work);
     if (chunks >= 0) {
       if (threadIdx.x == 0) s.from = nullptr;
