@@ -18,12 +18,13 @@
 //             pairs of the two halves       border32: the chunk's middle
 //             of a half's two blocks        border16: the half's middle
 //             of a block's two sub-chunks   border8: the block's middle
-//             within a sub-chunk            both tokens' factors about its middle, some of them inverse decays: a log
-//                                           gate below -20 (RWKV-6: -16) counts as -20 (-16) in them (decays.cuh), so
-//                                           that up to e^-10 of a token may pass a reset. If a log gate of a block, in
-//                                           one of a warp's 16 channels, exceeds GROWTH (1 nat), the factors could
-//                                           leave float32's range: pairs within the block's sub-chunks are then summed
-//                                           one by one (growth.cuh)
+//             within a sub-chunk            both tokens' factors about its middle (decays.cuh), some of them inverse
+//                                           decays. In them a log gate below -20 (RWKV-6: -16) counts as -20 (-16), so
+//                                           that inverses are finite. With the growth of six other gates of up to 1 nat
+//                                           at most e^-10 of a token passes a reset. If a log gate of a block, in one
+//                                           of a warp's 16 channels, exceeds GROWTH (1 nat), the factors could leave
+//                                           float32's range: pairs within the block's sub-chunks are then summed one by
+//                                           one (growth.cuh)
 //           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
 //           cancels up to float32's rounding. All other terms of dg are added, without a difference.
@@ -59,23 +60,34 @@
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>    how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two
 //                        tf32 numbers
-//   Left, Right          a lane's pairs p of A, of B; LeftData, RightData: of data as they are in memory
-//   HeldLeft             a Left in few registers: `left()` makes the operand, get(p) the numbers that a product reads
+//   Left, Right          a lane's pairs p of A, of B; LeftData, RightData: of data that were loaded, not computed: only
+//                        float32 data need the split
+//   HeldLeft             a Left in few registers: `left()` makes the operand; get(p): its pair p, as products read it
+//   TF32_CORRECTION<M, E>  the factor that makes up for the truncation of one operand, stored as E; ..._OF_BOTH: of
+//                        both operands
 //   set, set_unrounded   store a pair, rounded (or split), or as it is, for products that truncate it
 //   load_left            A from a tile of shared memory: [row, depth], or, TRANSPOSED, [depth, row]
 //   load_right           two B side by side: [depth, column], or, TRANSPOSED, [column, depth]
 //   load_channels        a tile [16 tokens, 16 channels] by index p
+//   AS_STORED, TRANSPOSED  how a tile holds an operand: see load_left, load_right
 //   multiply             d += A B for two B; with six arguments two such products, whose instructions take turns;
 //                        multiply_half: for one B, over half of the depth
 // From decays.cuh. a: the decays of a lane's two tokens; decays_of: of its log gates; decay_of: of one
 //   PairDecays(a)        the decays from the sub-chunk's start (`start`) and to its end (`end`)
+//   decay_over_subchunk(gates)  the decay of the lane's channel over all 8 tokens, from all four lanes' gates
 //   MiddleFactors(a)     the factors about the sub-chunk's middle
 //   four_lane_sums(x)    over the lanes of a channel: `all`, those `before` this lane, those `after` it
 //   product_over(x, first, end, factor) = factor times x[first ... end - 1]
 // From backward.cuh and others
 //   tokens_at(x, b, h, t, channel): x from token t and this channel on; its .at(i, channel, channels): a number, 0 for
 //                        channels from `channels` on
-//   gradients_of_pairs(t, q, k, decay, dA): the terms of token t's pairs within its sub-chunk
+//   gradients_of_pairs(t, q, k, decay, dA): the terms of token t's pairs within its sub-chunk: PairGradients, of dq_t,
+//                        dk_t and dg_t
+//   state_tile_index(shape, heads, FORWARDS for S or BACKWARDS for dS, batch, head, chunk, tile of K, tile of V): where
+//                        a tile [64, 64] of a state begins; matrix_index(row, column): its 8 x 8 matrix
+//   LD<T, COLUMNS>       the distance of rows in a tile of shared memory
+//   opaque(x)            x, computed again instead of held in a register; SINCE_SM100: cards whose compiler needs more
+//                        registers; max_nan(x, y): the larger one, NaN if one is
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64 channels or columns
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
@@ -103,12 +115,17 @@ struct Gated {
   static constexpr bool gated = true, turned = false;
   template <typename T, typename Stored> using Type = Stored;
 };
-// Gated, with keys and values exchanged, for dv and dgv. The kernel reads the transposes of S and dS, and Args have
-//   q = do, k = v, g = gv; given_do = q, given_v = k, gv = g; shape.K = V, shape.V = K
-//   v = k decayed to the chunk's end, do_ = q decayed from its start, each in columns of K
-//   scores, diagonal = scale q_i . k_j with decays, in the place of dA; decays = those of K's channels
-//   row_growth = of the columns of V, column_growth = of the channels of K
-//   dk = dv, dg = dgv; dq = null: the gradient of do is not wanted
+// Gated, with keys and values exchanged, for dv and dgv. The kernel reads the transposes of S and dS. The members of
+// Args, on the left, have, of the call's arrays,
+//   q, k, g                do, v, gv
+//   given_do, given_v, gv  q, k, g
+//   do_, v                 q decayed from the chunk's start, k decayed to its end
+//   shape.K, shape.V       V, K
+//   scores, diagonal       scale q_i . k_j with decays, in the place of dA
+//   decays                 the product of each channel's decays over the chunk, of K
+//   row_growth             the growth of the columns of V
+//   column_growth          the growth of the channels of K
+//   dq, dk, dg             null (nobody wants a gradient of do), dv, dgv
 // chunk_states is the same array as for Gated, so that tiles are [column, channel] here; see the use of `turned`
 struct GatedTurned : Gated {
   static constexpr bool turned = true;
@@ -130,8 +147,8 @@ template <typename T, typename G, typename Value> struct Args {
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
 
   // dA [B, heads, NC, 64, 64], without its diagonal, times TF32_CORRECTION_OF_BOTH for the products that read it. Pairs
-  // within a sub-chunk are also times NEAR_SCALE, 2^22 or e^15: the columns' decays may make such a number e^-20, and
-  // factors of channels about the sub-chunk's middle are as small as e^-70. The product, e^-90, would be below
+  // within a sub-chunk are also times NEAR_SCALE, 2^22, about e^15: the columns' decays may make such a number e^-20,
+  // and factors of channels about the sub-chunk's middle are as small as e^-70. The product, e^-90, would be below
   // float32's normal numbers, which end at e^-87 (backward.cuh).
   const void* scores;
   const float* diagonal;       // dA's diagonal [B, heads, NC, 64]
@@ -168,7 +185,8 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
   G g[CHUNK * LD<G, TILE>];  // overwritten by dg
   union {
     Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];  // two stages
-    PairData<Math<T, PRODUCTS>> pairs;                                                         // of tokens
+    // Of tokens.
+    PairData<Math<T, PRODUCTS>> pairs;
   };
 };
 
@@ -223,12 +241,13 @@ struct ChannelTile {
   Span span;    // the chunk's tokens
 };
 
-constexpr int HALF = NUM_SUBCHUNKS / 2;  // sub-chunks of half a chunk
+constexpr int HALF = NUM_SUBCHUNKS / 2;  // sub-chunks of half a chunk: 4, of 8 tokens
 
 // Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: for the gates of this lane's
-// two tokens, the terms whose query or key is in the gates' own sub-chunk. `across`: the terms whose key is before that
-// sub-chunk and whose query is after it, which are the same for all of its gates. This lane has only the terms of its
-// own queries and keys, so that the sum over four lanes is still to be taken.
+// two tokens, the terms whose query or key is in the gates' own sub-chunk. `across`: the terms that all gates of that
+// sub-chunk have: of pairs with the key before it and the query after it, of S with queries after it, of dS with keys
+// before it, and of S dS. This lane has only the terms of its own queries and keys, and its share of S dS, so that the
+// sum over four lanes is still to be taken.
 struct GateTerms {
   float2 within[HALF];
   float across[HALF];
@@ -397,8 +416,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   static_assert(!(Columns::gated && RWKV6), "columns have gates in GLA only");
   // Products of split operands are many instructions: unrolled loops compile a second longer, and run no faster.
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
-  // Whether `work` is computed again from blockIdx where it is needed, which frees registers; in the loop over V only
-  // if operands are split, which take the most registers there. RWKV-6 in float32 spills more registers if it is.
+  // Whether `work` is computed again from blockIdx where it is needed, which frees registers: at the end, and, if
+  // operands are split, in the loop over V, too, where they take the most registers. RWKV-6 with split operands is
+  // excluded: it spills more registers with this than without.
   constexpr bool RECOMPUTES_WORK = SINCE_SM100 && !(M::SPLIT && RWKV6);
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -422,7 +442,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const bool vectors = args.vectors;
 
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;                      // among the chunks of this launch
-  const float* all_column_decays = args.decays + chunk * width_padded_to_8(shape.V);  // of this chunk
+  const float* all_column_decays = args.decays + chunk * width_padded_to_8(shape.V);  // of this chunk; read if gated
   const i64 width = Columns::gated ? width_padded_to_8(shape.V) : shape.V;            // columns of v and do in memory
   // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
   const auto fetch_columns = [&](int stage) {
@@ -538,9 +558,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       for (int lower = 0; lower < 2; ++lower) {  // its upper 8 rows, then its lower ones
         const int i = 16 * row_of(block) + lane_channel + 8 * lower,
                   j = 16 * column_of(block) + 8 * right + 2 * lane_pair;
-        // dA_ij and dA_i(j+1). `exact` undoes the truncation of v and do. Below the diagonal dA is an operand of two
-        // more products, which truncate it and their other operand: `operand` has the correction of these two as well.
-        // The diagonal is multiplied in float32.
+        // dA_ij and dA_i(j+1). `exact` undoes the truncation of v and do. Below the diagonal dA is an operand of
+        // products that truncate it and their other operand: `operand` also has the correction of both. The diagonal is
+        // multiplied in float32.
         const float2 exact = TF32_CORRECTION_OF_BOTH<M, Value> * scale *
                              float2{dA_blocks[x][right][2 * lower], dA_blocks[x][right][2 * lower + 1]};
         const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;

@@ -5,13 +5,13 @@
 //           the step, L_j over those after j, E_i over those up to i (RWKV-6: up to i - 1):
 //           S <- D S + sum_j L_j k_j v_j^T;  backwards in time  dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of
-//           state_tile_index (backward.cuh), bfloat16 or float32; initial, dht [N, H, K, V] float32 of N sequences, or,
-//           with chunk_states, of N segments; dh0 [N, H, K, V] float32 of sequences.
+//           state_tile_index (backward.cuh), bfloat16 or float32; initial, dht [.., H, K, V] float32, a state for every
+//           sequence, or, with chunk_states, for every segment; dh0 [.., H, K, V] float32, for every sequence.
 //           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; index 0
 //           is S, 1 dS. The result of a segment's walk is stored as the state of the next segment in the walk's
 //           direction. The first segment in a direction starts from the given state, which is stored as its own state;
-//           the others start from zero, and scan_both_ways.cu joins their results. The last segment in a direction has
-//           no block and no decays
+//           the others start from zero, and scan_both_ways.cu joins their results. The blocks of the last segment in a
+//           direction return at once: no segment needs its result, and its decays are not written
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
 // smem      Stage: a step of k, v and g, or q, do and g, STAGES times; copied by all threads, read by all warps
@@ -19,7 +19,7 @@
 //           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
-//           (FORGOTTEN_NATS) or less, and none of these is positive
+//           (FORGOTTEN_NATS) or less, and none of these is positive. The segment's decays are then stored as 0
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 //
@@ -27,13 +27,18 @@
 //   Math<T, PRODUCTS>  how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two tf32
 //                      numbers
 //   Left, RightData    a lane's pairs of A, of B as data are in memory
-//   load_right         two B side by side, from a tile [depth, column]
+//   load_right         two B side by side, from a tile [depth, column] (AS_STORED)
+//   TF32_CORRECTION<M, E>  the factor that makes up for one operand, stored as E, that tf32 products cut off; 1 if they
+//                      cut off nothing
 //   load_channels      x[p] is of channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk p / 2 of 16 tokens
 // From decays.cuh. a: the decays of a lane's two tokens
 //   PairDecays(a)      the decays from the sub-chunk's start (`start`), to its end (`end`) and over it (`whole`)
 //   product_over(x, first, end) = x[first ... end - 1] multiplied
 // From backward.cuh
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; TILE = 64 channels or columns
+//   state_tile_index(shape, heads, backwards, batch row, head, chunk, tile of K, tile of V): where a tile begins
+//   matrix_index(row, column): where one of the tile's matrices [8 channels, 8 columns] begins
+// From tensor.cuh: shape.count: sequences, or segments, of a batch row; tokens_of, chunks_of: the range of one of them
 //
 // Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
 // sequence or, for summaries, a segment; `segment`, its number in the walk; slot, its index in `states`
@@ -53,7 +58,7 @@ template <typename T, typename G> struct Args {
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
-  i64 P;        // segments of a sequence, for summaries
+  i64 P;        // segments of a sequence, 1 or more, for summaries and with chunk_states
 };
 
 // A step's rows [token, channel or column]; LD (backward.cuh): the distance of neighbouring tokens.
@@ -63,8 +68,9 @@ template <typename T, typename G, int BV> struct alignas(16) Stage {
   G g[STEP * LD<G, TILE>];     // [32, 64]
 };
 
-// STAGES: as many as leave shared memory for three blocks on a multiprocessor, or four if BV is 64. blocks: as many as
-// a multiprocessor's registers suffice for.
+// STAGES: as many as leave shared memory for three blocks on a multiprocessor, or four if BV is 64. blocks, for launch
+// bounds: the compiler leaves registers for at least so many blocks on a multiprocessor; there may be more. So 2, for
+// float32 and BV of 64, lets a thread take 255 registers, and does not mean that it needs them.
 template <typename T, int BV> constexpr int STAGES = sizeof(T) == 4 && BV > TILE ? 2 : 3;
 template <class M, typename T, int BV> constexpr int blocks() {
   if (M::SPLIT || sizeof(typename M::Stored) > sizeof(T)) return 2;
@@ -83,7 +89,8 @@ struct StateTile {
 
 // Reads gates from the last step of the walk to the first. Returns the first step that the result still depends on:
 // after earlier ones every channel's gates sum to FORGOTTEN_NATS or less. After every STEPS_A_VERDICT steps it gives
-// up, and returns 0, if the mean of the gates read so far predicts that less than a quarter of the steps are forgotten.
+// up, and returns 0, if a gate was positive, or if some channel may forget less than a quarter of the steps: if its
+// mean sum of gates over the steps read, times 0.75 `steps`, is above FORGOTTEN_NATS.
 // channel: the lane's first one, the other is 8 later. fetch(step, stage) starts copying the gates of a step, none if
 // step is negative, and commits a group of copies.
 template <typename T, typename G, int BV, class Fetch>
@@ -103,6 +110,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
       first = steps - steps_read;
       break;
     }
+    // Both sides of gate_sums / steps_read * most_steps <= FORGOTTEN_NATS are multiplied by steps_read.
     const float forgotten_by_now = FORGOTTEN_NATS * steps_read, most_steps = 0.75f * steps;
     if (steps_read && steps_read % STEPS_A_VERDICT == 0 &&
         __syncthreads_or(largest_gate > 0.f || remembered && !(gate_sums[0] * most_steps <= forgotten_by_now &&
@@ -252,7 +260,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), octet = p & 1;
         // The decay over the step's other sub-chunks between the token and the walk's next step, corrected for both
-        // operands' truncation; backwards times scale, which belongs to o, whereas S is without it.
+        // operands' truncation; backwards also times scale, a factor of every o, and so of the gradient through it.
         const float outer_decay = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
                                   (backwards ? float(args.scale) * product_over(sub_decays[octet], 0, n)
                                              : product_over(sub_decays[octet], n + 1, STEP_SUBS));

@@ -1,4 +1,5 @@
-// what      GLA and RWKV-6 forward on every card, in chunks: q, k, v, g are read once, o is written once.
+// what      GLA and RWKV-6 forward on every card, in chunks of tokens: a block reads its tokens once and writes o once.
+//           If gates are large (see `grows`), it reads q, k and g again.
 // math      per chunk of 32 tokens (of 16 if operands are floats), S [K, V] being the state before it, A [query, key]
 //           the scores A_ij = q_i . D_ij k_j, j <= i (forward_operands.cuh). Decays [K] are e^(sum of log gates g):
 //           D_ij over gates j + 1 to i, E_i over those of the chunk up to i, L_j over those after j, D over all of
@@ -7,9 +8,10 @@
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], RWKV-6's bonus u [H, K], sums [B, H, T, V] float32, initial and final
 //           state [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      Shared, in forward_storage.cuh: two stages of inputs, which all threads copy; operands (queries and keys
-//           times decays) of the current chunk: each warp makes those of its share, some spans of 4 tokens, and all
-//           warps read them; the chunk's scores: each warp computes some tiles of them (tasks), and all warps read them
+// smem      Shared, in forward_storage.cuh: two stages of q, k and v and one of g, which all threads copy; operands
+//           (queries and keys times decays) of the current chunk: each warp makes those of its shares, spans of 4
+//           tokens, and all warps read them; the chunk's scores: each warp computes some tiles of them (tasks), and all
+//           warps read them
 // barriers  three a chunk: its inputs have been copied and its decays computed | its operands are in shared memory |
 //           its scores are
 // numerics  S in float32 accumulators; decays as forward_operands.cuh says. bfloat16 data: products in bfloat16, a
@@ -20,11 +22,18 @@
 //           `sums`
 //
 // Names. CHUNK<T>: tokens of a chunk; OperandOf<T>::Type: the type of operands in shared memory; NUMBERS, LDA: numbers
-// of which a score is the sum, and the distance of A's rows. WarpShare (forward_operands.cuh): a share of a warp, a
-// span of 4 tokens, of which a lane has LANE_CHANNELS channels from coord.channel on; coord.row(i): its token i in the
-// chunk; exists(): whether there is one. TokenDecays: e^g of a lane's tokens and channels. State, Output: a lane's
-// numbers of S and o in accumulators. state_q, state_k: the chunk's queries and keys, decayed for products with S.
-// Piece<2, X>: two numbers of a row
+// of which a score is the sum, and the distance of A's rows. WarpShare (forward_operands.cuh), n: one of the
+// SHARES_PER_WARP shares of a warp: a span of 4 tokens with all channels, or, if CHANNEL_PARTS is 2, with half of them.
+// A lane has LANE_CHANNELS channels of it, from coord.channel on; coord.row(i): the span's token i, counted in the
+// chunk; exists(): whether the chunk has this span, since there may be fewer spans than shares. TokenDecays: e^g of a
+// lane's tokens and channels. store_span_decays: stores the decays of the warp's spans and returns whether a gate is
+// above GROWTH or NaN.
+// State, Output: a lane's numbers of S and o in accumulators; each_number (forward_copies.cuh) finds those of S in
+// memory. state_q, state_k: the chunk's queries and keys, decayed for products with S. s.direct[key][part][query]:
+// scores that no gate multiplies, such as a token's with itself, over each of two parts of the channels. Piece<2, X>:
+// two numbers of a row. PIECE_BYTES = 16, of one copy; UNROLL_ROWS: copies in an unrolled loop. blocks_with_room<S>(n)
+// (cards.cuh): n blocks on a multiprocessor, or as many as its shared memory has room for. shape.count: sequences of a
+// batch row
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -44,7 +53,8 @@ template <typename T, typename G> struct Args : ForwardArgs<T, G> {
 
 // Stores a lane's outputs one by one, for rows whose pairs of numbers are not aligned. `to`, `sums`: of the lane's
 // first output. rows, columns: how many exist from there on. With SplitChannels every launch but the `first` adds
-// `sums`, and every one but the `last` writes to `sums` instead of o. Not inlined, since it is rare.
+// `sums`, and every one but the `last` writes to `sums` instead of o; else `sums` is null and not read. Not inlined,
+// since it is rare.
 template <typename T>
 __device__ __noinline__ void store_unaligned(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
                                              float scale, int rows, int columns, bool first, bool last) {
@@ -92,7 +102,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
   for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
     s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
-  if (Share::CHANNEL_PARTS == 1)  // then a warp has all channels of a token: part 1 of its direct scores stays 0
+  if (Share::CHANNEL_PARTS == 1)  // a share has all channels: nothing else writes part 1 of the direct scores
     for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
 
   // Starts copying q, k and v of the chunk that begins with token `token` of the sequence to stage `stage`.

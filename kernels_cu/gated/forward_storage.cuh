@@ -31,12 +31,13 @@ constexpr int STAGES = 2;  // chunks of inputs in shared memory: the current one
 constexpr int SUB_CHUNK = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk
 template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
-// The number of blocks whose registers a multiprocessor holds at once.
+// The number of blocks whose registers a multiprocessor holds at once. A block has 2 BV threads: 256 / BV blocks have
+// 512.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::has_outputs && BK > BV ? 2 : 256 / BV;
 
-// Operands that are decayed from or to a sub-chunk's middle: their type in shared memory (Type), and the arguments of
-// Math (fragments.cuh) for their products: where other operands have Math<T, N>, N tf32 products for each product of
-// float32, these have Math<Product, PRODUCTS<N>>.
+// Operands that are decayed from or to a sub-chunk's middle. Type: their type in shared memory; OperandOf<T>::Type
+// (forward_tiles.cuh) is bfloat16 for bfloat16 data, else float. Their products are Math<Product, PRODUCTS<N>>
+// (fragments.cuh) in a kernel whose other products are Math<T, N>, N tf32 products for each product of float32.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
   using Product = T;
   template <int N> static constexpr int PRODUCTS = N;
@@ -71,7 +72,8 @@ struct alignas(16) ScoreStorage {
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
 
-// Queries decayed from the chunk's start and keys decayed to its end. If their type is T, they replace q and k instead.
+// Queries decayed from the chunk's start and keys decayed to its end. If their type is as large as T, which it is only
+// where it is T, they replace q and k instead: IN_PLACE.
 template <bool IN_PLACE, typename T, int BK> struct StateStorage {};
 template <typename T, int BK> struct alignas(16) StateStorage<false, T, BK> {
   using X = typename OperandOf<T>::Type;

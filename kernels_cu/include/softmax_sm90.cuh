@@ -29,7 +29,7 @@ __device__ __forceinline__ void prefetch_work(Work& to, const Work*& next) {
   cp_async_commit();
   next += gridDim.x;
 }
-// Waits for the entry and returns it; starts copying the next one unless this one ends the list.
+// Waits for the entry and returns it; starts copying the next one unless this one, of 0 tiles, ends the list.
 __device__ __forceinline__ Work take_prefetched_work(Work& prefetched, const Work*& next) {
   cp_async_wait<0>();
   const Work work = prefetched;
@@ -66,7 +66,8 @@ __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, in
 }
 
 // The address that this lane gives to ldmatrix or stmatrix for four 8 x 8 matrices: the warp's 16 rows and 16 columns,
-// from column 16 n on. The warpgroup's 64 rows are the tile's from `row` on.
+// from column 16 n on. The warpgroup's 64 rows are the tile's from `row` on, a multiple of 8 here and below: the
+// swizzle depends on a row's number modulo 8. `opaque`: computed again, not held in registers.
 template <int SIZE, int PANELS, typename T>
 __device__ __forceinline__ T* ldmatrix_row(T (&tile)[PANELS][SIZE], int row, int n) {
   const int thread = opaque(threadIdx.x), i = thread % 16;
@@ -86,13 +87,16 @@ struct ScoreGradients {
   uint4 of_warp[4][4][32];  // 16 keys, 16 queries, lane
 };
 
-// An element of the array ds: of a tile of 128 keys, 64 at a time, and a chunk of 64 queries. A head of queries has
-// ds_entries of them. The entry of key tile n and chunk c of `statistics` has number ds_offsets[n] + c among its
-// head's; ds_offsets[n] may be below 0.
+// An element of the array ds: of a tile of 128 keys, 64 at a time, and a chunk of 64 queries. ds has the same number of
+// entries for every head of queries, `ds_entries` in the kernels' arguments. A key tile n has entries only for the
+// chunks of queries that see it, one after the other. Chunks c are numbered as in `statistics` (softmax_work.cuh), over
+// all sequences of a batch row, and the entry of n and c has number ds_offsets[n] + c among its head's. ds_offsets[n]
+// is the number of entries before n's, less the number of n's first chunk: it may be below 0.
 using DsEntry = ScoreGradients[2];
 
 // Stores a warp's 16 rows of accumulators x [64 rows, 2 N columns] of the warpgroup, this lane's two rows times factor0
 // and factor1, as tokens of `work`, through the warp's 16 rows of `tile`, where the warpgroup's 64 rows begin at `row`.
+// width: the columns that exist in memory; map and `to` are the same array, whose batch index is work.output_batch.
 // If all 16 are tokens of `work`, lane 0 has the copy engine store them, which may read the tile until lane 0's
 // tensor_store_wait() returns.
 template <int N, int PANELS, int SIZE, typename T>
@@ -115,6 +119,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const StridedRo
   if (!__any_sync(0xffffffffu, first + 16 > work.tokens)) {
     if (lane == 0)
       for (int panel = 0; panel < N / 32; ++panel)
+        // Each call also closes a group, which tensor_store_wait waits for.
         tensor_store(map, tile[panel] + first * PANEL, panel * PANEL, work.start + first, work.head, work.output_batch);
     return;
   }
@@ -136,7 +141,8 @@ __device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
 
 // To be called after thread 0 has initialised the block's barriers. The first CONSUMER_WARPGROUPS warpgroups call
 // consume(), with CONSUMER_REGISTERS registers a thread; one thread of the next warpgroup calls produce(), with
-// PRODUCER_REGISTERS. A multiprocessor has 512 for every thread of a warpgroup's 128.
+// PRODUCER_REGISTERS. The block has CONSUMER_WARPGROUPS + 1 warpgroups. A multiprocessor has 65536 registers: 512 for
+// each of 128 threads, which the warpgroups share.
 template <int CONSUMER_WARPGROUPS, int CONSUMER_REGISTERS, int PRODUCER_REGISTERS, class Consume, class Produce>
 __device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
   static_assert(CONSUMER_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
