@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     __syncthreads();  // the operands and the chunk's decay are in shared memory
 
     // forward_products.cuh: s.A = the chunk's scores, some by each warp; o = q S; S <- diag(s.decay) S + k^T v. After
-    // the barrier o += A v.
+    // the barrier o += A v: add_score_outputs, to which ScoreStorage tells A's type and layout.
     Output<T> o = {};
     score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     add_state_outputs<PRODUCTS, T, BK>(o, S, state_q(s, stage));
