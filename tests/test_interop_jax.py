@@ -205,13 +205,21 @@ def test_the_same_bits_as_numpy(rng):
 
 def test_calls_alike_are_compiled_once(rng):
     arrays = draw(RETENTION, rng, SIZES, np.float32)
-    before = len(interop.PRIMITIVES.kept)
+    before = len(interop.FUNCTIONS.kept)
     for gamma in ([0.5, 0.6], (0.5, 0.6), np.array([0.5, 0.6])):
         interop.retention(*arrays, gamma=gamma)
-    assert len(interop.PRIMITIVES.kept) == before + 1
+    assert len(interop.FUNCTIONS.kept) == before + 1
     found = [interop.retention(*arrays, gamma=[0.5, 0.6], scale=scale) for scale in (0.0, -0.0)]
     assert [bool(np.signbit(np.asarray(o)).any()) for o in found] == [True, True]
-    assert len(interop.PRIMITIVES.kept) == before + 3  # 0.0 equals -0.0 and is another scale
+    assert len(interop.FUNCTIONS.kept) == before + 3  # 0.0 equals -0.0 and is another scale
+
+
+def test_one_decay_for_all_heads_may_be_an_array(rng):
+    """Of no axis: JAX's functions took numbers and lists, and arrays of one axis."""
+    arrays = draw(RETENTION, rng, SIZES, np.float32)
+    assert same_bits(
+        np.asarray(interop.retention(*arrays, gamma=np.array(0.5))), linattn_np.retention(*arrays, gamma=0.5)
+    )
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

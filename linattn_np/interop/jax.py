@@ -17,8 +17,8 @@ arrays; use `jax.shard_map` there.
 
 Under `jax.shard_map` arrays may be sharded along batch and heads, and, if ``axis_name=`` names a mesh axis, along the
 tokens. The initial and final states are then those of the whole sequence, the same on every device of that axis;
-devices exchange only states, K * V + K floats per head. `cu_seqlens` cannot be combined with it. The backward pass
-costs two backward passes of the operator. (`retention`'s default decays depend on the number of heads on the device:
+devices exchange only states, K * V + K floats per head. With ``axis_name=`` the backward pass costs two backward passes
+of the operator, and `cu_seqlens` is refused. (`retention`'s default decays depend on the number of heads on the device:
 pass `gamma` if heads are sharded.)
 
 Example
@@ -57,7 +57,7 @@ from .jax_partition import over_devices, sharding_of
 
 HOST = 1  # DLPack's kDLCPU
 REVERSE_MODE = "gradients are first-order and reverse-mode"
-PRIMITIVES = Cache(most=1 << 26, entries=1024)
+FUNCTIONS = Cache(most=1 << 26, entries=1024)  # those of `cached_function`
 pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))  # pvary: JAX before 0.8
 mark_varying = partial(pcast, to="varying") if pcast else pvary
 
@@ -75,15 +75,16 @@ def differentiable(op: Op):
 
         def run(arrays, state, arguments):
             inputs = arrays, state and tuple(state)
-            # JAX then sums the gradients of an array that is replicated over a mesh axis over which others vary.
+            # So that JAX sums an array's gradients over the mesh axes over which others vary and it is replicated: the
+            # transpose of this marking is such a sum.
             arrays, state = varying(inputs, *jax.tree.leaves(inputs))
             results = result_shapes(declared, arrays, state, arguments)
-            compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
+            compute = cached_function(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
             try:
                 return compute(arrays, state)
             except TypeError as error:
                 if "custom_vjp" in str(error):  # the message of JAX when a tangent reaches the function
-                    raise NotSupported(f"{declared.name}: {REVERSE_MODE}: jax.jvp has none to take") from error
+                    raise NotSupported(f"{declared.name}: {REVERSE_MODE}: jax.jvp needs forward-mode ones") from error
                 raise
 
         results = None
@@ -113,7 +114,7 @@ def as_jax(declared, name, x):
 
 
 def on_blanks(declared, arrays, state, arguments):
-    """`outline` of a call, from its arrays' shapes and dtypes alone."""
+    """(the `Problem` of a call, its blank results), as `calls.outline` makes them, from shapes and dtypes alone."""
     arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
     return outline(declared, arrays, state, arguments, "jax")
 
@@ -150,29 +151,35 @@ def shape_and_dtype(x):
 
 
 def static(x):
-    """An immutable copy of an argument: arrays and lists become tuples."""
+    """An immutable copy of an argument that `result_shapes` has checked: of arrays and lists, which have one axis at
+    most, a tuple or a number."""
     numbers = x if kind(x) is None else host_array(x)
-    return tuple(np.asarray(numbers).tolist()) if isinstance(numbers, (list, np.ndarray)) else x
+    if not isinstance(numbers, (list, np.ndarray)):
+        return x
+    copied = np.asarray(numbers).tolist()
+    return tuple(copied) if isinstance(copied, list) else copied
 
 
-def primitive(operator, results, arguments):
-    """`new_primitive`, cached: equal arguments give the same function, which JAX compiles once."""
+def cached_function(operator, results, arguments):
+    """`new_function`, cached: equal arguments give the same function, which JAX compiles once."""
     key = operator, results, *((name, exact_argument(x)) for name, x in arguments)
-    function = PRIMITIVES.get(key)
+    function = FUNCTIONS.get(key)
     if function is None:
         numbers = sum(len(x) for _, x in arguments if isinstance(x, tuple))
-        function = PRIMITIVES.keep(key, new_primitive(operator, results, dict(arguments)), 4096 + 256 * numbers)
+        nbytes = 4096 + 256 * numbers  # about what the function, the key and the arguments take
+        function = FUNCTIONS.keep(key, new_function(operator, results, dict(arguments)), nbytes)
     return function
 
 
 def exact_argument(x):
-    """A cache key for `x`, which distinguishes values that compare equal, such as 1, 1.0 and True."""
+    """A cache key for `x`, which distinguishes values that compare equal, such as 1, 1.0 and True. Of a type without
+    such a key it is the id, which no other value gets: the function that is cached by it holds `x`."""
     if isinstance(x, tuple):
         return tuple(map(exact_argument, x))
     return x if x is None or type(x) in (str, bool) else exact_key(x) or id(x)
 
 
-def new_primitive(operator, results, arguments):
+def new_function(operator, results, arguments):
     """A differentiable JAX function: (arrays, initial state's parts or None) -> (o, *final state's parts)."""
 
     # The callbacks, which write to JAX's buffers `out`.
