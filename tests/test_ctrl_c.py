@@ -116,6 +116,21 @@ def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
     process.stderr.close()
 
 
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_signal_that_is_no_ctrl_c_ends_the_chat(reading, tmp_path):
+    """While a long line is read, or while an answer is written, which Ctrl-C alone stops without ending the chat."""
+    state, tokens = tmp_path / "state.npz", 3 if reading else 1000000
+    process = interruptible(
+        "--chat", "--tokens", tokens, "--stop", "nowhere", *GREEDY, "--save-state", state, stdin=subprocess.PIPE
+    )
+    process.stdin.write(b"How do you do?\n" + reading * (b"And you? " * 100000 + b"\n"))
+    process.stdin.flush()
+    until(process.stdout.fileno(), b"\n" if reading else b" ")
+    process.send_signal(signal.SIGTERM)
+    _, messages = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGTERM and state.exists(), messages
+
+
 def test_an_interrupt_between_answers_ends_the_chat_and_writes_the_state(tmp_path):
     state = tmp_path / "state.npz"
     leader, follower = pty.openpty()

@@ -325,8 +325,8 @@ def on_the_cpu(path, dtype, adapter, progress=None) -> Model:
 
 
 def begins_on_numpy(options) -> bool:
-    """Whether NumPy may write the first tokens, while Numba's loops are compiled. The model is then loaded twice, so
-    that the checkpoint must be small. NumPy's rounding differs from the loops', so that there must be no --seed."""
+    """Whether NumPy may write the first tokens, while Numba's loops are compiled. Not if the checkpoint is large, since
+    the model is then loaded twice; not with --seed, since NumPy's rounding differs from the loops'."""
     return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < MAX_LOADED_TWICE
 
 
@@ -480,11 +480,11 @@ def converse(options, model, state, loops):
             turn = before + TURN.format(line.strip())
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-            except Ended:  # Ctrl-C while the prompt is read, or a second Ctrl-C: the state is that before the turn
+            except Ended:  # while the prompt is read, or by a second Ctrl-C: the state is that before the turn
                 to_stdout()
                 continue
             finally:
-                forget_ctrl_c()
+                forget_ctrl_c()  # after SIGTERM or SIGHUP it raises Ended, which ends the chat
             # If the state has read the stop string, the turn has ended; after other answers its end must still be read.
             before = "" if text.finish == "stop" else TURN_ENDS
     finally:
@@ -519,13 +519,16 @@ def from_stdin(read) -> bytes:
 
 # -- many texts -------------------------------------------------------------------------------------------------------
 class Texts:
-    """The texts of --batch-file: the argument `prepare` of `cards.Cards.spread`, called directly without processes.
+    """The texts of --batch-file. `write_batch` passes an object to `cards.Cards.spread` as its argument `prepare`, or
+    calls it directly if there is one process.
 
     requested : [(number of a line, its checked object)]. A text's number is its index here
+    slots : the most texts that a process writes side by side
     """
 
     def __init__(self, options, requested):
         self.options, self.requested = options, requested
+        self.slots = min(options.slots or SLOTS, len(requested))
 
     def __call__(self, process=0, count=1):
         """Loads the model, and checks the texts of process number `process` of `count`: every `count`-th from `process`
@@ -540,19 +543,18 @@ class Texts:
         self.state = load_state(options, model)
         numbers = range(process, len(self.requested), count)
         with ThreadPoolExecutor(1) as other_thread:
-            slots = min(options.slots or SLOTS, len(numbers))
-            has_warm_up = model.device == "cuda" and slots
-            warm_up = other_thread.submit(self.warm_up, model, process, slots) if has_warm_up else None
+            has_warm_up = model.device == "cuda" and self.slots
+            warm_up = other_thread.submit(self.warm_up, model, process) if has_warm_up else None
             self.requests = {number: self.request(number) for number in numbers}
             if warm_up:
                 warm_up.result()
         return partial(self.write, model)
 
-    def warm_up(self, model, process, slots):
+    def warm_up(self, model, process):
         """Warms up the model. This runs in another thread, for which the device of the process must be set again."""
         if process or self.options.cards:
             use(process, self.options)
-        model.warm_up((slots,), WARM_UP_TOKENS)
+        model.warm_up((self.slots,), WARM_UP_TOKENS)
 
     def request(self, number):
         """The checked `Request` of text number `number`."""
@@ -568,7 +570,7 @@ class Texts:
                 taken_numbers.append(number)
                 yield self.requests.pop(number, None) or self.request(number)
 
-        slots = min(self.options.slots or SLOTS, max(1, len(self.requested)))
+        slots = max(1, self.slots)
         with blas_for(model.device, model.sizes), deferred() as ended:
             for index, written, text in complete(model, self.options.vocabulary, requests(), slots, ended):
                 number = taken_numbers[index]
@@ -595,7 +597,8 @@ def no_status(first):
 
 
 def open_device_early(device, process):
-    """At a process's beginning: another thread opens the device, while this one imports the modules that use it."""
+    """Begins, when a process has just started, what loading the model on a GPU would wait for. `open_beside` opens the
+    device of process number `process` in another thread, while this thread imports the modules that use it."""
     if device == "cpu":
         return
     folder_for_cupy()
@@ -643,8 +646,10 @@ def write_texts(options, requested, texts):
                 f"{done} of {len(requested)} texts are done, "
                 + (f"{options.output} has them" if done else f"{options.output} is not written")
             )
-    to_stderr(f"{done} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
-    for number in sorted(errors):
+    speed = count / (time.perf_counter() - start)
+    to_stderr(f"{done} texts, {count} tokens written at {speed:.0f} tokens/s, with the time of the prompts")
+    if errors:
+        number = min(errors)
         place = f"{options.batch_file}, line {requested[number][0]}"
         raise ValueError(f"{place}: {errors[number]}; the other texts are in {options.output}")
 
@@ -748,7 +753,7 @@ def request(options, line, number, state) -> Request:
     tokenizer, stop = options.vocabulary, line.get("stop", options.stop or [])
     stop = [stop] if isinstance(stop, str) else stop
     try:
-        Text(tokenizer, stop=stop)
+        Text(tokenizer, stop=stop)  # for its check of the stop strings
         how = sampling(options, vocabulary=tokenizer.size, **{name: line[name] for name in SAMPLING if name in line})
         return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
     except ValueError as error:

@@ -4,6 +4,7 @@ import platform
 import statistics
 import time
 import tracemalloc
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -18,13 +19,20 @@ COPIED = 1 << 28  # bytes of the copy that `ms_of_a_byte` times
 
 
 def cpu() -> str:
-    """The CPU's name, or where /proc/cpuinfo has none its architecture."""
-    with open("/proc/cpuinfo") as file:
-        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    """The CPU's name, or its architecture if there is no /proc/cpuinfo or no name in it."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.machine()
 
 
 class Cpu:
-    """The CPU. longest, tokens : default numbers of tokens, for `compare` and for `bench`."""
+    """The CPU.
+
+    longest : the most tokens of a call in `compare`, by default
+    tokens : the tokens of a call in `bench`, by default
+    """
 
     xp, dtype, longest, tokens = np, np.dtype(np.float32), 16384, 1024
 
@@ -38,7 +46,7 @@ class Cpu:
         return (time.perf_counter() - start) * 1e3
 
     def with_peak(self, call):
-        """(the result of a call, the most bytes that it holds at a time, with its result)."""
+        """(a call's result, the peak of the bytes that it allocates, its result's included)."""
         tracemalloc.start()
         try:
             return call(), tracemalloc.get_traced_memory()[1]
@@ -54,7 +62,8 @@ class Cuda:
     def __init__(self):
         import cupy
 
-        self.xp, self.name = cupy, cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self.xp, self.name = cupy, properties["name"].decode()
 
     def ms(self, call):
         start, stop = self.enqueued(call)
@@ -100,8 +109,9 @@ def drawn(device, op, **sizes) -> list:
 
 
 def contracting(arrays, xp):
-    """The arrays of a call by name. Those of a delta rule are changed so that no token enlarges the state, as in
-    models: keys have length 1, and strengths are between 0 and 1."""
+    """The arrays of a call by name. Those of a delta rule are changed so that states stay bounded, as in models: keys
+    have length 1, and strengths are between 0 and 1. RWKV-7 has a strength for each channel of b: the matrix by which a
+    token multiplies a state then has eigenvalues, but not always a norm, of at most 1."""
 
     def unit(x):
         return x / xp.linalg.norm(x, axis=-1, keepdims=True)
