@@ -44,20 +44,21 @@ class NumpyLayers:
         array_of = partial(loaded_array, version, weights, loaded, convert)
         self.model_weights = version.model_arrays(array_of)
         self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
-        self.initial_wkv = [array.astype(FLOAT32) for array in initial_states(weights)]
-        for array in initial_states(weights):
+        trained_states = initial_states(weights)  # of every layer, or none
+        self.initial_wkv = [array.astype(FLOAT32) for array in trained_states]
+        for array in trained_states:
             loaded(array)
 
     def __repr__(self):
         return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype})"
 
     def logits(self, tokens, state, sequences, last):
-        """Logits [T, V], or [N, V] for each sequence's last token."""
+        """Logits [T, V]; if `last`, a row for the last token of each sequence."""
         ops = self.operations_for(sequences)
         return ops.multiply(self.model_weights.head, self.run(ops, tokens, state, sequences, last))
 
     def hidden(self, tokens, state, sequences, last):
-        """The head's input [T, D], or [N, D] for each sequence's last token."""
+        """The head's input [T, D]; if `last`, a row for the last token of each sequence."""
         return self.run(self.operations_for(sequences), tokens, state, sequences, last)
 
     def operations_for(self, sequences):
@@ -75,7 +76,8 @@ class NumpyLayers:
 
 def loaded_array(version, weights, loaded, convert, field, weight, names):
     """The array of one weight, as `NumpyLayers.load` describes it; `names`: the full names of its parameters."""
-    ones = version.block.get(name_in_block(names[0]), "").split().count("1")  # leading axes of size 1, to be removed
+    axes = version.block.get(name_in_block(names[0]), "").split()  # such as ["1", "1", "D"]; [] outside the layers
+    ones = axes.count("1")  # axes of size 1, which are all at the beginning, and are removed
     array = convert(field, weight, [weights[name].reshape(weights[name].shape[ones:]) for name in names])
     for name in names:
         loaded(weights[name])
@@ -83,23 +85,25 @@ def loaded_array(version, weights, loaded, convert, field, weight, names):
 
 
 def in_float32(field, weight, arrays):
-    """A weight in float32; matrices other than the embedding are [..., K, M], for products x W."""
+    """A weight in float32; matrices other than the embedding are [..., inputs, outputs], for products x W."""
     array = stacked(arrays).astype(FLOAT32, copy=False)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
 
 @dataclass
 class MixOperations:
-    """`mix_operations.CommonOperations` on NumPy arrays: xx are the normed x, d the previous tokens' xx less xx.
+    """`mix_operations.CommonOperations` on NumPy arrays.
 
-    The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place. Each call of the layers
-    makes an object of its own.
+    The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place. P: the sequences that the
+    state holds, of which a call may have a part; H heads of N channels. Each call of the layers makes an object of its
+    own.
     """
 
     layers: Any  # a `NumpyLayers`, for its eps
     sequences: CallSequences
 
     def shift_mix(self, layer, norm, maa, x, shift):
+        # xx: the normed x; d: the previous token's xx less xx; maa: the name of the weights of the mixes.
         xx = array_math.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
         d = token_shift(xx, shift, self.sequences)
         return xx + d * array_math.beside(getattr(layer, maa), x), xx, d
