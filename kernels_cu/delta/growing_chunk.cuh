@@ -1,42 +1,45 @@
 // what      Prepares a chunk of 32 tokens of the delta rules with a gate for each channel (KDA and RWKV-7), token by
 //           token: what the chunk does to a state. The kernels call it for chunks in which a token's decay, the exp of
-//           its log gate, is above GROWTH in a channel. Other chunks of 16-bit data are prepared from tokens times
-//           products of decays in float16; here these would leave its range
+//           its log gate, is above GROWTH in a channel. They prepare other chunks from tokens times products of decays,
+//           for 16-bit data in float16, whose range these products would leave here. float32 data take the same way
 // math      D_t is the decay of each channel at token t, P_t the product of those of the chunk's tokens through t.
 //           z_j [K] is the direction in which token j has written, as later tokens change it. It begins as k_j. At each
 //           token t > j:   KDA: z_j <- D_t z_j - beta_t k_t (k_t . D_t z_j)
 //                          RWKV-7: z_j <- D_t z_j + b_t (a_t . z_j), and the same for a second z_j, which begins as b_j
 //           score_tj = q_t . z_j after token t, read_tj = k_t . D_t z_j (KDA) or a_t . z_j (RWKV-7) before it.
-//           Stored in `to` (prepared.cuh), R and L in its residual_matrix. Matrices have a row for each token t, a
-//           column for each j, and zeros for j > t; I is the identity; (k), (b): of the z_j that begin as k_j, as b_j:
+//           The results are members of `to` (prepared.cuh): `decay`, P of the last token; E, Z and W; and matrices, B
+//           and residual_matrix (`residual` here: R and L). Matrices have a row for each token t, a column for each j,
+//           and zeros for j > t; I is the identity; (k), (b): of the z_j that begin as k_j, as b_j:
 //                       KDA                  KDA, GRADIENT     RWKV-7          RWKV-7, GRADIENT
-//             B         beta_j score         score             score (k)       [0]: score (k); [1], its H: score (b)
+//             B         beta_j score         score             score (k)       [0]: score (k); [1]: score (b)
 //             residual  -                    [0], R:           -               [0], R: I + read (b)
 //                                            I - beta_j read                   [1], L: read (k)
 //             Z, row j  beta_j z_j           z_j               [0]: z_j (k);   as without GRADIENT
 //                                                              [1]: z_j (b)
-//           at the chunk's end. The argument H is w_scale times beta_j score (KDA) or score (b) (RWKV-7). And
+//           Z is that of the chunk's end. The function's argument H is w_scale times beta_j score (KDA) or score (b)
+//           (RWKV-7); what prepared.cuh calls H is B[1].
 //           KDA: E_t = -P_t k_t;   RWKV-7: E_t = P_{t-1} a_t;   both: W_t = w_scale P_t q_t + sum_j H_tj E_j
 // shapes    a warp has one z_j at a time, a lane 4 of its channels. Of E and W a thread has 4 tokens and 4 channels:
 //           those of its BlockTask
 // barriers  one: E and H are written
 // numerics  float32. z_j, scores and reads in the recurrence's order. E and W by P_t, which must be finite in float32.
 //           W is computed from E as stored, in T
-// limits    blocks of 2 BK threads, all of which call it
+// limits    blocks of 2 BK threads, all of which call it; BK <= 128, the channels of a warp
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
 // From the includes:
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4
 //   put_split: stores a number as the sum of two (a `single` as it is)
-//   PreparedFor: the struct that is stored
+//   PreparedFor<...>::Type: the struct that is stored; clear_padding: zeros between the rows of one of its matrices
+//   decays_at(g): exp of four neighbouring log gates; LD = 36: the distance of H's rows
 
-// The largest decay in chunks whose decayed tokens are held in float16. Tokens are stored without a power of 2
-// (Lengths::power), with lengths below 2. They then grow by at most 1.28^32 = 2696 over a chunk of 32 tokens: to less
-// than float16's largest number, 65504.
+// The largest decay in chunks whose decayed tokens are held in float16. There a token is held as Lengths::factor times
+// itself, with a length below 2; Lengths::power, a power of 2, undoes this later. It then grows by at most 1.28^32 =
+// 2696 over a chunk of 32 tokens: to less than float16's largest number, 65504.
 constexpr float GROWTH = 1.28f;
 
-// Whether one of a thread's decays, of 4 tokens and 4 channels, is above GROWTH.
+// Whether one of a thread's decays, of 4 tokens and 4 channels, is above GROWTH. fmaxf passes over a NaN: it is not.
 __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
   float largest = 0.f;
 #pragma unroll
@@ -46,10 +49,10 @@ __device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
 
 // Prepares the chunk whose tokens are in the tiles q, k, a, b, g [BT, BK] (`place`), in shared memory, zeros past the
 // sequence's end. TWO_WRITES: RWKV-7. KDA passes k as a and b. It alone has betas, and divides queries and keys by
-// their lengths if the call asks for that: `lengths` of keys, then of queries. GRADIENT: `to` is for the walk, the
-// kernel that carries a state or its gradient from chunk to chunk, in both directions. Everything in `to` is stored but
-// beta. w_scale multiplies W. H: shared memory [32 tokens][32 tokens] that overlaps with no other argument, for the
-// matrix that multiplies E in W.
+// their lengths if the call asks for that: `lengths` of keys, then of queries. GRADIENT: `to` is for the walks in both
+// directions; a walk is a kernel that carries a state, or its gradient, from chunk to chunk. Everything in `to` is
+// stored but beta. w_scale multiplies W. H: 32 rows of LD floats in shared memory, which overlap with no other
+// argument, for the matrix [32 tokens, 32 tokens] that multiplies E in W.
 template <bool TWO_WRITES, bool GRADIENT, int BK, typename T, typename G>
 __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_WRITES, GRADIENT>::Type& to, const T* q,
                                                const T* k, const T* a, const T* b, const G* g, const Lengths* lengths,
@@ -101,7 +104,8 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
         score = inverse_length(1, t) * warp_sum(score);  // score_tj
       }
       if (lane) continue;  // lane 0 stores
-      // TWO_WRITES as an index: H and R are of KDA's only z_j (start 0), and of RWKV-7's from b_j (start 1).
+      // H, and R in residual_matrix[0], are of the last `start`: KDA's only one, 0, and RWKV-7's z_j from b_j, 1. L, in
+      // residual_matrix[1], is of RWKV-7's z_j from k_j.
       if (start == TWO_WRITES) H[t][j] = w_scale * beta(j) * score;
       if constexpr (GRADIENT) {
         put_split(to.B[start].at(t, j), score);

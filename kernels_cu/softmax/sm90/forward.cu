@@ -11,33 +11,41 @@
 //           tile; in one more warpgroup a single thread, the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; k_empty, v_empty: all consuming warps have read it; q_empty: o,
-//           which has overwritten q, has been stored. Named: ZERO_ROWS_BARRIER in zero_rows: zeros are written;
-//           FIRST_TURN_BARRIER + warpgroup: its turn to issue products
+//           which has overwritten q, has been stored. Named: 1 + warpgroup (ZERO_ROWS_BARRIER, in zero_rows): zeros are
+//           written; 4 + warpgroup (FIRST_TURN_BARRIER): its turn to issue products
 // numerics  scores, m, sums of weights and o in float32; e^(S - m) is rounded to T. m is raised only if it would grow
 //           by more than SLACK in base 2: o and the sums use the same m, so the result is exact
 // source    Shah et al., "FlashAttention-3", 2024: the roles, and the overlap of a key tile's product with v with the
 //           softmax of the next tile. Here that next tile may belong to the block's next query tile
-// limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; K of 64, 128, 192, V of 64, 128, at most K
+// limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; the template's K of 64, 128, 192, V of 64, 128, at
+//           most K. A call may have fewer channels or columns (args.V): copies fill the rest of a tile with zeros
 #include "softmax_sm90.cuh"
 
 // From the includes:
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16
 //     columns. a: registers or a descriptor; b: the descriptor of a swizzled tile, [N, 16] if K_MAJOR, else [16, N]
-//   store_rows(boxes, rows, width, x, factor0, factor1, tile, row, work): stores a warp's 16 rows of x, of which the
-//     lane multiplies its two by factor0 and factor1, through its rows of the warpgroup's 64 in `tile` from `row` on:
-//     as a box, or by `rows` if some are no tokens of `work`
-//   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
+//   mn_major_tile(tile, panel): the descriptor of an MN_MAJOR tile whose panels of 64 columns are `panel` bytes long
+//   consume_and_produce: makes thread 0's barriers visible to all. Then the consuming warpgroups call the first
+//     function, and a thread of the next warpgroup the second, with the given numbers of registers
+//   prefetch_work(to, next) starts copying the entry at `next` to shared memory; `next` then is the block's next entry.
+//     take_prefetched_work(from, next) waits for the copied entry, calls prefetch_work, and returns the entry
+//   store_rows(boxes, rows, width, x, factor0, factor1, tile, row, work): stores `width` columns of a warp's 16 rows of
+//     x. A lane has two of the rows and multiplies them by factor0 and factor1. They pass through `tile`, in the warp's
+//     16 of the warpgroup's 64 rows from `row` on. Boxes move them; or, if some are no tokens of `work`, the lanes do
+//   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
+//   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries does not see one of COLUMNS keys
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). factor:
-//     |scale| log2 e, or, if m is above 2^27 in size, the power of two not below that; shift: m by this factor, or
-//     NONE, a finite number below all scores, while the row has no key. raise(x, scale, slack): sets m to the score of
-//     x if m grows by more than `slack`, and returns the factor for earlier weights: 1 if m stays, 0 if m was NONE.
-//     score_of(shift, scale): m by the factor `scale` again
+//     |scale| log2 e; if |m| > 2^27, that rounded up to a power of two, so that factor x is exact. shift: factor times
+//     the x of the largest score, or, while the row has no key, NONE, a finite number below all scores. {scale} has
+//     this factor and NONE. raise(x, scale, slack): sets m to the score of x if m grows by more than `slack`, and
+//     returns the factor for earlier weights: 1 if m stays, 0 if m was NONE. score_of(shift, scale): m from `shift`,
+//     which tells by its size whether the factor was rounded
 //   row_end(m, sum, sink): a RowEnd, of `factor`, by which o is multiplied (1 / the sum of all weights about m, 0 if
 //     the row sees no key), and `logarithm`, log2 sum_j e^s_ij
-//   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
-//     0 at the end of the list; `diagonal`: the position of the first query among the keys; `output_batch`: `batch`, or
-//     another index for each part if keys are split
+//   Work: a tile of queries. `start`: its first token in q; `other_...`: the sequence of keys; `first_tile`, `tiles`:
+//     the first of the key tiles that the queries see, and how many: 0 ends the list; `diagonal`: the position of the
+//     first query among the keys; `output_batch`: `batch`, or another index for each part if keys are split
 //   Tile: panels of PANEL = 64 columns, swizzled
 //   opaque: hides a value's origin from the compiler
 
@@ -116,9 +124,10 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   constexpr int KEYS = S::KEYS, WARPGROUPS = S::WARPGROUPS, FIRST_TURN_BARRIER = 4;
   constexpr bool TURNS = WARPGROUPS == 3;  // warpgroups issue their products in turn
   const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
-  const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);  // |scale| log2 e, of products or tanh
-  const bool negative = opaque(u32(args.scale < 0));                      // else the loop would compare float64 again
+  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
+  // |scale| log2 e, of products or tanh, and above 0: its product with a masked score, -inf, is not NaN.
+  const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
+  const bool negative = opaque(u32(args.scale < 0));  // else the loop would compare float64 again
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   RingPosition<S::KEY_STAGES> k, v;
   RingPosition<S::QUERY_STAGES> q;
@@ -131,7 +140,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
   int valid_values;            // keys in the tile of v that is multiplied next; the rest belongs to other sequences
 
-  // With three warpgroups each issues its two products while the others do not.
+  // With three warpgroups each issues the two products of a loop's iteration while the others issue none. The first
+  // scores, before the loop, and the last product with v, after it, wait for no turn.
   auto take_turn = [&] {
     if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
   };
