@@ -14,24 +14,33 @@
 // numerics  Decays are e^(sum of at most four adjacent gates) and products of these, never quotients or differences of
 //           longer sums, so a reset (a gate of -inf) gives an exact 0. Only operands about a sub-chunk's middle divide:
 //           by decays that are clamped to at least e^-20 a token, so a reset keeps e^-20 within its sub-chunk. A score
-//           has at most three such divisors, e^60 in all (a fourth one is only in scores that store_direct_scores
-//           replaces). If a gate is above GROWTH or NaN, scores in a sub-chunk are computed pair by pair instead
-//           (growth.cuh). Scores that no gate multiplies are float32 dot products: of a token's own query and key, and
-//           in RWKV-6 of a query and the key before it in its span
+//           has at most three such divisors, e^60 in all (a fourth one only in a token's score with itself, which
+//           store_direct_scores replaces). If a gate is above GROWTH or NaN, scores in a sub-chunk are computed pair by
+//           pair instead (growth.cuh). Scores that no gate multiplies are float32 dot products: of a token's own query
+//           and key, and in RWKV-6 of a query and the key before it in its span
 //
 // A warp has whole spans, a lane LANE_CHANNELS channels of all tokens of a span: so products over tokens need no
-// shuffles. BK: the channels of a tile. Shared, Schedule, CHUNK, MiddleOf: forward_storage.cuh; `stage` is the chunk's
-// index in s.q and s.k. Piece, Spot, PairedSpot, OperandOf: forward_tiles.cuh. PRODUCTS: 1 or 3 tf32 products for a
-// product of float32 data. grows: whether a gate of the chunk is above GROWTH or NaN.
+// shuffles. BK: the channels of a tile. PRODUCTS: 1 or 3 tf32 products for a product of float32 data. grows: whether a
+// gate of the chunk is above GROWTH or NaN. stage: the chunk's index in s.q and s.k.
+//
+// From forward_storage.cuh: Shared; Schedule; CHUNK; MiddleOf, for operands about a middle: `Type`, that in shared
+// memory, and `Product` and `PRODUCTS`, with which they are multiplied; s.direct, see store_direct_scores; s.BORDER,
+// the rows of queries in s.border, which its rows of keys follow. From forward_tiles.cuh: OperandOf<T>::Type, the type
+// of other operands in shared memory; operand_value, a number as it is stored there; Piece, neighbouring values of a
+// row in 32-bit `words`; Spot and PairedSpot, below. From elsewhere: LEAST_DECAY = e^-20; inverse(x) = 1 / x;
+// max_nan(x, y), the larger one, or NaN if one is NaN, max_nan<G> for each half of two words; cp_async: a copy to
+// shared memory.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
 
-// Share n of the warp: a span (its number in the chunk) with all channels, or, with few spans and BK = 128, with half
-// of them. A warp has SHARES_PER_WARP shares, one after the other. If BK is 64 and there are two spans for each warp,
-// each half of its lanes has one, at the same time; both are first, or both second, spans of a sub-chunk, so that the
-// halves do not diverge. A lane has the span's channels `channel` ... `channel` + LANE_CHANNELS - 1.
+// Share n of the warp: a span (its number in the chunk) with all channels, or, if BK = 128 and there are fewer spans
+// than warps, with half of them. A warp has SHARES_PER_WARP shares, one after the other. If BK is 64 and there are two
+// spans for each warp, each half of its lanes has one, at the same time. These two spans are WARPS apart, which is
+// even: both are first, or both second, spans of a sub-chunk, so that the halves do not diverge. A lane has the span's
+// channels `channel` ... `channel` + LANE_CHANNELS - 1. exists(): whether there is a share n; some warps lack the last
+// one.
 template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int SPANS = CHUNK<T> / SPAN;
   static constexpr int SPANS_AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / SPANS_AT_ONCE;
@@ -139,9 +148,10 @@ __device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& c
   piece.store(&row[coord.channel]);
 }
 
-// The decay over the half of the chunk in which the span does not lie. Computed once if a warp has spans of both halves
-// at once, since BorderDecays would diverge: its branches would be executed one after the other. Not used if a gate is
-// too large: then the order of multiplications decides whether a product overflows.
+// The decay over the half of the chunk in which the span does not lie, for BorderDecays, below. Computed here if a warp
+// has spans of both halves at once: in BorderDecays the halves of the warp would take different branches, which would
+// be executed one after the other. Not used if a gate is too large: then the order of multiplications decides whether a
+// product overflows.
 template <class WarpShare> struct OtherHalfDecay {
   static constexpr bool IS_COMPUTED = WarpShare::SPANS == 8 && WarpShare::SPANS_AT_ONCE == 2;
   float decay[WarpShare::LANE_CHANNELS];
@@ -180,8 +190,9 @@ template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
         for (int c = 0; c < LANE_CHANNELS; ++c) x[c] *= decay.get(c);
       }
     };
-    // Spans are grouped by 2 (a sub-chunk), 4 (a half of the chunk) and 8 (a chunk). A group of 2 `count` spans has two
-    // parts of `count`. Whether the part without this span lies between the span and the group's start (BEFORE) or end.
+    // Spans are grouped by 2 (a sub-chunk), 4 (a half of the chunk) and 8 (a chunk). Returns, for the group of 2
+    // `count` spans that has this span, whether the half without it lies between the span and the group's start
+    // (BEFORE) or end.
     const auto other_part_between = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) sub_chunk[c] = 1.f;
@@ -235,8 +246,8 @@ __device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
 }
 
 // Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each group of 8 rows of a tile;
-// get and put add the group and a row of the span. A PairedSpot is that in the layout of state_q: if it holds floats,
-// each 8 of a row are in the order 0 2 4 6 1 3 5 7.
+// get and put add the group and a row of the span. A PairedSpot is a Spot in the layout of state_q: each 8 floats of a
+// row are in the order 0 2 4 6 1 3 5 7; bfloat16 are in the usual order.
 template <int BK, class WarpShare, typename T>
 __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&rows)[SPAN], const T* tile,
                                           const WarpShare& coord) {
@@ -261,7 +272,8 @@ __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, in
 }
 
 // Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. AFTER_MIDDLE:
-// the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are.
+// the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are. The two constants are
+// what callers pass for the template parameter.
 constexpr bool AFTER_MIDDLE = true, BEFORE_MIDDLE = false;
 template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
@@ -352,7 +364,8 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   const PairedSpot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> paired(coord.row(0), coord.channel);
   Piece<LANE_CHANNELS, T> q[SPAN];
   load_span<BK>(q, s.q[stage], coord);
-  __syncwarp();  // the warp has read its rows: state_q may be their memory, and a PairedSpot another lane's place
+  // The warp has read its rows. state_q may be the same memory as s.q, and a PairedSpot is where another lane reads.
+  __syncwarp();
   const BorderDecays<LANE_CHANNELS, BEFORE_SPAN> before(s.span_decays, coord, other, grows);  // from the starts
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll

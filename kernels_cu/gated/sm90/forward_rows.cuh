@@ -6,10 +6,20 @@
 // limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
 
-// From ptx.cuh and forward_schedules.cuh:
+// From the includes:
 //   store_flipped(base, flip, offset, x): stores x at (base XOR flip) + offset, in bytes
+//   copy_to_other_block(x, bytes, full): starts copying x to the same address in the cluster's other block, and arrives
+//     at that block's `full`, whose phase ends after the copy
+//   ScalarDecay: the type G of gates that all channels of a token share. HAS_CHANNEL_GATES is then false, and
+//     InputStage, a chunk's q, k and g as they are in memory, has no g: threads read such gates themselves
+//     (args.scalar_gate)
+//   ScoreOperands: rows of border_q and border_k, 8 for a sub-chunk, from NEAR_ROW = 0 and HALF_ROW = 16 on
+//   StageHeader: `decay` of each channel over the chunk; after it `row`, which tells what the stage holds: WHOLE_CHUNK,
+//     or which one token
+//   threads_copy_rows: whether threads copy rows of q, k and g, not tensor maps: tokens have a negative stride
 
-// Sets x to 4 neighbouring values, as float32: of float32, or two registers of 16-bit numbers, or 8 bytes in memory.
+// Sets x to 4 neighbouring values as float32: from float32 in memory, from 16-bit numbers in two registers, or from
+// 16-bit numbers in memory.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -40,10 +50,11 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// The first row in ScoreOperands, which has a map of rows, of a sub-chunk's queries decayed from the border before it
-// (near_queries_row), or of its keys decayed to the border after it (near_keys_row). For queries of sub-chunk 2 and
-// keys of sub-chunk 1 that is the border between the chunk's halves. Queries of sub-chunk 3 and keys of sub-chunk 0 are
-// also stored for that border: at HALF_ROW + 8, and at HALF_ROW.
+// near_queries_row: the first row in border_q of a sub-chunk's queries decayed from the border before it.
+// near_keys_row: the first row in border_k of its keys decayed to the border after it. ScoreOperands has a map of both.
+// For queries of sub-chunk 2 and keys of sub-chunk 1 these are the borders between the chunk's halves. Queries of
+// sub-chunk 3 and keys of sub-chunk 0 are stored for that border, too: in border_q from HALF_ROW + 8 on, in border_k
+// from HALF_ROW on.
 template <class Scores> __device__ __forceinline__ int near_queries_row(const Scores& score_operands, int subchunk) {
   // Sub-chunk 1: NEAR_ROW, 3: NEAR_ROW + 8. Sub-chunk 0 has no border before it; its result is not used.
   return subchunk == 2 ? score_operands.HALF_ROW : score_operands.NEAR_ROW + 4 * (subchunk - 1);
@@ -82,8 +93,8 @@ __device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first
   return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first_row * 128 + channel % 64 * 2;
 }
 // That address in a tile of tf32 queries, which are multiplied by the state. Each 8 channels have the order in which
-// registers hold the state: 0 2 4 6 1 3 5 7, and in every second panel 1 3 5 7 0 2 4 6, so that stores to two panels
-// are in different banks.
+// registers hold the state: 0 2 4 6 1 3 5 7, and in every second panel 1 3 5 7 0 2 4 6: lanes 8 apart store to two
+// panels at the same time, and so to different banks.
 template <int PANELS>
 __device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first_row, u32 channel) {
   const u32 place = (channel % 32 / 8 * 32 + channel % 8 * 2) ^ channel / 32 % 2 * 16;
@@ -102,7 +113,8 @@ template <typename T> __device__ __forceinline__ void put_state_query(char* row0
 }
 
 // Sets g to the log gates of the sub-chunk's token i: those of this lane's 4 channels, or, if G is ScalarDecay, the one
-// that all channels have. Of the sub-chunk's lanes, lane i has that log gate in its scalar_gate.
+// that all channels have. scalar_gate: what load_scalar_gate gave this lane; of a sub-chunk's lanes, lane i has token
+// i's.
 template <bool HAS_OUTPUTS, typename T, int BK>
 __device__ __forceinline__ void load_gates(float (&g)[1], const InputStage<HAS_OUTPUTS, T, ScalarDecay, BK>&,
                                            const ProducerCoord<BK>&, float scalar_gate, int i) {
@@ -117,7 +129,7 @@ __device__ __forceinline__ void load_gates(float (&g)[4], const InputStage<HAS_O
 
 // Returns the log gate, if G is ScalarDecay, of token thread % 8 of the thread's sub-chunk in chunk `chunk`; 0, which
 // is no decay, after the sequence's end and for other types of gates. Tokens are compared with T, too, since
-// work.tokens is rounded up to whole chunks at the end of a batch row.
+// work.tokens is rounded up to whole chunks at the end of a batch row, unless threads copy rows.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, int chunk) {
@@ -148,8 +160,9 @@ __device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, i
 
 // Starts copying a chunk's rows by all threads of a group, for arrays whose tokens have a negative stride, which tensor
 // maps do not allow. Rows from `tokens_left` on and channels from `channels` on become zero. from: the chunk's first
-// row in memory; stride: the distance of rows; tokens_left: the sequence's tokens from this chunk on. Rows start on 16
-// bytes and are a multiple of 16 bytes long, as those of tensor maps. Not inlined, since such arrays are rare.
+// row in memory; stride: the distance of rows; tokens_left: the sequence's tokens from this chunk on, never rounded up
+// to whole chunks. Rows start on 16 bytes and are a multiple of 16 bytes long, as those of tensor maps. Not inlined,
+// since such arrays are rare.
 template <int THREADS, typename X, int BK>
 __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens_left, int channels,
                                        int thread) {
@@ -164,9 +177,9 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
 // Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
 // chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends. The phase has one
 // arrival and the bytes that tensor maps copy, or, where threads copy rows, an arrival of each thread (forward.cu
-// initialises the barriers). For all threads of the group. tokens: those of the block's sequence or segment; thread:
-// its number in the group. The first channel is args.channel, the launch's first one; if K_RANKS blocks share the
-// channels, each has BK, in order of rank.
+// initialises the barriers). For all threads of the group. tokens: work.tokens, where threads copy rows the exact
+// number (work_tile); thread: its number in the group. The first channel is args.channel, the launch's first one; if
+// K_RANKS blocks share the channels, each has BK, in order of rank.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
@@ -223,16 +236,16 @@ __device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, cons
 
 // Start copying this block's operands, or scores A, to the same stage of the cluster's other block, where each copy
 // arrives at `full`. For one thread, after a fence_proxy_async of each thread and a barrier of the group. rank: if
-// K_RANKS > 1, this block's number in the cluster, which also numbers its channels' operands; else 0.
-constexpr int SENT = 4;  // the copies of a chunk: q, k, decays and scores
+// K_RANKS > 1, this block's number in the cluster, and so the index of its own BK channels in a stage; else 0.
+constexpr int SENT = 4;  // the copies of a chunk, for which `full` waits: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, MBarrier& full) {
   const auto& q = s.operands.q[stage][rank];
   const auto& k = s.operands.k[stage][rank];
   const auto& header = s.headers[stage];
   copy_to_other_block(q, sizeof q, full);
   copy_to_other_block(k, sizeof k, full);
-  // Each of K_RANKS blocks writes header.row itself. If blocks make chunks in turn, K_RANKS is 1, and header.row, which
-  // lies behind the decays, is sent along with them.
+  // With K_RANKS = 2 each block makes a part of every chunk and writes its own header.row. With K_RANKS = 1 the blocks
+  // make whole chunks in turn, and header.row, the struct's last member, is sent along with the decays before it.
   static_assert(sizeof header == sizeof header.decay + sizeof header.row, "header.row lies behind the decays");
   constexpr u32 row_bytes = S::K_RANKS == 1 ? sizeof header.row : 0;
   copy_to_other_block(header.decay[rank], sizeof header.decay[0] + row_bytes, full);

@@ -36,8 +36,15 @@ from .gated_kernels import SMALL_SIZES, TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import FLOAT32
 
-# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
-# struct Args, which the compiler checks, with `?` if they may be null.
+# What these words mean, beyond the docstring:
+#     shared               the attribute `shared_memory`: C++ types, the sum of whose sizes is a block's shared memory
+#     tiles                the sizes of an instance that `explain` shows; TILES are the possible BV of walks
+#     W                    the prepared matrix by which outputs read the state: o = scale (W S + B v), prepared.cuh
+#     F, G                 a segment changes the state S before it to F S + G (`delta_segments`). `starts` has G before
+#                          the join of segments; after it the states before segments, and gradients after them
+#     forgets              of each segment, whether its F is 0: join_segments.cu
+#     normalized           whether, but for `sum_parts`, whose argument of this name is the array itself
+#     a part of channels   BK < K: the kernels with TILE channels per block
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
@@ -95,7 +102,7 @@ class Walk(ChunkKernel, TiledKernel):
     BV: int
     two_writes: bool  # whether a token writes v along k, and what it read from the state along b, as in RWKV-7
     stages: int  # chunks that are in shared memory at a time
-    outputs: bool = True  # False: the kernel computes instead what each segment does to a state
+    outputs: bool = True  # False: the kernel computes instead what each segment does to a state, F and G
 
     @classmethod
     def fitting(cls, dtype, K, V, rule, walks, device, **fields):
@@ -120,6 +127,7 @@ class Walk(ChunkKernel, TiledKernel):
     @property
     def prepared_bytes(self) -> int:
         """Bytes of one prepared chunk. Shared memory consists of `stages` such chunks, each with its v."""
+        # Not of walks with `of` other than "BOTH": their shared memory lacks what one direction does not read.
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
@@ -131,7 +139,7 @@ class DeltaScan(Walk):
         "strided v, strided? o initial final, pointers? starts F, pointers prepared, shape, int64s P, float64s scale, "
         "int64s bytes"
     )
-    directions: ClassVar[int] = 1
+    directions: ClassVar[int] = 1  # in time, of the walks of a launch
 
 
 class DeltaBackwardStates(Walk):
@@ -147,13 +155,14 @@ class DeltaBackwardStates(Walk):
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
-    directions: ClassVar[int] = 2
+    directions: ClassVar[int] = 2  # in time, of the walks of a launch, if `of` is "BOTH"
+    # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]
 
     @staticmethod
     def padded_columns(V) -> int:
         """The columns of the arrays that the walks write, of V columns of a state; of their channels there are BK."""
-        return padded(V, 64)
+        return padded(V, 64)  # chunk_states and state_gradients have BK channels by these, residual rows of these
 
     @property
     def residual_numbers(self) -> int:
@@ -165,7 +174,7 @@ class DeltaBackwardStates(Walk):
         states and their gradients, residuals as sums of two numbers, and the residuals' gradients."""
         B, T, K, V = problem.shape("B T K V")
         chunks = ceil_div(T, self.CHUNK)
-        rows = 2 * chunks * self.BK + 3 * T
+        rows = 2 * chunks * self.BK + 3 * T  # of residuals 2 T, which is too many if `residual_numbers` is 1: at most
         return B * heads * (self.dtype.itemsize * self.padded_columns(V) * rows + chunks * self.prepared_bytes)
 
 
@@ -332,6 +341,7 @@ class DeltaRecurrentBackward(DeltaKernel):
         """The instance with the most tokens whose shared memory is at most `shared_per_block` bytes; that of one token
         always is on cards that are served."""
         kernels = (cls(rule, dtype, gate, channels(K), tokens) for tokens in (8, 4, 2, 1))
+        # There is one: that of one token fits on every supported card.
         return next(kernel for kernel in kernels if kernel.shared_bytes <= shared_per_block)
 
     @property
@@ -374,7 +384,7 @@ class DeltaStep(Kernel):
         "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
         "group, float64s scale, int64s normalized pieces"
     )
-    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)
+    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)  # Widest: double if one of both is, else float
     threads = 256
     BV: ClassVar[int] = 64  # columns of the state per block
     rule: str
@@ -391,7 +401,7 @@ class DeltaJoinSegments(Kernel):
 
     file = "delta/join_segments"
     shared_memory = ("Shared<{dtype}, {BK}>",)
-    arguments = members("pointers F starts, pointers? forgets, int64s N P H K V")
+    arguments = members("pointers F starts, pointers? forgets, int64s N P H K V")  # N sequences of P segments
     dtype: np.dtype  # of states
     BK: int
     BV: ClassVar[int] = 16
