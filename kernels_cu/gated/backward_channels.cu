@@ -246,8 +246,8 @@ constexpr int HALF = NUM_SUBCHUNKS / 2;  // sub-chunks of half a chunk: 4, of 8 
 // Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: for the gates of this lane's
 // two tokens, the terms whose query or key is in the gates' own sub-chunk. `across`: the terms that all gates of that
 // sub-chunk have: of pairs with the key before it and the query after it, of S with queries after it, of dS with keys
-// before it, and of S dS. This lane has only the terms of its own queries and keys, and its share of S dS, so that the
-// sum over four lanes is still to be taken.
+// before it, and of S dS. `within` is complete. Of `across` this lane has only the terms of its own queries and keys,
+// and its share of S dS, so that the sum over four lanes is still to be taken.
 struct GateTerms {
   float2 within[HALF];
   float across[HALF];
