@@ -404,7 +404,11 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
         ({"prompt": ""}, "line 2: expected an object"),
         ({"prompt": 3}, "line 2: prompt is a int, expected str"),
         ({"prompt": "a", "length": 3}, "line 2: has an unknown 'length', expected prompt, tokens"),
-        ({"prompt": "a", "tokens": 0}, "line 2: tokens is 0, expected a whole number from 1 up"),
+        ({"prompt": "a", "tokens": 0}, "line 2: tokens is 0, expected a whole number from 1 to 2147483647"),
+        (
+            {"prompt": "a", "tokens": 1 << 31},
+            "line 2: tokens is 2147483648, expected a whole number from 1 to 2147483647",
+        ),
         ({"prompt": "a", "tokens": True}, "line 2: tokens is a bool, expected int"),
         ({"prompt": "a", "seed": -1}, "line 2: seed is -1, expected"),
         ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
@@ -417,7 +421,7 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
         ),
         ({"prompt": "a", "seed": -(10**400)}, "line 2: seed is a whole number of 1329 bits, expected"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, here, line, complaint):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

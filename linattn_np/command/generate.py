@@ -9,6 +9,7 @@ After Ctrl-C, SIGTERM or SIGHUP, finished texts, lines and states are kept.
 """
 
 import json
+import math
 import os
 import re
 import select
@@ -80,7 +81,7 @@ def run(options):
         return
     open_device_early(options.device, 0)
     model, loops = load(options, make_on_cpu=begun_on_numpy if begins_on_numpy(options) else with_loops)
-    options.vocabulary = tokenizer_of(options, model)
+    options.vocabulary = tokenizer_of(options, model)  # the tokenizer itself; `options.tokenizer` is its kind
     state = load_state(options, model)
     with blas_for(model.device, model.sizes):
         (converse if options.chat else write)(options, model, state, loops)
@@ -246,7 +247,8 @@ def check_combination(options):
             try:
                 check_writable(path)
             except OSError as error:
-                conflict(flag, f"{path} cannot be written{error_line(error).removeprefix(path)}")
+                why = error_line(error).removeprefix(path)  # ": ..."
+                conflict(flag, f"{path} cannot be written{why}")
             for read_name, read_path in inputs(options):
                 if same_file(path, read_path) and (name, read_name) != ("save_state", "load_state"):
                     conflict(flag, f"is the file of --{read_name.replace('_', '-')}, which would be lost")
@@ -393,6 +395,7 @@ class Writer:
                         raise Ended(number)
                     show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens")
 
+                # `read` leaves the last tokens, `rest`, which the batch reads; `state` is that before them.
                 rest, state = read(self.model, tokens, self.state, progress)
                 batch = Batch(self.model, 1)
                 (slot,) = batch.join([rest], self.how, [state])
@@ -401,7 +404,7 @@ class Writer:
             try:
                 while text.finish is None:
                     if self.loops:
-                        self.loops.hasten(self.model)
+                        self.loops.hasten(self.model)  # gives it Numba's loops as soon as they are compiled
                     to_stdout(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
                 to_stdout()
             except OSError as error:  # stdout cannot be written; the state is saved nevertheless
@@ -677,7 +680,7 @@ class Output:
     def append(self, encoded):
         """Appends a line to the file; OSError, without a part of the line, if it cannot be written."""
         if self.file is None:
-            with replaced(self.path):
+            with replaced(self.path):  # makes an empty file in place of an older one
                 pass
             self.file = open(self.path, "ab", buffering=0)
             lock(self.file.fileno(), self.path)
@@ -743,9 +746,9 @@ def check_line(line):
         if not isinstance(value, LINE_FIELDS[name]) or isinstance(value, bool):
             wanted = " or ".join(wanted_type.__name__ for wanted_type in LINE_FIELDS[name])
             raise ValueError(f"{name} is a {type(value).__name__}, expected {wanted}")
-    for name, least in (("tokens", 1), ("seed", 0)):
-        if line.get(name, least) < least:
-            raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} up")
+    for name, least, most, limit in (("tokens", 1, LONGEST, f"to {LONGEST}"), ("seed", 0, math.inf, "up")):
+        if not least <= line.get(name, least) <= most:
+            raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} {limit}")
 
 
 def request(options, line, number, state) -> Request:
