@@ -64,11 +64,12 @@ mark_varying = partial(pcast, to="varying") if pcast else pvary
 
 def differentiable(op: Op):
     """The JAX function of a declared operator."""
-    more = ("axis_name",) if op.state else ()
+    more = ("axis_name",) if op.state else ()  # softmax attention has no state, which devices could exchange
     operator = Operator.of(op, without=("out", "mask"), more=more)  # keywords are static, and a mask cannot be
 
     def public(*positional, **named):
         axis_name = named.pop("axis_name", None) if more else None
+        # declared: `op`, or its form with the optional array that was passed; state: a tuple of the state's parts.
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         arrays = tuple(as_jax(declared, name, x) for name, x in zip(declared.arrays, arrays))
         state = state and tuple(as_jax(declared, "initial_state", x) for x in state)
@@ -94,7 +95,7 @@ def differentiable(op: Op):
         elif any(map(sharding_of, jax.tree.leaves((arrays, state)))):
             problem, _ = on_blanks(declared, arrays, state, arguments)
             results = over_devices(lambda arrays, state: run(arrays, state, arguments), problem, arrays, state)
-        if results is None:
+        if results is None:  # `over_devices` gives none if no array is sharded along an axis
             results = run(arrays, state, arguments)
         return as_returned(results, is_pair(arguments))
 
@@ -106,7 +107,7 @@ def as_jax(declared, name, x):
     if not isinstance(x, jax.core.Tracer):
         if kind(x) != "jax":
             x, _ = declared.native(name, x)
-        elif found := REFUSALS["jax"](x, "computed", None):
+        elif found := REFUSALS["jax"](x, "computed", None):  # why not, such as that x is deleted
             declared.refuse(name, found, ContractTypeError)
     if not isinstance(x.dtype, np.dtype) or x.dtype.kind in "OSUMm":
         declared.refuse(name, f"has dtype {x.dtype}, expected floats", ContractTypeError)
@@ -238,7 +239,7 @@ def single(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-GATES = Gates(("jax", "numpy"), jnp.exp, jax.nn.softplus, jax.nn.sigmoid, single)
+GATES = Gates(("jax", "numpy"), exp=jnp.exp, softplus=jax.nn.softplus, sigmoid=jax.nn.sigmoid, single=single)
 
 
 def native(buffer):

@@ -26,6 +26,8 @@ class NumpyLayers:
     and `last` of methods are those of `Model.forward`, which has checked them; `tokens` is [T], of all sequences.
     """
 
+    # What `Model` reads of its layers, besides methods: where they are; the class of arrays, and how to make them; the
+    # dtype of a state; and `turn`, a context for a call.
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
     state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # `Model.turn` needs no lock: calls share no buffers
     version: ClassVar[Version]
@@ -99,7 +101,7 @@ class MixOperations:
     own.
     """
 
-    layers: Any  # a `NumpyLayers`, for its eps
+    layers: Any  # a `NumpyLayers`, for the eps of layer norms
     sequences: CallSequences
 
     def shift_mix(self, layer, norm, maa, x, shift):
@@ -117,6 +119,7 @@ class MixOperations:
     def recurrence_of(self, operator, step, arrays, vectors, wkv):
         """The result [T, H, N] of `operator`, or of its `step` if each sequence has one token; updates `wkv`.
 
+        operator, step : `linattn_np.rwkv6` and `linattn_np.rwkv6_step`, for example
         arrays, vectors : the operator's arguments in their order: those with tokens, [T, H, N], then those without
         """
         sequences = self.sequences
