@@ -2,7 +2,8 @@
 //           gate for each token and head, or none; for gradients, whether it forgets the gradient of the state after it
 // math      Token t multiplies a state, and backwards in time the gradient of a state, by at most e^g_t max(1, |1 -
 //           beta_t |k_t|^2|). A segment forgets if the product of these factors over the last chunks of a walk, in the
-//           walk's direction, is at most e^FORGOTTEN_NATS
+//           walk's direction, and of e^g for all gates above 0 that the walk of the sequence meets behind the segment,
+//           is at most e^FORGOTTEN_NATS: so little must not grow to what counts again
 // smem      s.sums: a sum for each warp
 // barriers  __syncthreads: the previous sums have been read; all sums are in shared memory
 // numerics  float32
@@ -12,7 +13,7 @@
 
 // From the includes:
 //   WorkTile: the block's sequence, head and tokens; CHUNK = 32 tokens; ALL_THREADS: of a block
-//   unpack: two numbers of a word as floats; FORGOTTEN_NATS = -48
+//   unpack: two numbers of a word as floats; FORGOTTEN_NATS = -48; tokens_of: those of a segment, in its batch row
 
 // The gate, or beta, of a token of the segment.
 template <typename T>
@@ -71,7 +72,18 @@ __device__ __forceinline__ int remembered_chunks(S& s, const Args& args, const W
   for (const float x : s.sums) total += x;
   // NaN counts as remembering.
   if (!(total <= FORGOTTEN_NATS)) return -1;
+  // Then the gates above 0 behind the segment; tokens are counted from the segment's first one on.
+  const u32 n = u32(work.sequence),
+            first = n % u32(args.shape.count) - n % u32(args.P);  // the sequence's first segment
+  const int begin = BACKWARDS ? int(tokens_of(args.shape, first).start) - work.start : work.tokens;
+  const int end = BACKWARDS ? 0 : int(tokens_of(args.shape, first + u32(args.P) - 1).stop) - work.start;
+  sum = 0.f;
+#pragma unroll 8
+  for (int token = begin + int(threadIdx.x); token < end; token += THREADS)
+    sum += max_nan(scalar_at<T>(args.g, args.wide_gate, work, token), 0.f);
+  share(sum);
   total = 0.f;
+  for (const float x : s.sums) total += x;
   for (int counted = 0; counted < chunks; counted += WARPS) {  // chunks before this warp's, from the walk's end
     const int number = counted + warp, token = (BACKWARDS ? number : chunks - 1 - number) * CHUNK + lane;
     share(token >= 0 && token < work.tokens ? log_factor<T>(args, work, token) : 0.f);
