@@ -17,8 +17,8 @@
 //   THREADS = 128, WARPS = 4
 //   LEAST_SQUARE = 1e-6
 
-constexpr int LANE_CHANNELS = 8;                               // numbers of a lane
-template <typename R> constexpr int AT_ONCE = 32 / sizeof(R);  // parts whose loads are under way together
+constexpr int LANE_CHANNELS = 8;  // numbers of a lane
+constexpr int AT_ONCE = 2;        // parts whose loads are under way together
 
 template <typename T> struct Args {
   const FloatOrDouble<T>* parts;
@@ -40,17 +40,17 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   const i64 head_size = args.T_ * K, tile_size = args.B * args.H * args.group * head_size;
   const int group = int(args.group), parts = int(args.tiles) * group;
 #pragma unroll 1
-  for (int first = 0; first < parts; first += AT_ONCE<R>) {
-    R terms[AT_ONCE<R>][LANE_CHANNELS];
+  for (int first = 0; first < parts; first += AT_ONCE) {
+    R terms[AT_ONCE][LANE_CHANNELS];
 #pragma unroll
-    for (int n = 0; n < AT_ONCE<R>; ++n) {
+    for (int n = 0; n < AT_ONCE; ++n) {
       const R* part = from + (first + n) / group * tile_size + (first + n) % group * head_size;
 #pragma unroll
       for (int i = 0; i < LANE_CHANNELS; ++i)
         terms[n][i] = first + n < parts && lane + 32 * i < K ? part[lane + 32 * i] : R(0);
     }
 #pragma unroll
-    for (int n = 0; n < AT_ONCE<R>; ++n)
+    for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
       for (int i = 0; i < LANE_CHANNELS; ++i) dx[i] += terms[n][i];
   }
