@@ -284,17 +284,34 @@ def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
         assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
 
 
+def changed_by_rounding(arrays, start, exact, rng):
+    """What changes in (o, the last state) of RWKV-7, root mean squares over four draws, if the state of every token is
+    off by 2^-9 of each number."""
+    r, w, k, v, a, b = (double(x)[0, 0] for x in arrays)
+    changes = []
+    for _ in range(4):
+        state, o = double(start)[0, 0], np.empty_like(v)
+        for t in range(len(r)):
+            state = np.exp(w[t])[:, None] * state + np.outer(b[t], a[t] @ state) + np.outer(k[t], v[t])
+            state *= 1 + 2**-9 * rng.standard_normal(state.shape)
+            o[t] = r[t] @ state / np.sqrt(r.shape[-1])
+        changes.append([rms(x - y[0, 0]) for x, y in zip((o, state), exact, strict=True)])
+    return np.sqrt(np.mean(np.square(changes), 0))
+
+
 def test_chunks_that_enlarge_a_state(backend, rng):
-    """Transitions of a chunk beyond float16. Each of 32 tokens enlarges what was rounded before."""
+    """Transitions of a chunk beyond float16. Each of 32 tokens enlarges what was rounded before. Of 6,300 draws the
+    largest error was 0.37 of what such roundings change, the logarithm's standard deviation 0.7: 2 is 4.7 of them above
+    its mean."""
     arrays, start, *_ = Case(RWKV7, H=1, T=32, K=64, dtype=BFLOAT16, gate="weak", gate_dtype=SINGLE).drawn(rng)
     a, b = ((8 * double(x)).astype(BFLOAT16) for x in arrays[4:])
     arrays = (*arrays[:4], a, b)
-    wanted, state = linattn_np.rwkv7(*map(double, arrays), initial_state=double(start), output_final_state=True)
+    exact = linattn_np.rwkv7(*map(double, arrays), initial_state=double(start), output_final_state=True)
     options = {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
     found = [backend.tohost(x) for x in backend.run(linattn_np.rwkv7, *map(backend.asarray, arrays), **options)]
-    assert rms(state) > 1e7
-    for x, y in zip(found, (wanted, state), strict=True):
-        assert rms(double(x) - y) < 32 * 2**-9 * rms(y)
+    assert rms(exact[1]) > 1e7
+    for x, y, change in zip(found, exact, changed_by_rounding(arrays, start, exact, rng), strict=True):
+        assert rms(double(x) - y) < 2 * change
 
 
 def of_columns(op, arrays, do, dht, start, name, options):
