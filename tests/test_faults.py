@@ -429,7 +429,7 @@ def test_what_is_refused_is_told_shortly(tmp_path, capsys):
     for line, wanted in (
         ({"prompt": "a", "stop": ["x" * 100_000, ""]}, "Text: stop holds '', expected strings"),
         ({"prompt": "a", "stop": [["x" * 100_000]]}, "Text: stop holds a list, expected"),
-        ({"prompt": "a", "tokens": 10**30}, "Text: length is 1000000000000000000000000000000, expected"),
+        ({"prompt": "a", "tokens": 10**30}, "tokens is 1000000000000000000000000000000, expected a whole number"),
     ):
         (tmp_path / "in").write_text(json.dumps(line))
         words = ["--batch-file", tmp_path / "in", "--output", tmp_path / "out", "--device", "cpu"]
