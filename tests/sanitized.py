@@ -1,9 +1,11 @@
 """Small calls that between them launch every kernel and pass of kernels_cu, for compute-sanitizer to watch on a Hopper
 card.
 
+    python tests/sanitized.py --compile
     compute-sanitizer --tool memcheck python tests/sanitized.py
 
-Every array is an allocation of its own, so that what lies beside it is nobody's. The results are for other tests to
+The first command launches no kernel: it compiles those of all calls side by side, for CuPy to find them compiled. Every
+array is an allocation of its own, so that what lies beside it is nobody's. The results are for other tests to
 judge. Prints how many calls there were; a kernel file that none of them launched is an error.
 """
 
@@ -43,6 +45,7 @@ from linattn_np import (
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, softmax_tiles, source
+from linattn_np.backends.cupy.blas import Cublas
 from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90
 from linattn_np.declarations import (
     DELTA_RULE_STEPS,
@@ -176,12 +179,19 @@ def drawn(declared, rng, sizes, dtype, gate="logsigmoid", gate_dtype=None, cu_se
     return arrays, draw_states(declared, rng, sizes, SINGLE)
 
 
-def operators(rng, run):
+def on_copies(sizes, dtype) -> bool:
+    """Whether rows of K or V numbers are not whole pieces of 16 bytes: copies of the results read what tensor stores
+    wrote."""
+    return any(n * dtype.itemsize % 16 for n in sizes[-2:])
+
+
+def operators(rng, run, as_filled):
     """`run` takes a function and its arrays and keywords, on the host. Yields after every call, as the others do."""
     for op, declared in DECLARED:
         for sizes, dtype, gate, gate_dtype, keywords in OPERATORS:
+            call = partial(as_filled, run) if on_copies(sizes, dtype) else run
             arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
-            yield run(op, *arrays, **keywords, initial_state=state, output_final_state=True)
+            yield call(op, *arrays, **keywords, initial_state=state, output_final_state=True)
 
 
 def backward(op, *arrays, initial_state=None, **keywords):
@@ -194,8 +204,9 @@ def backward(op, *arrays, initial_state=None, **keywords):
 def gradients(rng, run, as_filled):
     for op, declared in DECLARED:
         for sizes, dtype, gate, gate_dtype, keywords in GRADIENTS:
+            call = partial(as_filled, run) if on_copies(sizes, dtype) else run
             arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
-            yield run(backward, op, *arrays, **keywords, initial_state=state)
+            yield call(backward, op, *arrays, **keywords, initial_state=state)
         arrays, (state,) = drawn(declared, rng, (2, 3, 13, 70, 20), BFLOAT16)  # few tokens
         yield run(backward, op, *arrays, initial_state=state)
         arrays, (state,) = drawn(declared, rng, UNEVEN_ROWS, BFLOAT16)
@@ -390,7 +401,7 @@ def calls(rng, run, as_older, as_filled, device, filled):
     """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
     it is written, as arrays of the device `filled` have."""
     return chain(
-        operators(rng, run),
+        operators(rng, run, as_filled),
         gradients(rng, run, as_filled),
         small_heads(rng, run),
         gated_values(rng, run),
@@ -417,11 +428,29 @@ def kernel_files():
     return {path.relative_to(source.root()).with_suffix("").as_posix() for path in source.root().rglob("*.cu")}
 
 
-def main():
+def compile_all(calls):
+    """Compiles the kernels of `calls`, each on a thread of its own; `calls` prepare launches, but launch nothing."""
+    kernels = set()
+
+    def note(_, kernel, *__, **___):
+        kernels.add(kernel)
+        return lambda *_: None
+
+    with (
+        mock.patch.object(devices.CupyDevice, "prepared", note),
+        mock.patch.object(devices.OverlappedDevice, "prepared", note),
+        mock.patch.object(Cublas, "prepared", lambda *_, **__: lambda: None),
+    ):
+        for _ in calls:
+            pass
+    devices.CupyDevice().wait_for(kernels)
+    print(f"{len(kernels)} kernels are compiled")
+
+
+def main(arguments):
     import cupy
 
     from linattn_np.backends import cupy as kernels
-    from linattn_np.backends.cupy.blas import Cublas
 
     def there(x):
         return cupy.asarray(x) if isinstance(x, np.ndarray) else x
@@ -456,8 +485,11 @@ def main():
         return program(kernels)
 
     devices.program = noted
+    every = calls(np.random.default_rng(), run, as_older, as_filled, devices.best_device(), Filled())
+    if arguments == ["--compile"]:
+        return compile_all(every)
     count = 0
-    for _ in calls(np.random.default_rng(), run, as_older, as_filled, devices.best_device(), Filled()):
+    for _ in every:
         cupy.cuda.Device().synchronize()
         count += 1
     print(f"{count} calls of {len(compiled)} kernel files")
@@ -466,4 +498,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
