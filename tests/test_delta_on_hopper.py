@@ -300,9 +300,10 @@ def gradients(device, tokens, do, scale, state, dht, bounds=None, normalized=Fal
     return [found.get(name) for name in names]
 
 
-# What is lost of a gradient where its factors are below float32's least normal number, and become 0: of h0, if the
-# first gate is some -78 nats, as in one of 2,000 draws of trained gates.
-FLUSHED = 64 * 2.0**-126
+# What a gradient, a sum over the 64 tokens of a chunk, loses where its factors are small: of h0, if the first gates
+# are strong. Below float32's least normal number, factors become 0: after some -78 nats, as in one of 2,000 draws of
+# trained gates. Below float16's, a factor is off by up to 2^-25: after some -5 nats, as the queries are 0.1 or less.
+LOST = {BFLOAT16: 64 * 2.0**-126, HALF: 64 * 2.0**-25}
 
 
 def check_gradients(device, rng, dtype, sizes, gates, keys, beta, bounds=None, normalized=False, P=1, first_P=1):
@@ -329,7 +330,7 @@ def check_gradients(device, rng, dtype, sizes, gates, keys, beta, bounds=None, n
                     terms, terms_of_later_tokens(tokens, do, dht, state, normalized, bounds, scale=K**-0.5)
                 )
             size = 3 * rms(terms)
-        assert rms(double(x) - y) <= LIMIT[dtype] * size + FLUSHED, name
+        assert rms(double(x) - y) <= LIMIT[dtype] * size + LOST[dtype], name
 
 
 @pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
