@@ -253,7 +253,7 @@ class InChunks:
         most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
         at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
         prepared = draft.empty((at_once * head_bytes,), BYTES)
-        # w_scale: a factor of W, the prepared matrix of the outputs; here the walk itself multiplies them by the scale
+        # w_scale: a factor of the prepared W, where o = scale (W S + B v); this walk itself multiplies by the scale
         prepare_args = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
         if inputs.rule != DPLR:
             prepare_args |= {"group": group, "normalized": inputs.normalized}
@@ -297,8 +297,8 @@ FORWARD_WAYS = (SmallHeads, ScalarOnHopper, InChunks, TokenByToken)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-# The most memory, in that of the inputs, that a call keeps for its pullback, which then takes a third less time. KDA
-# needs 1.9 to 2.6 for 64 to 128 channels and columns, RWKV-7 1.6 to 2. The other rules' inputs are smaller.
+# A call keeps at most so many times its inputs' memory for its pullback, which then takes a third less time. KDA needs
+# 1.9 to 2.6 for 64 to 128 channels and columns, RWKV-7 1.6 to 2. The inputs of other rules are smaller.
 KEPT = 2.6
 
 
@@ -407,8 +407,8 @@ class Gradients:
 
 
 class GradientsByToken(Gradients):
-    """The gradients of any call, token by token backwards in time, from states that a forward walk stores; of sequences
-    with at most the tokens between two such states, from their initial states."""
+    """The gradients of any call, token by token backwards in time, from states that a forward walk stores. Sequences
+    that are no longer than the distance of two such states need only their initial states."""
 
     name = TokenByToken.name
 
@@ -495,7 +495,7 @@ class GradientsInChunks(Gradients):
         if self.saved:
             prepared, chunk_states, residual = self.saved
             state_gradients = draft.empty(chunk_states.shape, problem.dtype)
-            del states["initial"]
+            del states["initial"]  # the walk backwards in time reads the saved states
             written |= states | {"state_gradients": state_gradients}
             backwards = self.cut.walk_of("ONLY_BACKWARDS")
             blocks = B * shape.count * heads * backwards.grid(V)

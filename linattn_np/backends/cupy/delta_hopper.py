@@ -1,4 +1,8 @@
-"""The delta rule by Hopper's own kernel: without gates, or with one that the channels of a token share."""
+"""The delta rule by Hopper's own kernels: without gates, or with one that the channels of a token share.
+
+A *walk* goes from chunk to chunk of a sequence, or of a segment of it. `delta_segments` says what F, G and G' are, by
+which segments are summarised.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,10 @@ from .segments import mappable_once_copied
 
 
 class DeltaScalarForwardSm90(TiledKernel):
-    """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`, "maps+rows"
-    are arrays both as tensor maps and as pointers with strides; `?` marks those that may be null. group: heads of
-    values that share a head of q and k; state_k, state_v: strides of the states; wide_gate, wide_beta: whether g and
-    beta are float32; normalized: whether q and k are to be divided by their lengths."""
+    """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`,
+    "tensor_maps+strided" are arrays both as tensor maps and as pointers with strides. group: heads of values that share
+    a head of q and k; state_k, state_v: strides of the states along K and V; wide_gate, wide_beta: whether g and beta
+    are float32; normalized: whether q and k are to be divided by their lengths."""
 
     file = "delta/sm90/scalar_forward"
     arguments = members(
@@ -53,7 +57,8 @@ class DeltaScalarForwardSm90(TiledKernel):
 
 
 class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
-    """What segments of sequences do to a state: `delta_segments`. Blocks of BV columns of G, then such of F."""
+    """What segments of sequences do to a state, F and G. The first blocks compute BV columns of G each, the others BV
+    columns of F."""
 
     file = "delta/sm90/scalar_summary"
     arguments = members(
@@ -64,7 +69,7 @@ class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
 
 class DeltaScalarBackwardStatesSm90(DeltaScalarForwardSm90):
     """The first of two kernels of gradients, backwards in time: dv, dh0, and the gradient of the state after every
-    chunk. Without `outputs` it computes G' of `delta_segments` alone."""
+    chunk. Without `outputs` it computes only G'."""
 
     file = "delta/sm90/scalar_backward_states"
     arguments = members(
@@ -126,15 +131,15 @@ def why_not_on_hopper(problem, device) -> str | None:
 class ScalarCut(SegmentCut):
     """How the walks of Hopper's own forward kernel are cut, and its kernels: `forward`, and `summary` of segments.
 
-    A segment that forgets what was before it is summarised by a walk over its last tokens alone. Only the card knows
-    which ones do: with gates, the time is the mean of two, that of segments that all forget, and that of segments of
-    which none does. Times are in microseconds, fitted to an H200, but for those of a launch and a join.
+    A segment *forgets* if its gates let nothing remain of the state before it. It is then summarised by a walk over its
+    last tokens alone. Only the card sees the gates: with gates, the estimated time is the mean of two, if all segments
+    forget and if none does. Times are in microseconds, fitted to an H200 except those of a launch and a join.
     """
 
-    CHUNK_TIMES, TWO_CHUNKS_TIME = {64: 1.45, 128: 1.7}, 1.85  # by BV; of two blocks that share a multiprocessor
-    SUMMARY_TIMES, TWO_SUMMARIES_TIME = {64: 0.85, 128: 1.0}, 1.2  # the same of a summary
+    CHUNK_TIMES, TWO_CHUNKS_TIME = {64: 1.45, 128: 1.7}, 1.85  # by BV; for two blocks that share a multiprocessor
+    SUMMARY_TIMES, TWO_SUMMARIES_TIME = {64: 0.85, 128: 1.0}, 1.2  # the same of a chunk of a summary
     LAUNCH_TIME, SEGMENT_TIME = 8.0, 3.0  # of a launch; to join a segment
-    LAST_CHUNKS = 32  # of a segment that forgets: those that are summarised, with the gates of trained models
+    LAST_CHUNKS = 32  # that are summarised of a segment that forgets, with the gates of trained models
     WORTH = 0.95  # sequences are cut if that takes less than this part of the time
 
     def __init__(self, problem, device):
@@ -158,7 +163,8 @@ class ScalarCut(SegmentCut):
         return cls(self.problem.dtype, *tile_sizes(N * H * walks, K, V, self.device.multiprocessors))
 
     def chunk_time(self, kernel, tiles, times, of_two) -> float:
-        """An estimate for a chunk of every walk, for so many tiles of columns per sequence and head."""
+        """An estimate for one chunk of every walk, of which each sequence and head has `tiles`: one for each tile of
+        columns of each segment. times, of_two: such as CHUNK_TIMES and TWO_CHUNKS_TIME."""
         N, H = self.problem.shape("N H")
         blocks, alone = ceil_div(N * H * tiles, self.device.multiprocessors), times[kernel.BV]
         shared, single = divmod(blocks, 2) if kernel.blocks_per_multiprocessor == 2 else (0, blocks)
@@ -172,8 +178,8 @@ class ScalarCut(SegmentCut):
         return self.LAUNCH_TIME + ceil_div(self.chunks, segments) * of_chunk
 
     def summary_time(self, segments, of_all, of_values) -> float:
-        """An estimate for the walks that summarise so many segments. of_all, of_values: a chunk's time, if no segment
-        forgets, and if all do."""
+        """An estimate for the walks that summarise so many segments. of_all, of_values: a chunk's time if F and G are
+        computed, as no segment forgets, and if G alone is, as all forget."""
         chunks = ceil_div(self.chunks, segments)
         times = [chunks * of_all]
         if self.problem.op.decays:
@@ -181,7 +187,8 @@ class ScalarCut(SegmentCut):
         return self.LAUNCH_TIME + sum(times) / len(times)
 
     def time(self, segments) -> float:
-        """An estimate for a call whose sequences are cut into so many segments; for whole ones WORTH times that."""
+        """An estimate for a call whose sequences are cut into so many segments; of whole sequences it is WORTH times
+        the estimated time, so that a small gain is no reason to cut them."""
         outputs, (K, V) = self.outputs_time(segments), self.problem.shape("K V")
         if segments == 1:
             return self.WORTH * outputs
@@ -304,7 +311,8 @@ class ScalarGradientCut(ScalarCut):
     the first, backwards in time, into `first_segments`, which are as many, or 1 if whole sequences are faster."""
 
     FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first walk
-    # The same without its outputs. They choose the fastest of nine cuts that were timed at each of five shapes.
+    # The same of the kernel without outputs. By these times the cut that is chosen at each of five shapes is the
+    # fastest of nine that were timed.
     FIRST_SUMMARY_TIMES, TWO_FIRST_SUMMARIES_TIME = {64: 1.4, 128: 1.7}, 1.7
     SECOND_TIME = 5.4  # of a chunk by the second
 
@@ -343,8 +351,8 @@ class ScalarGradientCut(ScalarCut):
         return time + self.summary_time(segments, of_summary, of_summary)
 
     def outputs_time(self, segments):
-        rounds = ceil_div(self.problem.sizes["N"] * self.problem.sizes["H"] * segments, self.device.multiprocessors)
-        of_second = self.LAUNCH_TIME + ceil_div(self.chunks, segments) * rounds * self.SECOND_TIME
+        waves = ceil_div(self.problem.sizes["N"] * self.problem.sizes["H"] * segments, self.device.multiprocessors)
+        of_second = self.LAUNCH_TIME + ceil_div(self.chunks, segments) * waves * self.SECOND_TIME
         return min(self.first_time(1), self.first_time(segments)) + of_second
 
 
@@ -403,15 +411,15 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized
     gradients : the memory for their gradients by name, and h0, or None
     whole, segments : the shapes of sequences, and of the segments of `cut`; their heads are those of v
     """
-    first, last, dtype, (T, K, V) = cut.first, cut.second, x.q.dtype, (whole.T, whole.K, whole.V)
+    first, second, dtype, (T, K, V) = cut.first, cut.second, x.q.dtype, (whole.T, whole.K, whole.V)
     args = token_args(x.q, x.g, x.beta, whole, scale, normalized)
-    chunks = whole.B * whole.H * (T // last.CHUNK + whole.count)
-    states = draft.empty((1, 1, chunks * last.BV, last.BK), dtype)
+    chunks = whole.B * whole.H * (T // second.CHUNK + whole.count)
+    state_gradients = draft.empty((1, 1, chunks * second.BV, second.BK), dtype)
     first_shape, starts = segments if cut.first_segments > 1 else whole, None
     first_args = args | {
         **mapped(first, q=x.q, k=x.k, do_=x.do, dv=gradients.v),
         "shape": first_shape,
-        "state_gradients": TensorMap(states, PANEL, 16, swizzled=True),
+        "state_gradients": TensorMap(state_gradients, PANEL, 16, swizzled=True),  # each warp stores 16 columns of V
         "dht": x.dht,
         "P": cut.first_segments,
     }
@@ -429,12 +437,12 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized
     grouped = args["group"] > 1
     parts = draft.empty((2, whole.B, whole.H, T, K), FLOAT32) if grouped else None
     draft.launch(
-        last,
+        second,
         all_heads(segments),
-        **mapped(last, q=x.q, k=x.k, v=x.v, do_=x.do, dv=gradients.v, dq=gradients.q, dk=gradients.k),
+        **mapped(second, q=x.q, k=x.k, v=x.v, do_=x.do, dv=gradients.v, dq=gradients.q, dk=gradients.k),
         **args | {"shape": segments},
         **{f"d{name}": None if array is None else array[..., None] for name, array in scalars.items()},
-        state_gradients=TensorMap(states, PANEL, PANEL, swizzled=True),
+        state_gradients=TensorMap(state_gradients, PANEL, PANEL, swizzled=True),
         initial=x.initial,
         starts=starts,
         P=cut.segments,

@@ -138,9 +138,8 @@ class ForwardPass:
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
         return starts
 
-    # Derived classes whose kernels take a part as a segment of its own call this.
     def finer_spans(self, parts):
-        """The segments if every part of a segment is one."""
+        """The token ranges of all parts of all segments, for kernels that take a part as a segment of its own."""
         spans = self.cut.spans
         return spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans
 
@@ -263,7 +262,7 @@ class HopperForward(ForwardPass):
         """`segment_states` [2 N, H, K, V]: for two unequal segments, the last state of each sequence's first segment in
         the place of that segment."""
         states = {"initial": initial, "final": final, "segment_states": segment_states}  # all but `final` are read
-        # `computed`: of a kernel of o without effect
+        # the kernel of o ignores `computed`
         self.launch(self.cut.kernel, spans, 1, states, segments=self.cut.segments, computed=1)
 
     def launch_summaries(self, parts, summaries, segments, computed, initial=None):

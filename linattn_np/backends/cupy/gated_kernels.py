@@ -5,8 +5,7 @@ memory; the module `source` makes the compiler check both. `fitting` chooses the
 
 Words: a head's state has K channels and V columns; BK and BV are the channels and columns of a block's tile. A launch
 takes BK channels; more channels need more launches, whose outputs are added up. A segment is a run of chunks that a
-block computes by itself. The kernels' files describe the arguments; `bytes` is how many bytes a copy may move at once,
-`vectors` whether that is 16, and P the number of segments of each sequence.
+block computes by itself. The kernels' files describe the arguments; in `arguments`, `?` marks those that may be null.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from .arithmetic import ceil_div
 from .kernel import GatedKernel, Kernel, TiledKernel
 from .plan import FLOAT32
 
-# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
-# struct Args, which the compiler checks, with `?` if they may be null.
-#
 # Arguments besides those of the call (q, k, v, o, ...). An array is [N, ...] of N sequences, or segments:
+#     bytes, vectors       how many bytes a copy may move at once; whether these are 16
+#     first, heads         the first head of a launch, and how many it has
 #     u, scale             RWKV-6's bonus; the factor of o
 #     initial, final       states; dht, dh0: gradients of the final and of the initial state. None: zero, or not wanted
-#     states, decays       summaries of segments, or of their parts; starts, ends: states before and gradients after
+#     states, decays       summaries of segments, or of their parts
+#     starts, ends         states before segments, and gradients of the states after segments
 #     channel              the first channel of a launch; sums: o of the channels of earlier launches
-#     segments, computed   of a sequence: all, and how many of them, from the first on, a launch computes; P: all
+#     segments or P        how many each sequence has; computed: a launch computes so many of them, from the first on
 #     marks                written: the states before every mark_every-th chunk, marks_per_sequence of each sequence
-#     segment_states       final states, with which the next segments start; without them, `initial` has all starts
-#     chunk_states         states before chunks, and gradients after them; step_states: the same before steps
-#     partial_du           du of each chunk or segment; adds_dv: whether dv is added to what it holds
+#     segment_states       final states of segments, from which the next ones start; if null, `initial` has all starts
+#     chunk_states         states before chunks, and gradients of states after them; step_states: states before chunks
+#     partial_du           du of each chunk or segment
+#     adds, adds_dv        whether gradients, and dv, are added to what their arrays hold
 #     column_decays        products of the decays of columns of V, if these have gates; scores, diagonal, row_growth,
 #                          column_growth, given_v, given_do, gv are for such columns, too
 

@@ -132,11 +132,11 @@ class Array:
         below 0."""
         return self[:, :, ::-1] if self.strides[2] < 0 else self
 
-    def view(self, viewed) -> Array:
-        """The view that `viewed` makes of a NumPy array with this shape and these strides, whose numbers it must not
-        read: there are none."""
+    def view(self, slice_or_permute) -> Array:
+        """The view that the function `slice_or_permute` makes of a NumPy array with this shape and these strides. The
+        function must not read the array's numbers: there are none."""
         x = as_strided(np.empty(1, np.uint8), self.shape, self.strides)
-        y = viewed(x)
+        y = slice_or_permute(x)
         first = y.__array_interface__["data"][0] - x.__array_interface__["data"][0]
         return Array(self.memory, y.shape, y.strides, self.dtype, self.offset + first)
 
@@ -269,7 +269,7 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """y = x w^T, or y += x w^T, by cuBLAS: w [C, M, K] and x [C, B, K] of one dtype, y [C, B, M]."""
+    """C products y = x w^T, or y += x w^T, by cuBLAS: w [C, M, K] and x [C, B, K] of one dtype, y [C, B, M]."""
 
     w: Array
     x: Array
@@ -456,11 +456,11 @@ class Draft:
 
     # -- the arrays of a call: `problem` as `describe` returns it --
     def inputs(self, problem) -> tuple[Array, ...]:
-        """The arrays of the call except the bonus u, in the order of the declaration, each by `in_rows`."""
+        """The arrays of the call except the bonus u, in the order of the declaration, each as `in_rows` returns it."""
         return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
 
     def mapped_inputs(self, problem, fits=mappable_either_way) -> tuple[Array, ...]:
-        """The arrays of the call except the bonus u, in the order of the declaration, each by `mapped`."""
+        """The arrays of the call except the bonus u, in the order of the declaration, each as `mapped` returns it."""
         return tuple(self.mapped(x, name, fits) for name, x in problem.arrays.items() if name != "u")
 
     def bonus(self, problem) -> Array | None:

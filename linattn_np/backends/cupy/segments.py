@@ -64,41 +64,44 @@ from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 # -- constants ---------------------------------------------------------------------------------------------------------
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
 MOST_PARTS = 16  # the most parts of a segment that is summarised
-# Bytes of the smallest pieces of rows that forward kernels of every card load without a wait for each: in general, and
-# by those of small heads. Those of the backward pass need pieces of 16 bytes. FEW_TOKENS: sequences of at most so many
-# take less time than the copies' launches, also in pieces of 4 bytes.
+# A kernel waits for every piece of a row that it loads if pieces have fewer bytes (`load_slowly`): portable forward
+# kernels; those of small heads. Backward kernels need 16 bytes. FEW_TOKENS: forward kernels compute sequences of so
+# many tokens from pieces of 4 bytes in less time than copying launches would take.
 LEAST_PIECE, LEAST_PIECE_OF_SMALL, FEW_TOKENS = 8, 4, 64
-COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal; the fewest segments are then taken
+COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal: the cut with the fewest segments wins
 
 # Heads of at most 16 channels and columns.
 SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # the least B * H * T for which their own kernels are faster
 SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
 
-# Forward on Hopper, `forward_cost`: 70 shapes, each within 3 % of its best cut.
+# Forward on Hopper, `forward_cost`. In each of 70 shapes the chosen cut took at most 3 % longer than the best one.
 CUT_SMALL, CUT_LARGE = 300, 520  # the launches that a cut adds: for up to 64 channels and columns, and for more
 CUT_TOKEN = 0.3  # to summarise a token
-CUT_JOINED, CUT_STATE = 5, 0.5  # each segment: to join it; and for each head, its state of 128 columns
-CUT_HEAD, CUT_SHARED = 1, 3  # each head: if every block has a multiprocessor of its own; if two blocks share one
-UNSAVED = 14  # the pullback's summaries: needed if a segment's chunks are no power of 2, as no states are saved then
+CUT_JOINED, CUT_STATE = 5, 0.5  # to join a segment: always, and for each head's state of 128 columns
+CUT_HEAD, CUT_SHARED = 1, 3  # for each head: if every block has a multiprocessor of its own; if two blocks share one
+# The pullback must summarise segments if the forward pass has saved no states for it, that is, if a segment's chunks
+# are no power of 2.
+UNSAVED = 14
 SPARED = 600  # where no cost decides: sequences are cut if that spares each block so many tokens
 BLOCKS_OF_STAGE = 4  # blocks of stage 3 of mode "staged" on a multiprocessor
 SPLIT_AND_CUT = 4096  # the least tokens of sequences that are cut in two if the blocks of a cluster split the columns
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # in `cut_in_two`: a block's start; to summarise a token
 PART_START = 256  # a part that is summarised: its start and its state
 
-# Backward on Hopper, `backward_cost`: 50 shapes of 1 to 64 heads and 256 to 4,096 tokens, within 3 %.
+# Backward on Hopper, `backward_cost`. In each of 50 shapes of 1 to 64 heads and 256 to 4,096 tokens the chosen cut took
+# at most 3 % longer than the best one.
 BLOCK_START = 64  # a block's start
 SUMMARY = 0.32  # to summarise a token in both directions; the time is that of reading it from memory
-SHARED = 0.66  # the part of a wave's time that is left if two blocks share a multiprocessor, as small blocks do
-JOIN_START, JOINED = 35, 4  # the launches that summarise and join; each segment: to join it
+SHARED = 0.66  # a wave takes so many times its time if two blocks share a multiprocessor, as small blocks do
+JOIN_START, JOINED = 35, 4  # the launches that summarise and join; to join a segment
 STATE = 0.8  # each segment's state of 128 channels and columns
 MOST_WAVES = 8  # the most waves of segments: with so many, it matters little how full the last one is
 # {blocks per multiprocessor: the mean tokens of a sequence up to which blocks compute several sequences in turn}
 MOST_IN_TURN = {1: 512, 2: 128}
 
-# Backward on Hopper with more than 128 channels or columns: tiles of a state or the portable kernels, `worth_tiles`: 97
-# shapes of 64 to 4,096 tokens and 4 to 256 heads. The chosen way takes 1 % longer than the better one on average, 28 %
-# at worst.
+# Backward on Hopper with more than 128 channels or columns: `worth_tiles` chooses tiles of a state or the portable
+# kernels. In 97 shapes of 64 to 4,096 tokens and 4 to 256 heads the chosen way took 1 % longer than the better one on
+# average, 28 % at worst.
 TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile: for gates of every channel; for a shared gate
 NARROW_TILE = 0.8  # the time of a tile with half of the channels or columns, in times of a whole tile
 PORTABLE_START, PORTABLE_SHARED_GATE_START = 160, 400  # the portable kernels' launches; those for a shared gate
@@ -108,8 +111,8 @@ PORTABLE_TF32 = 1.7  # the portable kernels take so many times as long if they m
 
 # -- the card ----------------------------------------------------------------------------------------------------------
 def segments_that_fill(blocks, longest, capacity, spared=0) -> int:
-    """The most segments of a sequence for which `blocks` blocks of the uncut problem become at most `capacity` blocks;
-    1 if that would spare a block less than `spared` tokens."""
+    """The most segments of a sequence for which the uncut problem's `blocks` become at most `capacity` blocks; 1 if the
+    cut would spare a block less than `spared` tokens."""
     P = max(1, min(capacity // max(blocks, 1), longest // SEGMENT))
     return P if longest * (P - 1) >= spared * P else 1
 
@@ -201,7 +204,7 @@ class BackwardSegments:
     short: int = 0
 
 
-NO_PULLBACK = BackwardSegments()
+NO_PULLBACK = BackwardSegments()  # no pullback follows, or not by Hopper's own kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,8 +225,8 @@ class ForwardCut:
 
     @property
     def fits(self):
-        """A function of an array: whether the kernel of o can read or write it without a copy. Hopper's kernels can
-        even if its tokens run backwards in memory, except with CLUSTER_SPLIT_K, which lacks the registers."""
+        """A function of an array: whether the kernel of o can read or write the array without a copy. Hopper's kernels
+        can even if the array's tokens run backwards in memory; with CLUSTER_SPLIT_K they lack the registers for it."""
         if self.way != HOPPER:
             return has_rows
         return mappable if getattr(self.kernel, "schedule", None) == CLUSTER_SPLIT_K else mappable_either_way
@@ -487,7 +490,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
     multiply half-precision data in float32; and tiles of the state, whose terms of this sum are rounded, are taken only
     if that gradient is not wanted.
 
-    saved : as in `gated_backward.plan_vjp`
+    saved : the states at the segments' starts or none, as in `gated_backward.plan_vjp`
     summarised : whether the segments are summarised already
     """
     if are_short(problem, device):
@@ -567,7 +570,8 @@ def hoppers_backward_cut(problem, device, backward, starts_known, summarised=Fal
     schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     kernels = [kernel.fitting(*instance, schedule) for kernel in (GatedBackwardQueriesSm90, GatedBackwardKeysSm90)]
     blocks = kernels[1].resident_blocks(device) if schedule == IN_TURN else (2 if short else P) * N * H
-    summary_blocks = (1 if starts_known else 2) * (1 if short else P - 1) * N * H
+    directions = 1 if starts_known else 2  # in time, in which segments must be summarised
+    summary_blocks = directions * (1 if short else P - 1) * N * H
     channels = summary_channels(K, summary_blocks, device.multiprocessors)
     summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], channels, V)
     return BackwardCut(HOPPER, device, backward.count, tuple(kernels), summary, short, blocks, forward)
@@ -585,7 +589,7 @@ def fits_a_tile(problem) -> bool:
 
 def segments_of_tiles(problem, device, arrays, shared=False) -> BackwardSegments:
     """The segments if Hopper's own kernels compute a problem of more than 128 channels or columns in tiles; NO_PULLBACK
-    if they do not. `shared`: whether channels share a gate."""
+    if others do. `shared`: whether channels share a gate."""
     if fits_a_tile(problem) or not fits_hopper(problem, device, arrays):
         return NO_PULLBACK
     backward = segments_of_pullback(problem, device)
@@ -639,9 +643,9 @@ def short_segment(P, blocks, T, capacity, K, V) -> int:
 
 def worth_tiles(problem, P, device, shared) -> bool:
     """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
-    kernels. The latter have chunks of 64 tokens, read every chunk again for every 64 channels, and compute scores for
-    128 columns at a time. If channels share a gate (`shared`), a tile takes half of its time, and the portable kernels,
-    which then multiply float32 numbers as tf32 ones, take PORTABLE_TF32 times theirs."""
+    kernels. Portable kernels have chunks of 64 tokens, read every chunk again for every 64 channels, and compute scores
+    for 128 columns at a time. If channels share a gate (`shared`), a tile takes half of the time, and the portable
+    kernels take PORTABLE_TF32 times as long, since they then multiply float32 numbers as tf32 ones."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
     sizes = P, N * H, problem.spans.longest, capacity, min(K, TILES[-1]), min(V, TILES[-1])
     tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
@@ -654,7 +658,7 @@ def worth_tiles(problem, P, device, shared) -> bool:
 
 
 def equivalent_tiles(size) -> float:
-    """The time of the tiles of `size` channels or columns, in times of a whole tile: the last tile may be narrow."""
+    """The time of all tiles of `size` channels or columns, in times of a whole tile: the last tile may be narrow."""
     whole_tiles, rest = divmod(size, TILES[-1])
     return whole_tiles + (0 if not rest else NARROW_TILE if rest <= TILES[0] else 1)
 
@@ -765,17 +769,18 @@ def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tupl
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 
-    def waves(sums, BV):
+    def quarters_of_waves(sums, BV):
         blocks = sums * P * N * H * ceil_div(widest, BV)
         return (3 if BV < widest else 4) * ceil_div(blocks, device.multiprocessors)
 
     if gate:
         count = {"GatedQueries": 1, "GatedKeys": 2}
-        widths = {what: min((widest, narrow), key=lambda BV: waves(count[what], BV)) for what in count}
+        widths = {what: min((widest, narrow), key=lambda BV: quarters_of_waves(count[what], BV)) for what in count}
         if one_part:
             widths["GatedKeys"] = widest
         return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
-    of_one_kernel = {BV: waves(3, BV) for BV in (widest, narrow)}
-    if P == 1 and waves(1, narrow) + waves(2, widest) < min(of_one_kernel.values()):
+    of_one_kernel = {BV: quarters_of_waves(3, BV) for BV in (widest, narrow)}
+    of_two_kernels = quarters_of_waves(1, narrow) + quarters_of_waves(2, widest)
+    if P == 1 and of_two_kernels < min(of_one_kernel.values()):
         return WeightedSums.fitting("Queries", dtype, V, narrow), WeightedSums.fitting("Keys", dtype, widest, widest)
     return (WeightedSums.fitting("Gradients", dtype, widest, min(of_one_kernel, key=of_one_kernel.__getitem__)),)

@@ -28,16 +28,18 @@ from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
 #
-# Arguments: H, group: heads of queries, and how many of them share a head of keys; scale, softcap: s = scale q . k, or
-# its cap. ds: gradients of scores, in entries of tiles (`softmax_tiles`), from head ds_head on, ds_entries a head;
-# ds_offsets: of each tile of keys, where its entries begin. unit: the factor of logarithms in `statistics`, log 2 if
-# these are to base 2
+# Arguments:
+#     H, group             heads of queries, and how many of them share a head of keys; Tq: the tokens of q
+#     scale, softcap       scores are s = scale q . k, or softcap tanh(s / softcap) if a class is `capped`
+#     left, right          how many keys a query sees before and after its position
+#     works                the table of tiles: an entry for each block, or a list of entries on Hopper
+#     statistics           of each of `chunks` chunks of CHUNK_QUERIES queries: the log-sum-exps, and do . o - dlse
+#     unit                 the factor that makes natural logarithms of those in `statistics`: log 2 or 1
+#     ds                   gradients of scores, a matrix for each entry of `softmax_tiles`: from head ds_head on,
+#                          ds_entries of each head; ds_offsets: the first entry of each tile of keys
+#     vectors              whether rows allow 16-byte accesses
 
 IN_ROWS = "q k v o do_ dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
-# Of the kernels' arguments: works, the table of tiles, an entry a block (a list of entries on Hopper); Tq, the tokens
-# of q; left and right, the keys that a query sees before and after its position; statistics, of every chunk of
-# CHUNK_QUERIES queries the log-sum-exps and do . o - dlse; chunks, their number; vectors, whether rows allow 16-byte
-# accesses. A class's `capped`: whether scores have a softcap.
 
 
 # -- on every card's tensor cores --------------------------------------------------------------------------------------
@@ -193,10 +195,10 @@ class SoftmaxQueryGradient(SoftmaxSm90):
 
 # -- without tensor cores ----------------------------------------------------------------------------------------------
 class SoftmaxPlain(Kernel):
-    """Kernels for every dtype and size, chosen by `what`. A warp computes WIDTH columns of one token's result.
-
-    Two more are used beside the other versions' kernels, too: "Sinks" computes the gradient of the sinks, one block per
-    head; "Merge" combines the results of parts of the keys, one warp per query.
+    """Kernels for every dtype and size, chosen by `what`. "Forward" computes o, "Queries" dq, "Keys" dk and dv: a warp
+    has WIDTH columns of one token's result. Two are also used beside the kernels of the other versions: "Sinks"
+    computes the gradient of the sinks, one block per head; "Merge" combines the results of parts of the keys, one warp
+    per query.
     """
 
     file = "softmax/plain"

@@ -3,6 +3,9 @@
 A block has `THREADS` threads, which exchange data by tiles in shared memory, with barriers (`syncthreads`). The
 arithmetic is in the dtype of the float32 or float64 arrays that each docstring lists after *Real*. `chunks` [NC, 2]
 holds the first token and the last token + 1 of every chunk, so that chunks may have any length.
+
+Names: s_... are arrays in shared memory, r_... in registers. row: a row of the batch; c: a chunk; n, s: a sequence
+among all, and within its batch row, which has S; k0, v0, t0, j0: the first channel, column, token and score of a tile.
 """
 
 import math
@@ -12,7 +15,7 @@ from .runtime import cuda
 
 THREADS = 64
 COLS = 16  # columns of V in a tile
-GROUPS = THREADS // COLS  # threads that compute the same column of a tile, each other rows of it
+GROUPS = THREADS // COLS  # threads that compute the same column of a tile, each for its own rows
 ROWS = 64  # rows of a tile of the state or of the output
 ROWS_EACH = ROWS // GROUPS  # rows of a tile that one thread keeps in registers
 INNER = 32  # terms of a product's sums whose operands are in shared memory at a time
