@@ -230,43 +230,100 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-// x <- (I - diag(weight) M)^-1 x by forward substitution, where of M only numbers below the diagonal are read; for one
-// warp, a lane a column x of a matrix.
-__device__ __forceinline__ void solve_column(float (&x)[BT], const float (&M)[BT][LD], const float (&weight)[BT]) {
+// A lower triangle X [BT, BT], of which a warp has two blocks [16, 16] on the diagonal and the one below. diagonal[i] is
+// number (16 (lane / 16) + i, lane). below: of the block's transpose, as products leave it: with g = lane / 4 and t =
+// lane % 4 below[across][2 down + p] is number (16 + 8 across + 2t + p, g + 8 down).
+struct Triangle {
+  float diagonal[16], below[2][4];
+};
+__device__ __forceinline__ Triangle identity() {
+  Triangle x = {};
 #pragma unroll
-  for (int i = 0; i < BT; ++i) {
+  for (int i = 0; i < 16; ++i) x.diagonal[i] = i == (own_lane() & 15);
+  return x;
+}
+
+// x <- N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. Index 1: the
+// first 16 tokens, 2: the others. X11 and X22 come from forward substitution, in float32; X21 is N22 (x21 +
+// diag(weight) M21 X11), products of `single`. Blocks are stored transposed for these: X11 in `room`, where the caller
+// may store the result, N22 above M's diagonal. inverts: x is the identity, so that X22 is N22; otherwise another warp
+// stores N22. `wait` waits until both are stored.
+constexpr bool INVERTS = true;
+template <typename T, class Wait>
+__device__ __forceinline__ void solve(Triangle& x, float (&M)[BT][LD], const float (&weight)[BT], Matrix<T>& room,
+                                      bool inverts, Wait wait) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3, block = lane & 16;
+  static_assert(sizeof(room) >= 16 * LD * sizeof(float));
+  float *const X11 = reinterpret_cast<float*>(&room), *const N22 = &M[0][16];
+  const float *const rows = &M[block][block], *const weights = weight + block;
+#pragma unroll
+  for (int i = 1; i < 16; ++i) {
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j + 1 < i; j += 4) {
       if (j + 4 < i) {
-        const float4 row = unpack_four(&M[i][j]);
-        sums[0] = fmaf(row.y, x[j + 1], fmaf(row.x, x[j], sums[0]));
-        sums[1] = fmaf(row.w, x[j + 3], fmaf(row.z, x[j + 2], sums[1]));
+        const float4 row = unpack_four(rows + i * LD + j);
+        sums[0] = fmaf(row.y, x.diagonal[j + 1], fmaf(row.x, x.diagonal[j], sums[0]));
+        sums[1] = fmaf(row.w, x.diagonal[j + 3], fmaf(row.z, x.diagonal[j + 2], sums[1]));
       } else {
 #pragma unroll
-        for (int n = j; n + 1 < i; ++n) sums[n % 2] = fmaf(M[i][n], x[n], sums[n % 2]);
+        for (int n = j; n + 1 < i; ++n) sums[n % 2] = fmaf(rows[i * LD + n], x.diagonal[n], sums[n % 2]);
       }
     }
-    x[i] = fmaf(weight[i], sums[0] + sums[1], x[i]);
-    if (i) x[i] = fmaf(weight[i] * M[i][i - 1], x[i - 1], x[i]);  // the last product waits for the row before
+    const float sum = fmaf(weights[i], sums[0] + sums[1], x.diagonal[i]);
+    // The last product waits for the row before.
+    x.diagonal[i] = fmaf(weights[i] * rows[i * LD + i - 1], x.diagonal[i - 1], sum);
   }
+  if (block == 0 || inverts)
+#pragma unroll
+    for (int i = 0; i < 16; i += 4)
+      *reinterpret_cast<float4*>((block ? N22 : X11) + (lane & 15) * LD + i) = unpack_four(x.diagonal + i);
+  wait();
+  float2 a[4], b[2];
+#pragma unroll
+  for (int m = 0; m < 4; ++m) a[m] = *reinterpret_cast<const float2*>(X11 + (g + m % 2 * 8) * LD + m / 2 * 8 + 2 * t);
+#pragma unroll
+  for (int across = 0; across < 2; ++across) {
+    const int i = 16 + 8 * across + g;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float2 pair = *reinterpret_cast<const float2*>(&M[i][8 * m + 2 * t]);
+      b[m] = {weight[i] * pair.x, weight[i] * pair.y};
+    }
+    mma_m16n8k16(x.below[across], a, b, single{});
+  }
+#pragma unroll
+  for (int m = 0; m < 4; ++m) a[m] = {x.below[m / 2][m % 2 * 2], x.below[m / 2][m % 2 * 2 + 1]};
+#pragma unroll
+  for (int across = 0; across < 2; ++across) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float* column = N22 + (8 * m + 2 * t) * LD + 8 * across + g;
+      b[m] = {column[0], column[LD]};
+    }
+#pragma unroll
+    for (float& sum : x.below[across]) sum = 0.f;
+    mma_m16n8k16(x.below[across], a, b, single{});
+  }
+  __syncwarp();  // all lanes have read X11
 }
 
-// Stores a lane's column, times `factor`, as row `lane` of `to`, for 16-bit data as sums of two numbers: so `to` is the
-// columns' matrix transposed.
+// Stores x^T, times `factor`, for 16-bit data as sums of two numbers.
 template <typename T>
-__device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], float factor = 1.f) {
-  T* row = to.at(threadIdx.x & 31, 0);
+__device__ __forceinline__ void put_transposed(Matrix<T>& to, const Triangle& x, float factor = 1.f) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3, block = lane & 16;
+  T* const row = to.at(lane, block);
 #pragma unroll
-  for (int i = 0; i < BT; i += 8) {
+  for (int i = 0; i < 16; i += 8) {
+    const float* eight = x.diagonal + i;
     if constexpr (sizeof(T) == 4) {
-      put_four(row + i, times(factor, unpack_four(x + i))),
-          put_four(row + i + 4, times(factor, unpack_four(x + i + 4)));
+      put_four(row + i, times(factor, unpack_four(eight))),
+          put_four(row + i + 4, times(factor, unpack_four(eight + 4)));
     } else {
       u32 high[4], low[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float one = factor * x[i + 2 * n], next = factor * x[i + 2 * n + 1];
+        const float one = factor * eight[2 * n], next = factor * eight[2 * n + 1];
         high[n] = pack<T>(one, next);
         const float2 rounded = unpack(high[n], T{});
         low[n] = pack<T>(one - rounded.x, next - rounded.y);
@@ -275,6 +332,19 @@ __device__ __forceinline__ void put_column(Matrix<T>& to, const float (&x)[BT], 
       *reinterpret_cast<uint4*>(row + to.REST + i) = {low[0], low[1], low[2], low[3]};
     }
   }
+  if (block)  // below the transpose's diagonal
+#pragma unroll
+    for (int n = 0; n < to.NUMBERS; ++n)
+#pragma unroll
+      for (int i = 0; i < 16; i += 16 / int(sizeof(T)))
+        *reinterpret_cast<uint4*>(to.at(lane, i) + n * to.REST) = uint4{};
+#pragma unroll
+  for (int across = 0; across < 2; ++across)
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const float* two = x.below[across] + 2 * down;
+      put_split_pair(to.at(g + 8 * down, 16 + 8 * across + 2 * t), factor * two[0], factor * two[1]);
+    }
 }
 
 // Loads rows row + 0...15, columns column + 0...15 as left operands, whose sum is the matrix.

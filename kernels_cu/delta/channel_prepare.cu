@@ -34,8 +34,8 @@
 //   each_pair: calls f for a lane's pairs of channels in them
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
-//     blocks; score_borders: scores across borders; solve_column: forward substitution; put_column: stores a lane's
-//     column as a row; multiply_triangles: products of lower triangles
+//     blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve: multiplies it by an
+//     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`; PAIRS_OF_BOTH: pairs
 //     of a block with j < i and with j <= i
 //   LANES: threads of a block of tokens
@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
                                                  float(args.w_scale));
     return;
   }
+  if (const int i = threadIdx.x; i < BT) s.weight[i] = -s.beta[i] * k_lengths.power[i] * k_lengths.power[i];
   clear_rows(s.A, task);  // numbers above the diagonal stay 0; of M they are not read
   // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
   float4 before, after;
@@ -223,15 +224,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncthreads();  // M' and A' are in shared memory; their operands have been read, and qd may overwrite them
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = queries[n];
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    s.weight[lane] = -s.beta[lane] * k_lengths.power[lane] * k_lengths.power[lane];
-    __syncwarp();  // weights are in shared memory
-    float x[BT];
-#pragma unroll
-    for (int i = 0; i < BT; ++i) x[i] = i == lane;
-    solve_column(x, s.M, s.weight);  // x: column `lane` of N'
-    put_column(s.N_transposed, x);
+  // One warp inverts. Which one depends on the block, since each quarter of a multiprocessor runs every fourth warp.
+  if (threadIdx.x / 32 == blockIdx.x % (THREADS / 32)) {
+    Triangle N = identity();
+    solve(N, s.M, s.weight, s.N_transposed, INVERTS, [] { __syncwarp(); });
+    put_transposed(s.N_transposed, N);
   }
   __syncthreads();  // N' and qd are in shared memory
 

@@ -21,8 +21,8 @@
 //           place in Axy
 // barriers  eight of the block: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) |
 //           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
-//           in shared memory, and their operands have been read and may be overwritten. One of two warps: weights. One
-//           more in prepare_by_tokens, in place of those from the third on
+//           in shared memory, and their operands have been read and may be overwritten. One of two warps: N22 of `solve`.
+//           One more in prepare_by_tokens, in place of those from the third on
 // numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
 //           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
 //           grow: growing_chunk.cuh
@@ -41,8 +41,8 @@
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   Lengths: powers of 2 and lengths of tokens; each_border: calls a function for each level's border, with the decay
 //     between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders: scores of
-//     rows after a border with columns before it; solve_column: forward substitution; put_column: stores a lane's
-//     column as a row; multiply_triangles: products of lower triangles
+//     rows after a border with columns before it; Triangle: a warp's lower triangle; solve: multiplies it by an
+//     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`; PAIRS_OF_BOTH: pairs
 //     of a block with j < i and with j <= i
 
@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
                                                   float(args.w_scale));
     return;
   }
+  if (const int i = threadIdx.x; i < BT) s.weight[i] = a_lengths.power[i] * column_lengths[1].power[i];
   clear_rows(s.QB, task), clear_rows(s.AK, task);  // zeros above the diagonals; those of QK and AB are not read
   // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
   float4 before, after;
@@ -261,26 +262,34 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n)
     *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
-  constexpr int WEIGHTS_BARRIER = 1;  // a named barrier
-  if (threadIdx.x < 64) {
-    const int lane = own_lane(), kind = threadIdx.x / 32;  // warp 0 makes L', warp 1 N'; a lane has a column
-    float x[BT], largest = 0.f;
-    if (kind) s.weight[lane] = a_lengths.power[lane] * column_lengths[1].power[lane];
-    named_barrier_sync(WEIGHTS_BARRIER, 2 * 32);  // warps 0 and 1: weights are in shared memory
-    if (kind)
+  constexpr int INVERSE_BARRIER = 1;  // a named barrier
+  // A warp makes L' (kind 0), the next one N' (1). Which ones depends on the block, since each quarter of a
+  // multiprocessor runs every fourth warp.
+  if (const int kind = int(threadIdx.x / 32 + blockIdx.x) % (THREADS / 32); kind < 2) {
+    const int lane = own_lane(), block = lane & 16;
+    const bool inverts = kind;
+    Triangle x = identity();
+    if (!inverts) {  // P Aak'
 #pragma unroll
-      for (int i = 0; i < BT; ++i) x[i] = i == lane;
-    else
+      for (int i = 0; i < 16; ++i) x.diagonal[i] = s.weight[block + i] * s.AK[block + i][lane];
 #pragma unroll
-      for (int i = 0; i < BT; ++i) x[i] = s.weight[i] * s.AK[i][lane];
-    solve_column(x, s.AB, s.weight);
+      for (int n = 0; n < 8; ++n) {
+        const int i = 16 + n / 4 * 8 + lane % 4 * 2 + n % 2;
+        x.below[n / 4][n % 4] = s.weight[i] * s.AK[i][lane / 4 + n / 2 % 2 * 8];
+      }
+    }
+    auto& transposed = inverts ? s.N_transposed : s.L_transposed;
+    solve(x, s.AB, s.weight, transposed, inverts, [] { named_barrier_sync(INVERSE_BARRIER, 2 * 32); });
+    float largest = 0.f;
 #pragma unroll
-    for (int i = 0; i < BT; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(x.diagonal[i]));
+#pragma unroll
+    for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fabsf(x.below[n / 4][n % 4]));
     // power_below takes a square: root is the largest power of 2 not above the root of the largest number. Divided by
     // its square, a matrix has a largest number in [1, 4), so that float16 holds it.
     const float root = power_below(max_of_lanes(largest)), power = root * root;
     if (lane == 0) s.matrix_powers[kind] = power;
-    put_column(kind ? s.N_transposed : s.L_transposed, x, 1.f / power);
+    put_transposed(transposed, x, 1.f / power);
   }
   __syncthreads();  // N', L' and qd are in shared memory
 

@@ -30,8 +30,8 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   multiply_squares: products of 16 rows with 16 rows; solve_column: forward substitution; put_column: stores a lane's
-//     column as a row; multiply_triangles: products of lower triangles
+//   multiply_squares: products of 16 rows with 16 rows; Triangle: a warp's lower triangle; solve: multiplies it by an
+//     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
 //   PreparedFor: the struct that is stored; Operand<T, bf16>: bf16 for 16-bit data, else `single`
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
@@ -171,11 +171,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINC
   __syncthreads();  // M and A are in shared memory; decays of pairs have been read, and N may overwrite them
   // One warp inverts. Which one depends on the block, since each quarter of a multiprocessor runs every fourth warp.
   if (warp == blockIdx.x % WARPS) {
-    float x[BT];
-#pragma unroll
-    for (int i = 0; i < BT; ++i) x[i] = i == lane;
-    solve_column(x, s.M, s.minus_beta);
-    put_column(s.N_transposed, x);
+    Triangle N = identity();
+    solve(N, s.M, s.minus_beta, s.N_transposed, INVERTS, [] { __syncwarp(); });
+    put_transposed(s.N_transposed, N);
   }
   __syncthreads();  // N is in shared memory
 
