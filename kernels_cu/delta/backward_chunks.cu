@@ -35,7 +35,8 @@
 
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
-//   BT = 32 tokens, TILE = 64
+//   BT = 32 tokens, TILE = 64; LD: the distance of rows of a float matrix [BT, BT], so that rows are in different banks
+//   own_lane(): the lane, computed again at each use, which saves a register
 //   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
 //     operands of tensor cores
 //   Word<T>: two neighbouring numbers, which unpack_pair and put_pair load and store as floats

@@ -104,9 +104,9 @@ __device__ __forceinline__ float largest_of_warp(float x) {
   return x;
 }
 
-// Changes the tokens' shifts so that no run of tokens grows by more than MOST_GROWTH by these gates, of `width`
-// channels or columns. A gate counts with `sign` times its token's shift added. The other side then grows by as much
-// more.
+// Changes the tokens' shifts so that by these gates, of `width` channels or columns, no run of tokens grows by more
+// than MOST_GROWTH. sign * shift is added to each gate of a token (-1: channels, 1: columns). What these gates lose the
+// gates of the other side gain.
 template <typename G>
 __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence, const StridedRows<const G>& gates,
                                              int width, float sign) {
@@ -133,6 +133,7 @@ __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence
 }
 
 // Adds x[s], summed over the warp's lanes, to score [t, s] of the warp's `sums`; if `first`, stores it there.
+// exchange_and_add_halves (lanes.cuh): pairs of lanes add their numbers, and each lane keeps one half of the sums.
 __device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int t, bool first) {
   const int lane = threadIdx.x & 31;
   exchange_and_add_halves<8>(x, 16, lane & 16);
@@ -247,8 +248,8 @@ __device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const 
 }
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of data; G: that of gates and their
-// gradients. GATED: whether columns have gates gv, too. Launch bounds: registers for 384 threads of a multiprocessor,
-// 168 a thread; GATED for 256, 255 a thread.
+// gradients. GATED: whether columns have gates gv, too. By the launch bounds a multiprocessor has registers for three
+// blocks, 168 a thread; GATED for two, 255 a thread.
 template <class ReadOrder, typename T, typename G, bool GATED>
 __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(const Args<T, G> args) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;

@@ -36,6 +36,7 @@ static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pai
 // LeftOf<T> and RightOf<T> (stages/copies.cuh) are split if T is float, else rounded to tf32; `load_rounded` sets
 // either kind from a tile of shared memory: a left operand from 16 rows of queries, TRANSPOSED two right ones from 16
 // rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
+// Piece<W, X>: W numbers of type X side by side, loaded and stored at once. LEAST_DECAY: e^-20; inverse(x): 1 / x.
 // A lane has g = lane / 4 and t = lane % 4 throughout.
 
 template <typename T, typename G> struct Args {
@@ -186,9 +187,9 @@ template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(floa
 }
 
 // Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
-// l % (2 DISTANCE). exchange_and_add_halves (lanes.cuh): two lanes that are DISTANCE apart add their values and part
-// the sums; the lane with bit DISTANCE gets those of the second DISTANCE values, the other one those of the first, in
-// x[0] on.
+// l % (2 DISTANCE). exchange_and_add_halves (lanes.cuh): two lanes that are DISTANCE apart add their 2 DISTANCE values
+// and keep DISTANCE sums each, in x[0] on: the lane with bit DISTANCE those of the last values, the other one those of
+// the first.
 template <int DISTANCE> __device__ __forceinline__ float sum_each(float (&x)[WARP_ROWS]) {
   exchange_and_add_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
   if constexpr (DISTANCE > 1) return sum_each<DISTANCE / 2>(x);
@@ -252,7 +253,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       multiply(within, left, right);
     }
     __syncwarp();                                  // they have been read
-    float sub_chunk_decays[2][W], first_decay[W];  // first_decay: not used, as sub_chunk_decays[0]
+    float sub_chunk_decays[2][W], first_decay[W];  // first_decay: an output that is not used: sub_chunk_decays[0] again
     decay_from_starts<ReadOrder, BK>(q + channel, queries, a, sub_chunk_decays);
     decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, a, first_decay);
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
@@ -427,7 +428,7 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
            column += 4 * LANES)
         *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
-  // group: whose keys are in s.k. s.k + 16 n rows: those of the tokens of warp n in that group.
+  // s.k has the keys of `group`, 16 rows for each warp n: those that warp n stored.
 #pragma unroll 1
   for (int group = query_group;; --group) {
     __syncthreads();  // decayed queries and keys, and the decays over 16 keys, are in shared memory

@@ -40,7 +40,8 @@
 //             gradients_read: do, dv and dS have been read: gradients -> copies
 //             states_ready: S: consumers -> gradients
 //             states_read: S has been read: gradients -> consumers
-//           One in is_whole: its threads agree whether a number is not finite.
+//           One in is_whole, which start_of_walk calls: all threads learn whether a number of the states that segments
+//           start from is not finite.
 //           Named barrier 1 joins the gradients' warpgroup, twice a chunk: terms, H and P are in shared memory | all
 //           products that read queries and keys have ended
 // numerics  products of T are summed in float32. S, dS, X, Z, do and dv are of T. R, H and P are split: sums of two T,
@@ -65,9 +66,9 @@
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
 //     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
 //     store_transposed: the warp's 16 columns of 32 rows
-//   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
-//     start_state_update: S += x rows; start_split_product, start_transposed_split_product: with a split matrix, or its
-//     transpose; decay_state: S times the chunk's decay; make_X: v less what keys read
+//   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T times the
+//     chunk's queries or keys; start_state_update: S += Z^T X; start_split_product, start_transposed_split_product:
+//     with a split matrix, or its transpose; decay_state: S times the chunk's decay; make_X: X of `math`
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
 //   make_scores: M; start_scores: products of queries and keys with keys
 //   store_split: rounded numbers and errors
@@ -232,8 +233,7 @@ __device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
 
 // Starts the product d[64 rows, 64 channels] = tokens[64 rows, BV] states[BV, 64]. tokens: do above dv, or rounding
 // errors of e above e, in panels of 64 columns of V; states: 64 channels of S or dS, transposed: a row of 64 channels
-// for each column of V. The caller calls
-// wgmma_commit and waits.
+// for each column of V. The caller calls wgmma_commit and waits.
 template <typename T, int PANELS>
 __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&tokens)[PANELS][2 * CHUNK][64],
                                                        T (&states)[64 * PANELS][64]) {
@@ -300,33 +300,33 @@ __device__ __forceinline__ void store_pairs(S& s, int stage, const Values& produ
   for (int h = 0; h < 2; ++h) {
     const int i = first_row + g + 8 * h;
     const float factor = row_factors[i];
-    float earlier = 0.f;  // the sum of terms of the row's keys before the n-th 8 keys
+    float earlier_keys = 0.f;  // the sum of terms of the row's keys before the n-th 8 keys
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int j = 8 * n + 2 * t;
       const float2 decays = *reinterpret_cast<const float2*>(swizzled(in.D[0], i, j / 4) + j % 4),
                    betas = load_float2(gates.beta + j);
-      float own[2];  // the terms of dg of pairs of the row with this lane's two keys, j and j + 1
+      float dg_terms[2];  // of the pairs of the row with this lane's two keys, j and j + 1
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const float decay = (x ? decays.y : decays.x) * factor, beta = x ? betas.y : betas.x;
         const float product = has_keys ? -products[4 * n + 2 * h + x] : products[4 * n + 2 * h + x];
-        const bool strictly = j + x < i, counts = has_keys ? strictly : j + x <= i;
-        const float of_score = counts ? decay * product : 0.f, term = of_score * scores[4 * n + 2 * h + x];
-        // +0, not -0, where none counts: compute_gradients ORs P with P^T.
-        matrix[n][2 * h + x] = counts ? beta * of_score : 0.f;
+        const bool is_earlier = j + x < i, is_pair = has_keys ? is_earlier : j + x <= i;
+        const float dscore = is_pair ? decay * product : 0.f, term = dscore * scores[4 * n + 2 * h + x];
+        // +0, not -0, where there is no pair: compute_gradients ORs P with P^T.
+        matrix[n][2 * h + x] = is_pair ? beta * dscore : 0.f;
         beta_terms[2 * n + x] += term;
-        own[x] = strictly ? beta * term : 0.f;
+        dg_terms[x] = is_earlier ? beta * term : 0.f;
       }
-      const float pair = own[0] + own[1];
-      float before = __shfl_up_sync(0xffffffffu, pair, 1);  // becomes the sum over lanes of lower t
-      before = t > 0 ? before : 0.f;
-      const float further = __shfl_up_sync(0xffffffffu, pair, 2), furthest = __shfl_up_sync(0xffffffffu, pair, 3);
-      before += (t > 1 ? further : 0.f) + (t > 2 ? furthest : 0.f);
-      const float sum = earlier + before;
+      const float both = dg_terms[0] + dg_terms[1];
+      float lower_lanes = __shfl_up_sync(0xffffffffu, both, 1);  // becomes the sum over lanes of lower t
+      lower_lanes = t > 0 ? lower_lanes : 0.f;
+      const float second = __shfl_up_sync(0xffffffffu, both, 2), third = __shfl_up_sync(0xffffffffu, both, 3);
+      lower_lanes += (t > 1 ? second : 0.f) + (t > 2 ? third : 0.f);
+      const float sum = earlier_keys + lower_lanes;
       pair_terms[2 * n] += j <= i ? sum : 0.f;
-      pair_terms[2 * n + 1] += j < i ? sum + own[0] : 0.f;
-      earlier += __shfl_sync(0xffffffffu, before + pair, lane | 3);
+      pair_terms[2 * n + 1] += j < i ? sum + dg_terms[0] : 0.f;
+      earlier_keys += __shfl_sync(0xffffffffu, lower_lanes + both, lane | 3);
     }
   }
   store_split<T, 2>(has_keys ? in.P : in.H, shifted_offset(left_offset, first_row, 0), matrix);
@@ -456,7 +456,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     for (int p = 0; p < PANELS; ++p) start_gradient_product(d[p], s.gradients, s.states[p]);
     wgmma_commit();
     mbarrier_wait(s.state_gradient_full, parity);
-    if (args.dg.p) {  // <S, dS> over the warp's columns: the diagonals of products [16, 8]
+    if (args.dg.p) {  // <S, dS>: the diagonals of products [16 columns of S, 8 columns of dS] over channels
       float dots[2][4] = {};
 #pragma unroll 1
       for (int column = 16 * warp; column < S::BV; column += 64)
@@ -467,7 +467,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
           ldmatrix_x4(b, at_byte_offset(s.state_gradient[c / 4], shifted_offset(right_offset, column, c % 4 * 16)));
           mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
         }
-      const int g = lane / 4;
+      const int g = lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
       const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
       const float sum = warp_sum(lane % 4 == g / 2 ? diagonal : 0.f);
       if (lane == 0) s.state_dots[warp] = sum;
@@ -659,7 +659,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
   const auto segment =
       start_of_walk<FORWARDS>(work, WITH_OUTPUTS, args.shape, args.P, args.initial, args.starts, nullptr, 0, BV);
   if (threadIdx.x == 0) {
-    s.from = segment.from;  // for consumers, behind the barrier of run_roles
+    s.from = segment.from;  // consumers read it after the barrier of run_roles
     // run_roles initialises the barriers of stages, and values_full
     for (MBarrier& ready : s.residuals_ready) mbarrier_init(ready, CONSUMERS<BV>);
     mbarrier_init(s.tokens_full, 32), mbarrier_init(s.state_gradient_full, 1);

@@ -34,7 +34,7 @@
 //           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c
+//           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 before chunks with large growth
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 //
@@ -44,18 +44,22 @@
 // From decays.cuh
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
-//   GateCounts          how often a sum has each gate. SECOND_NEGATED: with minus signs in half of the numbers
+//   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
+//   LaneGates           a lane's gates; SECOND_NEGATED: half of an operand's numbers have minus signs: it saves moves
+//   GateCounts          operands that say how often the sum of gates for a token has each gate: 0, 1, -1 or a half
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
 //                       (IN_FULL: not cut off to tf32); SubChunkDecays: over sub-chunks
-//   PairReader          products of queries with dA (add_queries); Across: operands at borders of sub-chunks
+//   Across              operands, or sums, of pairs of tokens in different sub-chunks. by8[x]: queries of sub-chunk
+//                       2x + 1, keys of 2x; by16[x]: queries of 2 + x, keys of x
+//   PairReader          add_queries(sum, queries, n, m): adds to the sums of keys of sub-chunk m the queries of
+//                       sub-chunk n times dA
 //   pair_index, self_weight_at: places in dA; pair_value: a number of it, rounded to tf32
 // From states.cuh
 //   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
 //     add to it
 //   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`
-//   StateOperand        decayed queries as start_state_write takes them; state_values: keys with the values that they
-//     have in
-//                       a product with a state
+//   StateOperand        decayed queries as start_state_write takes them
+//   state_values        keys, rounded as they are in a product with a state
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
@@ -97,9 +101,9 @@ __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration
                     s.flags[iteration & 1] || IS_FLOAT16<T> && largest_of_all(s.largest[iteration & 1]) >= LARGEST_DS);
 }
 
-// Thread `thread` of COUNT returns whether a flag is set of those chunks of later segments of the sequence whose flags
-// it reads; the threads together read all. They read flags of all segments at the same time: one segment after the
-// other would take a memory latency each.
+// Whether a flag is set among those that thread `thread` of COUNT reads. The threads together read the flags of all
+// chunks of the sequence's later segments. They read all segments at the same time: one segment after the other would
+// take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<BACKWARDS>(args.shape, args.P, args.joined).last_sequence_head, H = args.shape.H;
@@ -274,9 +278,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const auto token_of = [&](int iteration) {
     return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
   };
-  // fetch_chunk and store_chunk (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width). All
-  // lanes arrive at the barrier of fetch_chunk, whose phase ends when the bytes are there; store_chunk returns when the
-  // tiles may be overwritten.
+  // fetch_chunk and store_chunk (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width[, first
+  // column, whether to add to what the array holds]). All lanes arrive at the barrier of fetch_chunk, whose phase ends
+  // when the bytes are there; store_chunk returns when the tiles may be overwritten.
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
     if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v and do have more stages, and are copied earlier
@@ -316,7 +320,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const i64 row = sums_row_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.query_sums + row * (K + FLAGS) + K);
   };
-  // Stores this warp's 8 queries of dA of a chunk, and, for consumers, the chunk's query sums, flags and float_v.
+  // Stores dA of this warp's 8 queries of a chunk, and, for consumers, the chunk's query sums, flags and float_v.
   const auto make_dA = [&](int iteration, float query_sum, WarpFlags<BK> flags) {
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int query = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
@@ -337,7 +341,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       };
       if (n > warp) continue;
       const float2 two = {value(8 * n, products[4 * n]), value(8 * n + 1, products[4 * n + 1])};
-      *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
+      *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;  // the index of keys 8 n further on (PairReader)
     }
     if (TF32_READ<T, G, BK>) {
       if (iteration)
@@ -516,13 +520,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (float& x : from_state) x *= dS_scale.down;
     }
     __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
-    LaneChunk
-        from_start;  // decays of queries from the start of their sub-chunk; outer_decays: those of keys to its end
+    // Decays of queries from the start of their sub-chunk, and of keys to its end.
+    LaneChunk from_start;
     decays_to_end(outer_decays, gates, counts());
     decays_from_start(from_start, gates, counts());
     decays_of<ReadOrder>(decays, from_start, outer_decays);
-    // float16 and GLA only: the decay of the chunk's first gate is below 2^-8. Queries decayed from the chunk's start
-    // would leave float16's range: they are multiplied by `up`, and so is dS while they are added to it.
+    // first_gate_strong, of float16 and GLA only: the decay of the chunk's first gate is below 2^-8. Queries decayed
+    // from the chunk's start would leave float16's range: they, and dS while they are added, are multiplied by `up`.
     const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(from_start);
     QueryScale query_scale;
     float to_state[2] = {scale, scale};
@@ -571,7 +575,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
     for (int panel = 0; panel < DV_PANELS; ++panel) start_dv(dv[panel], s, in, panel);
 
-    const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of dS
+    // Adds to dk the terms of dS and of other sub-chunks' queries (Across). Keys of sub-chunk 0 decay over sub-chunk 1
+    // on the way to queries of 2 and 3.
+    const auto add_across = [&] {
       each_token_pair([&](int n, int h) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
@@ -655,7 +661,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
     s.segment = segment_of<BACKWARDS>(args.shape, args.P, args.joined);
-    for (MBarrier& full : s.full) mbarrier_init(full, 3 * 32);
+    for (MBarrier& full : s.full) mbarrier_init(full, 3 * 32);  // warps 0, 2 and 3 of move_chunks copy to it
     for (MBarrier& done : s.done) mbarrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
     for (MBarrier& arrived : s.arrived) mbarrier_init(arrived, 32);
     for (MBarrier& dA_stored : s.dA_stored) mbarrier_init(dA_stored, 128);

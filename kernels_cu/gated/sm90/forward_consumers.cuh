@@ -23,6 +23,12 @@
 //   wgmma_fence_operand(d): keeps the compiler from moving accesses of d over it
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
+//   K_RANKS: how many blocks share the channels of every chunk, each with BK channels. CHUNK_RANKS: how many make the
+//     operands of chunks in turn. If either is 2, blocks copy operands to each other
+//   SegmentState: the schedule without queries and outputs, for the final states of segments
+//   work: the block's head, columns and tokens; its states `initial` and `final`, null if there is none
+//   Operands: of each stage q, k and the scores' tiles, one for each of K_RANKS blocks; scores_offset: the byte offset
+//     of a stage's scores in a tile that two stages share, else 0
 //   GATES_PER_TOKEN: 4, or 1 for ScalarDecay. SPLIT_SCORES: whether a score is stored as two numbers
 //   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first; for ScalarDecay, too, producers store
 //     one for every channel. headers[stage].row[0]: WHOLE_CHUNK; or the row of the one token whose operands the stage
@@ -82,7 +88,7 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   }
 }
 
-// Starts the products o = A v. A is the sum of a tile of each of the blocks (ranks) that share the channels. SPLIT: A
+// Starts the products o = A v. A is the sum of the tiles of the K_RANKS blocks that share the channels. SPLIT: a tile
 // also holds the scores' rounding errors (SPLIT_SCORES). v: the warp's columns as two left operands of 16 tokens.
 template <bool SPLIT, typename T, class Operands>
 __device__ __forceinline__ void multiply_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
@@ -168,8 +174,8 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   }
 }
 
-// Stores o of the chunk's token `row` in a tile of o [token, column], swizzled. A lane has the numbers of a fourth of
-// the tokens. thread: the thread's number in the warpgroup.
+// Stores o of the chunk's token `row` in a tile of o [token, column], swizzled. A lane has the numbers of a quarter of
+// the tokens; only those that have this token store. thread: the thread's number in the warpgroup.
 template <typename T>
 __device__ __forceinline__ void put_output_row(T* tile, const float (&o)[16], int row, int thread) {
 #pragma unroll
@@ -198,8 +204,8 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
   mbarrier_arrive_after_copies(loaded);
 }
 
-// The work of one thread of a consumer warpgroup. For each chunk `consume` calls compute_chunk; compute_token_by_token,
-// if compute_chunk returned true; and store. It calls store_mark before some chunks, and finish after the last one.
+// One thread of a consumer warpgroup. For each chunk `consume` calls compute_chunk; compute_token_by_token, if
+// compute_chunk returned true; and store. It calls store_mark before some chunks, and finish after the last one.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
@@ -274,8 +280,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // no o.
   __device__ __forceinline__ void start_products(u32 stage) {
     const float* const decays = s.headers[stage].decay[0];
-    // `thread` takes a register, threadIdx.x is read anew: each instance has what was measured to be faster. What reads
-    // `lane` uses lane % 4 only.
+    // `thread` takes a register, threadIdx.x is read anew: each instance has what was measured to be faster. The callee
+    // uses lane % 4 only, which is the same in both.
     const int lane = IS_BFLOAT16<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
     if constexpr (Schedule::has_outputs)
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, GATES, PART_OPERANDS, T>(o, S, v, s.operands, decays, stage,
@@ -328,6 +334,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       fence_proxy_async();                                  // orders these reads before the next copy of v
       named_barrier_sync(VALUES_BARRIER + warpgroup, 128);  // every warp has read v: its slot may be filled again
     }
+    // The slot of the previous chunk is refilled; before chunk 0 all slots are filled already.
     if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !threads_copy_rows<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);

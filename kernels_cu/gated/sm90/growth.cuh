@@ -46,10 +46,10 @@ constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
 // Whether a channel's decay times sum_v S dS, with S the state before a chunk and dS the gradient of the state after
 // it, counts as 0. rest: its value, computed as sum_v (state after the chunk) dS less the terms of the chunk's keys;
-// size: the magnitude of these two; decay: the decay over the chunk. If `decay` is below FORGOTTEN, `rest` is mostly
-// rounding error, and kept_ratio, infinite, forgets it. But if the gradient may have grown after the chunk, as the
-// state before it, kept_ratio is ROUNDING: a rest above that times `size` is more than rounding, and is kept. No
-// branches, since a warp's channels differ.
+// size: the magnitude of these two numbers; decay: the decay over the chunk. If `decay` is below FORGOTTEN, `rest` is
+// mostly rounding error. Then it counts as 0 if kept_ratio is infinite. The caller sets kept_ratio to ROUNDING if later
+// chunks may have made the gradient grow as much as this chunk's gates decay the state: then a rest of more than
+// ROUNDING times `size` is more than rounding error, and is kept. No branches, since a warp's channels differ.
 __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_ratio) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_ratio * fabsf(size)));
 }
@@ -137,8 +137,8 @@ __device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 
   for (int h = 0; h < 2; ++h) x[h] = channel_sum(x[h]);
 }
 
-// S <- by S + x t^T for this lane's two channels, with t token `row` of the tile: by0 and x0 are the numbers of the
-// first channel, by1 and x1 of the second.
+// S <- by S + x y^T for this lane's two channels, where y [BV] is token `row` of the tile: by0 and x0 are the numbers
+// of the first channel, by1 and x1 of the second.
 template <typename T, int BV>
 __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float by1, float x0, float x1,
                                             T (&tile)[BV / 64][CHUNK][64], int row) {
