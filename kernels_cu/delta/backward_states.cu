@@ -2,7 +2,7 @@
 //           before every chunk, and the residual of every token: its value minus what its key reads from the state
 //           (RWKV-7: what its vector a reads). Backwards: the gradient dS of the state after every chunk, the gradients
 //           of the residuals, and dv. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G,
-//           and to a state's gradient, from dS to F^T dS + G. A launch computes both directions (BOTH), or one: the
+//           and to a state's gradient, from dS to F^T dS + G'. A launch computes both directions (BOTH), or one: the
 //           call itself ONLY_FORWARDS, which also writes o, and its pullback ONLY_BACKWARDS
 // math      Of a chunk: D is the decay of each channel; E, W, Z and Zb have a row [K] for each token, B, H, R and L are
 //           matrices [32, 32] of pairs of tokens. The kernels *prepare.cu make them; prepared.cuh says what they are.
@@ -109,7 +109,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
   const bool computes_F = !OUTPUTS && !BACK && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
-  // P in this line and the next: segments of a sequence; below, P is the matrix of `math`.
+  // args.P: segments of a sequence; P below is the matrix of `math`.
   const bool whole = OUTPUTS && is_whole<BACK>(shape, u32(args.P), n, h, args.starts, first_column, BV);
   const auto segment = segment_of<BACK>(OUTPUTS, shape, u32(args.P), n, h, BACK ? args.dht : args.initial, args.starts,
                                         BACK ? args.dh0 : args.final, whole);

@@ -36,8 +36,9 @@
 //   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
 //     blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve: multiplies it by an
 //     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
-//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`; PAIRS_OF_BOTH: pairs
-//     of a block with j < i and with j <= i
+//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
+//   PAIRS_OF_BOTH: how many pairs of a block have j < i, or j <= i; PairOfBlock: their numbers
+//   SumsOfLanes: sums over channels; each(f) calls f(number, sum) in the lane that has the sum
 //   LANES: threads of a block of tokens
 
 template <typename T, typename G> struct Args {
@@ -117,8 +118,8 @@ __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* 
   return sums;
 }
 
-// Launch bounds: blocks have 2 BK threads, so that registers are for 768 threads of a multiprocessor (80 a thread), and
-// for fewer blocks if shared memory has room for fewer.
+// By the launch bounds a multiprocessor has registers for 768 threads (80 a thread), that is, for 384 / BK blocks; or
+// for as many blocks as its shared memory holds, if these are fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
     delta_channel_prepare(const Args<T, G> args) {

@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   cp_async_commit();
 
   Accumulators terms[4] = {};  // by Token: S do, S du, dS v, dS u, in the warp's 16 channels
-  // pairs: the warp's products of values (multiply_values); diagonals: the sum over V of S dS, as multiply_diagonals
-  // has it.
+  // pairs: the warp's products of values (multiply_values); diagonals: a lane's terms of the sum over V of S dS, which
+  // store_diagonals stores.
   float pairs[6][4] = {}, diagonals[4] = {};
   cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
 #pragma unroll 1

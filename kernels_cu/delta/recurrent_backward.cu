@@ -1,7 +1,7 @@
 // what      The gradients of the delta rules token by token, from states that recurrent_forward.cu has kept, or, of
 //           sequences of at most TOKENS tokens, from their initial states. A segment of a sequence turns dS, the
 //           gradient of the state after it, into F^T dS + G', F being the product of its tokens' transitions
-//           (join_segments.cu). Without OUTPUTS the kernel computes G' alone: it starts from dS = 0, or from dht in a
+//           (join_segments.cu). Without OUTPUTS the kernel computes only G': it starts from dS = 0, or from dht in a
 //           sequence's last segment, and stores the dS before the segment
 // math      Template argument Rule; Dplr is RWKV-7's. With S' = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
 //           GatedDelta, Kda: e = v - S'^T k, S_t = S' + k (beta e)^T
@@ -50,6 +50,7 @@
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   converted_once: a conversion that the compiler does not repeat; narrowed<T>: a sum rounded to T
 //   THREADS = 128
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
@@ -82,7 +83,8 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
 };
 
 // Sums each of N numbers over all lanes (that is, over channels), and gives all sums to every lane in x; returns the
-// sum with number lane / (32 / N). While there are several numbers, two lanes keep one half of them each.
+// sum with number lane / (32 / N). In each step two lanes add their numbers; if these are several, each lane keeps one
+// half of the sums.
 template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&x)[N]) {
 #pragma unroll
   for (int n = N / 2, distance = 16; distance; n /= 2, distance /= 2) {
@@ -100,7 +102,7 @@ template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&
   return own;
 }
 
-// Launch bounds: registers for 384 threads of a multiprocessor (168 a thread); with float64, for 256 (255).
+// By the launch bounds a multiprocessor has registers for three blocks, 168 a thread; with float64 for two, 255.
 template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
 __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2)
     delta_recurrent_backward(const Args<T, G> args) {
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
     };
 #pragma unroll 1
     for (int r = 0; OUTPUTS && r < rows; ++r) {    // forwards: the states before the chunk's tokens, and residuals
-      R residual[COLUMNS] = {}, written[COLUMNS];  // written: v, then, but for Dplr, beta e
+      R residual[COLUMNS] = {}, written[COLUMNS];  // written: v, of which other rules than Dplr then make beta e
       load(r);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
@@ -240,7 +242,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
         }
     }
     __syncwarp();  // s.residual has those of all tokens
-    // This lane's part of dg of the token that was computed last; the sum over lanes is made with the next token.
+    // This lane's part of dg of the token that was computed last. The sum over lanes is made while the next token is
+    // computed, so that the shuffles wait for nothing.
     R gate_part = 0;
     const auto store_dg = [&](int r) {
       if (!OUTPUTS || Rule::channel_gates) return;
@@ -251,7 +254,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
 #pragma unroll 1
     for (int r = rows - 1; r >= 0; --r) {
       // parts: of dq, dk, da, db (Dplr), dg (of channels), summed over the warp's columns. dv: u = dS^T k, then dv; v:
-      // later beta e, but for Dplr. own_dv: dv in own_column.
+      // other rules than Dplr later make beta e of it. own_dv: dv in own_column.
       R parts[KINDS][LANE_CHANNELS] = {}, residual[COLUMNS] = {}, v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {},
         dp[COLUMNS] = {};
       load(r);

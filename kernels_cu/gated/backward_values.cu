@@ -27,7 +27,8 @@
 //   MiddleFactors(a)   the factors about the sub-chunk's middle
 //   product_over(x, first, end, factor) = factor times x[first ... end - 1]
 // From backward.cuh and others
-//   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32 (backward_scores.cuh)
+//   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32. In A border32 is
+//                      block (half_row, half_column), border16 block (quarter + 1, quarter)
 //   ChannelTokens      a tile [channel, token]; CHANNELS = 32
 //   blocks_with_room   blocks of a multiprocessor, at most the given ones, whose shared memory fits
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64

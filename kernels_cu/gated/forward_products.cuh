@@ -266,7 +266,7 @@ __device__ __forceinline__ void update_state(State<BK>& S, const typename Operan
 // o += A v, for 16 columns from `column` on.
 template <class Storage, int PRODUCTS, int BV, typename T>
 __device__ __forceinline__ void add_score_outputs(Output<T>& o, const typename Storage::X* A, const T* v, int column) {
-  const RightReader<BV, T, INPUTS> values(column);  // true: v is data, not rounded to tf32 yet
+  const RightReader<BV, T, INPUTS> values(column);  // INPUTS: v is data, not rounded to tf32 yet
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
     Left<Math<T, PRODUCTS>> a;

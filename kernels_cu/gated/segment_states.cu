@@ -11,7 +11,7 @@
 //           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
 // barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: the
-//           block stops if the gates read so far sum to -48 (FORGOTTEN_NATS) or less in all channels, none positive
+//           block stops if no gate read so far is above 0, and they sum to -48 (FORGOTTEN_NATS) or less in all channels
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
@@ -21,7 +21,8 @@
 // limits    BK and BV of 64, 128; a launch for every BK channels
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
-// Left and RightData are a lane's part of A and B; set(p, pair) rounds a pair
+// Left and RightData are a lane's part of A and B; set(p, pair) rounds a pair. four_lane_sums(x) (decays.cuh): the sums
+// of x over the four lanes with one lane / 4: `all`, and `after`, of the lanes with a larger lane % 4
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"

@@ -281,10 +281,10 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
-// S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S
-// before; `tokens` is a tile. decays: of this lane's two channels, g and g + 8. EXACT: S is multiplied as the sum of
-// two bfloat16 numbers, and f(n, rounded, remainders) is called for the n-th 16 columns, so that the caller can keep or
-// store the numbers that are multiplied; otherwise S is rounded to one bfloat16 number, and f is not called. The
+// S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with the S
+// before the decay; `tokens` is a tile. decays: of this lane's two channels, g and g + 8. EXACT: S is multiplied as the
+// sum of two bfloat16 numbers, and f(n, rounded, remainders) is called for the n-th 16 columns, so that the caller can
+// keep or store them; otherwise S is rounded to one bfloat16 number, and f is not called. The
 // product is made in parts of PART times 16 columns, two parts under way at a time, so that registers hold the bfloat16
 // numbers of two parts only. When the function returns, the last parts are still under way: the caller must call
 // wgmma_wait before it reads x or overwrites `tokens`.

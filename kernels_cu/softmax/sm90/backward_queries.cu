@@ -25,6 +25,10 @@
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
+//   logarithm_or_infinity: L, or infinity if L is -infinity (the query sees no key) or too large to be accurate
+//   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0
+//   store_rows(map, rows, width, x, factor0, factor1, tile, ...): stores x, times these factors for a lane's two rows,
+//     by way of `tile`, here that of o
 //   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
 //     0 at the end of the list; `diagonal`: the position of the first query among the keys; `statistics_chunk`: the
 //     tile's first chunk in `statistics`
@@ -292,7 +296,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    mbarrier_init(s.full, 1), mbarrier_init(s.empty, 8), mbarrier_init(s.o_empty, 8);
+    mbarrier_init(s.full, 1), mbarrier_init(s.empty, 8), mbarrier_init(s.o_empty, 8);  // 8 consuming warps
     for (int n = 0; n < S::K_STAGES; ++n) mbarrier_init(s.k_full[n], 1), mbarrier_init(s.k_empty[n], 8);
     for (int n = 0; n < S::V_STAGES; ++n) mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], 8);
   }
