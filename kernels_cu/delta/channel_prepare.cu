@@ -32,6 +32,8 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
+//   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
+//     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
 //     blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve: multiplies it by an

@@ -50,7 +50,8 @@
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
-//   converted_once: a conversion that the compiler does not repeat; narrowed<T>: a sum rounded to T
+//   FloatOrDouble<T>: the type of sums; converted_once: a conversion that the compiler does not repeat; narrowed<T>: a
+//     sum rounded to T; load_neighbours, store_neighbours: neighbouring numbers at once
 //   THREADS = 128
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {

@@ -40,7 +40,9 @@
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   make_scores, start_scores, store_scores: M
+//   make_scores, start_scores, store_scores: M; round_state: a state, rounded, as operands
+//   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state
+//   RingPosition: a chunk's stage, and the parity to wait for; set_tokens: has the block work on these tokens
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
 
 template <typename T> struct Args {

@@ -54,6 +54,7 @@
 //   PairReader          add_queries(sum, queries, n, m): adds to the sums of keys of sub-chunk m the queries of
 //                       sub-chunk n times dA
 //   pair_index, self_weight_at: places in dA; pair_value: a number of it, rounded to tf32
+//   load_operand, store_operand, store_chunk_values: move a warp's 16 of a panel's 64 channels
 // From states.cuh
 //   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
 //     add to it
@@ -63,7 +64,14 @@
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
-//   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers
+//   score_offset        the byte offset in A of a lane's first score; score_value: a score, rounded to tf32
+//   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers; WarpFlags: a byte for each warp of consumers
+// From backward_lookups.cuh, growth.cuh and query_share.cuh
+//   computed_entry      offsets and masks of a thread (OFFSETS, FROM_MIDDLE, MASKS); s.lookups has the first LOOKUPS of
+//                       these entries, for which registers are too few; LookedUpCounts: GateCounts made of them
+//   compute_keys_by_token: a chunk token by token
+//   add_query_share(dg, ...): adds query_share, and a term of each channel
+// From ptx.cuh: hide_origin(x), opaque(x): x as a new number, so that what depends on it is computed again
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }

@@ -50,7 +50,11 @@
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is,
 //                       first_checkpoint: a segment's first
 // From query_share.cuh
-//   IN_UNITS<G>         whether shares have units; units_for chooses them by the magnitudes that add_sizes adds up
+//   IN_UNITS<G>         whether shares have units; units_for chooses them by the magnitudes that add_sizes adds up;
+//                       store_query_share stores shares in units, sum_with_unit puts a unit into a sum's lowest bits
+// From growth.cuh and ptx.cuh
+//   compute_queries_by_token: a chunk token by token; hide_origin(x): x as a new number, so that what depends on it is
+//                       computed again
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

@@ -30,12 +30,17 @@
 //   GateCounts          how often a sum has each gate
 //   SubChunkDecays      over each sub-chunk, with before(n), after(n), all()
 //   decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk
+//   decay_queries, decay_keys: tokens times decays (IN_FULL: not cut off to tf32)
 // From states.cuh
-//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1
+//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1; scale_of_queries makes it,
+//                       scale_down takes `up` back
+//   start_state_write   starts the product that adds tokens to a state
 // From growth.cuh
 //   exceeds_growth      whether gates are too far above 0 for products; then update_state_by_token and
 //                       update_gradient_by_token compute the chunk
-// From backward_tokens.cuh
+// From backward_tokens.cuh and warpgroup.cuh
+//   is_first_segment, is_last_segment: of its sequence, in the direction of the walk
+//   state_index_of      the segment's index in `states`; each_pair_of_state: calls f(x, y, address) for two neighbours
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

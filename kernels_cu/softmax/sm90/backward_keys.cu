@@ -22,6 +22,11 @@
 
 // From the includes:
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
+//   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
+//   consume_and_produce: two warpgroups call the first function, one more thread the second, with so many registers
+//   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
+//     caller announces at the barrier; load_operand_rows: 64 rows as operands
+//   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
 //   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
