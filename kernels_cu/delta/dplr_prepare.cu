@@ -21,8 +21,8 @@
 //           place in Axy
 // barriers  eight of the block: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) |
 //           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
-//           in shared memory, and their operands have been read and may be overwritten. One of two warps: N22 of `solve`.
-//           One more in prepare_by_tokens, in place of those from the third on
+//           in shared memory, and their operands have been read and may be overwritten. One of two warps: N22 of
+//           `solve` is stored. One more in prepare_by_tokens, in place of those from the third on
 // numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
 //           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
 //           grow: growing_chunk.cuh

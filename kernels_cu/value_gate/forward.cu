@@ -31,7 +31,7 @@
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
 //   WarpShare: a share of a warp, a span of 4 tokens; CHANNEL_PARTS: how many warps share its channels
 //   fetch_chunk_gates: starts copying a thread's gates; store_span_decays: stores the decays of spans, and returns
-//     whether a gate is above GROWTH; TokenDecays: a lane's decays, if it keeps them; make_operands: stores decayed q, k
+//     whether a gate is above GROWTH; TokenDecays: a lane's decays, if kept; make_operands: stores decayed q and k
 //   add_state_outputs_by_columns: o += q S; add_score_outputs_by_columns: o += A v; write_state_by_columns: the new S
 //   OperandOf<T>::Type: the type of operands in shared memory; place: the address of a number in a tile
 //   Tokens: rows in memory, read one number at a time; ColumnsReader: loads pairs of tokens of the warp's columns
