@@ -139,6 +139,7 @@ def laid(rng, device, shape, dtype, order, steps, off):
         ((2, 5, 7, 8), (2, 5, 7, 3), (0, 1, 2, 3), (1, 1, 1, 1), 0),
         ((3, 8), (3, 5), (0, 1), (1, 1), 8),
         ((2, 2, 3, 16), (2, 2, 3, 16), (0, 1, 2, 3), (1, 1, 1, 1), 8),
+        ((2, 3, 1500, 9), (2, 3, 1500, 1), (0, 2, 1, 3), (1, 1, 1, 1), 1),  # several rows in 16 bytes, two blocks
     ],
 )
 def test_copies_of_rows(device, rng, shape, to, order, steps, off):
