@@ -315,13 +315,16 @@ def of_training():
     for T in CTYPES:
         for cls in (
             training.LogDecayForward,
+            training.LowRanks,
+            training.LowRanksBackward,
+            training.LowRankActivations,
             training.CrossEntropy,
             training.AdamW,
         ):
             yield cls(T)
         for C in training.MixForward.MIXES:
             yield training.MixForward(T, C)
-        yield from (rwkv6.Activation(kind, T, T) for kind in ("Tanh", "Sigmoid"))
+        yield rwkv6.Activation("Tanh", T, T)
         for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)
         for cls, *head in product(

@@ -137,6 +137,18 @@ def test_gradients_of_other_sizes(device, kind, sizes, rng):
     mostly_close(draw, DTYPES[0])
 
 
+@pytest.mark.parametrize("ranks", [dict(W=5, A=5, Q=3, G=9), dict(W=5, A=6, Q=8, G=5)], ids=str)
+def test_gradients_of_any_low_ranks(device, ranks, rng):
+    """Whose rows start anywhere; those of decays and learning rates are a stack, or not."""
+    layout = RWKV7.layout(RWKV7.layout.sizes_of(layers=2, width=32, head_size=16, vocabulary=V) | ranks)
+
+    def draw():
+        vector, tokens = layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, (2, 6))
+        return on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), layout
+
+    mostly_close(draw, DTYPES[0])
+
+
 @pytest.mark.pairwise
 @versions
 def test_float16_holds_large_squares(device, kind, rng):

@@ -1,5 +1,5 @@
 // what      An activation of the mixes, for products that have no epilogue of their own.
-// math      y = relu(x)^2 in units of UNIT_OF_SQUARES<Y>, y = tanh(x) or y = sigmoid(x)
+// math      y = relu(x)^2 in units of UNIT_OF_SQUARES<Y> or y = tanh(x)
 // shapes    x y [count]; y may be x
 // grid      a thread for 8 elements; 256 threads
 // smem      none
@@ -10,7 +10,7 @@
 #include "activations.cuh"
 
 // From the includes:
-//   F, one of ReluSquared, Tanh, Sigmoid: F::value<Y>(x) is y
+//   F, one of ReluSquared, Tanh: F::value<Y>(x) is y
 
 constexpr int THREADS = 256;
 

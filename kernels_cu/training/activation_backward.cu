@@ -10,7 +10,7 @@
 #include "activations.cuh"
 
 // From the includes:
-//   F, one of ReluSquared, Tanh, Sigmoid: F::slope<T>(y) is the derivative
+//   F, one of ReluSquared, Tanh: F::slope<T>(y) is the derivative
 
 constexpr int THREADS = 256;
 

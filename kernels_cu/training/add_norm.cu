@@ -6,13 +6,13 @@
 //           stored divided by this unit, because squares may be larger than float16 holds);
 //           y = drop(table_token) (Embedded); y = x (Kept)
 // shapes    x y [tokens, D] in the order of `residual_of` (training.cuh); weight bias [D], moments [tokens, 2] for mean
-//           and 1 / deviation; first value xx [tokens, D], xx may be null; maa [C, D], mixed [C, tokens, D]; table [V,
-//           D], token_ids [tokens / T, T + 1]
+//           and 1 / deviation; first value [tokens, D]; xx d [tokens, D], with `normed_row` numbers from a token to the
+//           next one, may be null; maa [C, D], mixed [C, tokens, D]; table [V, D], token_ids [tokens / T, T + 1]
 // grid      a block for TOKENS tokens, one after the other, which normalises the token before them as well if there are
 //           mixes; threads of 8 channels each
 // smem      the warps' parts of two sums
 // barriers  two a token: the mean, then the variance
-// numerics  float32, xx and mixes rounded once; the variance from centred values
+// numerics  float32, xx, d and mixes rounded once; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
@@ -35,10 +35,11 @@ template <typename T> struct Args {
   float* y;  // null: not stored
   float* moments;
   T* xx;
+  T* d;
   const float* maa;
   T* mixed;
   i64 tokens, T_;  // T_: of a sequence
-  i64 D;
+  i64 D, normed_row;
   Dropout drop;
   double eps;
 };
@@ -136,12 +137,16 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) training_add_norm(cons
     const i64 index = token.t * D + j;
     const EightFloats xx = normed(token.t, true);
     if (!inside) continue;
-    if (args.xx) store8(args.xx + index, xx);
+    if (args.xx) store8(args.xx + token.t * args.normed_row + j, xx);
+    EightFloats d;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) d.x[n] = before.x[n] - xx.x[n];
+    if (args.d) store8(args.d + token.t * args.normed_row + j, d);
 #pragma unroll
     for (int c = 0; c < C; ++c) {
       EightFloats mixed = load8(args.maa + c * D + j);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(before.x[n] - xx.x[n], mixed.x[n], xx.x[n]);
+      for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(d.x[n], mixed.x[n], xx.x[n]);
       store8(args.mixed + c * args.tokens * D + index, mixed);
     }
     before = token.ends() ? EightFloats{} : xx;

@@ -1,6 +1,6 @@
 // what      Sums of columns: adds the parts that the blocks of another kernel computed of gradients that all tokens
 //           share.
-// math      first, then rest: [C, D] = sum_p parts[p]
+// math      first, then rest: [C, D] = sum_p parts[p];  rest += if `add`
 // shapes    parts [P, columns]; first takes `split` columns, rest the others
 // grid      a block for 32 columns; 1024 threads: 32 rows at a time
 // smem      Shared: a sum for every thread
@@ -16,7 +16,7 @@ struct Args {
   const float* parts;
   float* first;
   float* rest;
-  i64 P, columns, split;
+  i64 P, columns, split, add;
 };
 
 struct Shared {
@@ -37,5 +37,5 @@ __global__ void __launch_bounds__(32 * ROWS) training_column_sums(const Args arg
 #pragma unroll
   for (int other = 1; other < ROWS; ++other) sum += s.sums[other][lane];
   if (column < args.split) args.first[column] = sum;
-  else args.rest[column - args.split] = sum;
+  else args.rest[column - args.split] = sum + (args.add ? args.rest[column - args.split] : 0.f);
 }

@@ -17,11 +17,9 @@
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
 // limits    D a multiple of 8, up to 8 THREADS; dy may be dx; null: no gradient comes from later operations
-#include "cards.cuh"
 #include "training.cuh"
 
-// From the includes:
-//   SINCE_SM100: whether the card is of compute capability 10 or newer
+// From training.cuh:
 //   Copied: eight neighbours of every thread, which are copied to shared memory while the threads compute
 //   Tokens: goes over the block's tokens
 //   dropped: the residual's dropout
@@ -159,11 +157,8 @@ template <int C> struct State {
 };
 
 // Blocks of a multiprocessor that registers have room for: of 512 threads (128 registers each), with several mixes of
-// 384 (168), with six of 256 (255) where the assembler needs more for the same work, as it does without a barrier.
-constexpr int blocks_with_registers(int threads, int mixes) {
-  const bool needs_more = mixes == 6 && (SINCE_SM100 || threads == 32);
-  return (mixes < 2 ? 512 : needs_more ? 256 : 384) / threads;
-}
+// 384 (168).
+constexpr int blocks_with_registers(int threads, int mixes) { return (mixes < 2 ? 512 : 384) / threads; }
 
 template <typename T, int THREADS, template <typename> class Change, int C>
 __global__ void __launch_bounds__(THREADS, blocks_with_registers(THREADS, C))

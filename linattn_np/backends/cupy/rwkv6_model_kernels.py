@@ -341,11 +341,11 @@ class ElementwiseKernel(ModelKernel):
 
 
 class Activation(ElementwiseKernel):
-    """y = relu(x)^2, tanh(x) or sigmoid(x), where the product that made x could not apply it."""
+    """y = relu(x)^2 or tanh(x), where the product that made x could not apply it."""
 
     file = "rwkv6/activation"
     arguments = members("pointers x y, int64s count")
-    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh", "Sigmoid")
+    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
     EACH = 8
     kind: str
     X: np.dtype

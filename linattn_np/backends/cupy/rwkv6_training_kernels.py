@@ -89,7 +89,9 @@ class AddNorm(TokenKernel):
 
     file = "training/add_norm"
     arguments = (
-        *members("pointers x first value table token_ids weight bias y moments xx maa mixed, int64s tokens T_ D"),
+        *members(
+            "pointers x first value table token_ids weight bias y moments xx d maa mixed, int64s tokens T_ D normed_row"
+        ),
         *DROPOUT,
         *members("float64s eps"),
     )
@@ -97,7 +99,7 @@ class AddNorm(TokenKernel):
     TOKENS: ClassVar[int] = 4  # of a block
     constants = (("TOKENS", "TOKENS"),)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
-    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
+    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)  # the possible C
     change: str
     C: int
 
@@ -132,7 +134,7 @@ class NormBackward(TokenKernel):
     )
     shared_memory = ("Shared<{T}, {THREADS}, {C}>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")  # the possible `change`, as in `AddNorm`
-    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
+    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)  # the possible C
     change: str
     C: int
 
@@ -217,6 +219,39 @@ class BonusNormBackward(OfHeads):
         return 4
 
 
+class LowRanks(Kernel):
+    """The joint matrix of the first matrices of RWKV-7's products of low rank: a token's xx and d times this matrix are
+    the products with their mixes."""
+
+    PRODUCTS: ClassVar[int] = 4
+    LOW_RANK = members("pointers down ddown, int64s R mix_row")
+    file = "training/low_ranks"
+    arguments = (*structs("products", PRODUCTS, LOW_RANK), *members("pointers mix joint, int64s D"))
+    threads = 256
+    CHANNELS: ClassVar[int] = 8  # of a block: a warp computes one
+    T: np.dtype
+
+
+class LowRanksBackward(Kernel):
+    """The gradients of `LowRanks`: those of the first matrices and of the mixes' weights."""
+
+    file = "training/low_ranks_backward"
+    arguments = (
+        *structs("products", LowRanks.PRODUCTS, LowRanks.LOW_RANK),
+        *members("pointers mix dmix djoint, int64s D"),
+    )
+    threads = 256
+    CHANNELS: ClassVar[int] = 8
+    T: np.dtype
+
+
+class LowRankActivations(Elementwise):
+    """The activations between both matrices of RWKV-7's products of low rank, or their gradients."""
+
+    file = "training/low_activations"
+    arguments = members("pointers y dy, int64s tokens ranks decay_end gate_begin gate_end")
+
+
 class LogDecayForward(Elementwise):
     """w = -exp(decay + low), the log of RWKV-6's decay."""
 
@@ -252,10 +287,11 @@ class CrossEntropy(Kernel):
 
 
 class ColumnSums(Kernel):
-    """The sum of P rows of `parts`: the first `split` columns go to the array `first`, the others to `rest`."""
+    """The sum of P rows of `parts`: the first `split` columns go to the array `first`, the others to `rest`, to which
+    they are added if `add`."""
 
     file = "training/column_sums"
-    arguments = members("pointers parts first rest, int64s P columns split")
+    arguments = members("pointers parts first rest, int64s P columns split add")
     shared_memory = ("Shared",)
     threads = 1024
     COLUMNS: ClassVar[int] = 32  # columns per block

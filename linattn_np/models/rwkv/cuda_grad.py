@@ -105,26 +105,33 @@ class InputGradients:
     maa: Any = None  # the weights of the mixes, in the order of `dmixed`
     maa_out: Any = None  # the array to which the gradient of maa is written
     previous_xx: Any = None  # xx of the token before each sequence's first, if another rank has computed it
+    adds: bool = False  # whether `maa_out` has terms of that gradient already, to which the others are added
 
 
 class Mix:
     """The time mix or channel mix of a layer. `forward` stores the arrays that `pull`, called later, needs.
 
     NORM, MIX : the names of the layer norm before the mix, and of the weights of the plain mixes that follow it
-    TAKES_XX : whether `forward` needs the normed input itself, too
+    TAKES : what `forward` needs of the normed input itself: 0 for nothing, 1 for xx, 2 for xx and d, see
+        `InputGradients`
     layer : a layer of `Layout.tree`, a namespace of weights
     """
 
     NORM: str
     MIX: str
-    TAKES_XX = False
+    TAKES = 0
 
     def __init__(self, step: TrainingStep, layer):
         self.step, self.layer = step, layer
 
-    def forward(self, mixed, xx, previous_xx, site) -> Change:
-        """The term of the residual, from the plain mixes [n, tokens, D] (of one mix [tokens, D]), the normed input `xx`
-        if it takes that, and `TrainingStep.previous_rank_xx`."""
+    @property
+    def maa(self):
+        """The weights of the plain mixes."""
+        return getattr(self.layer, self.MIX)
+
+    def forward(self, mixed, normed, previous_xx, site) -> Change:
+        """The term of the residual, from the plain mixes [n, tokens, D] (of one mix [tokens, D]), what it `TAKES` of
+        the normed input [tokens, TAKES D], and `TrainingStep.previous_rank_xx`."""
         raise NotImplementedError
 
     def pull(self, dchange, grads) -> InputGradients:
@@ -147,14 +154,13 @@ class Block:
 
     def forward(self, x, change):
         """(the residual x + `change`, the mix's `Change`, which the next norm adds)."""
-        step, maa = self.step, getattr(self.mix.layer, self.mix.MIX)
-        takes_xx = self.mix.TAKES_XX or step.cut is not WHOLE
-        self.x, self.moments, (xx, mixed) = step.add_norm(x, change, self.norm, maa, takes_xx)
+        step, maa, takes = self.step, self.mix.maa, max(self.mix.TAKES, self.step.cut is not WHOLE)
+        self.x, self.moments, (normed, mixed) = step.add_norm(x, change, self.norm, maa, takes)
         if not hasattr(self, "previous_xx"):  # else what another rank has sent before
-            self.previous_xx = None if xx is None else step.previous_rank_xx(xx)
+            self.previous_xx = step.previous_rank_xx(normed[:, : step.D]) if takes else None
         if self.previous_xx is not None:
-            step.mix_first_tokens(mixed, xx, self.previous_xx, maa)
-        self.change = self.mix.forward(mixed, xx, self.previous_xx, self.site)
+            step.mix_first_tokens(mixed, normed, self.previous_xx, maa)
+        self.change = self.mix.forward(mixed, normed, self.previous_xx, self.site)
         return self.x, self.change
 
     def forget(self):
@@ -205,11 +211,12 @@ class TrainingStep:
         self.products.matmul(transposed(x), dy, out)
 
     # -- forwards --
-    def add_norm(self, x, change, norm, maa=None, wants_xx=True):
-        """(y, moments, (xx, mixed)): the residual y = x + change, mean and 1 / deviation of its rows, its layer norm or
-        None, and the mixes [n, tokens, D] of that by the weights maa [n, D], or None without these."""
+    def add_norm(self, x, change, norm, maa=None, takes=1):
+        """(y, moments, (normed, mixed)): the residual y = x + change, mean and 1 / deviation of its rows, its layer
+        norm xx and d beside it, or xx or nothing, as `Mix.TAKES` says, and the mixes [n, tokens, D] of xx by the
+        weights maa [n, D], or None without these."""
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
-        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D) if wants_xx else None
+        moments, normed = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, takes * self.D)
         mixed = None if maa is None else self.empty(*maa.shape[:-1], self.tokens, self.D)
         embedded, mixes = change.kind == "Embedded", 0 if maa is None else maa.size // self.D
         self.run_kernel(
@@ -223,13 +230,15 @@ class TrainingStep:
             **affine(norm),  # its weight and bias
             y=None if y is x else y,
             moments=moments,
-            xx=xx,
+            xx=normed if takes else None,
+            d=normed[:, self.D :] if takes == 2 else None,
             maa=maa,
             mixed=mixed,
+            normed_row=takes * self.D,
             drop=self.dropout_argument(change),
             eps=LAYER_NORM_EPS,
         )
-        return y, moments, (xx, mixed)
+        return y, moments, (normed, mixed)
 
     def mix(self, xx, previous_xx, maa, m):
         """xx + d (maa + m) [n, tokens, D] for maa [n, D], m [n, tokens, D] and d = (previous token's xx) - xx.
@@ -241,10 +250,14 @@ class TrainingStep:
             self.mix_first_tokens(mixed, xx, previous_xx, maa, self.first_tokens(m))
         return mixed
 
-    def mix_first_tokens(self, mixed, xx, previous_xx, maa, m=0):
-        """Writes the mixes of sequences' first tokens again, for which the kernels take an xx of 0 before."""
-        first_xx = self.first_tokens(xx)
-        self.tokens_at(0, mixed)[...] = first_xx + (previous_xx - first_xx) * (maa[..., None, :] + m)
+    def mix_first_tokens(self, mixed, normed, previous_xx, maa, m=0):
+        """Writes the mixes of sequences' first tokens again, and d if `normed` has it: the kernels take an xx of 0
+        before."""
+        first_xx = self.first_tokens(normed)[:, : self.D]
+        d = previous_xx - first_xx
+        self.tokens_at(0, mixed)[...] = first_xx + d * (maa[..., None, :] + m)
+        if normed.shape[1] > self.D:
+            self.tokens_at(0, normed)[:, self.D :] = d
 
     def activated(self, kind, x):
         """Applies the activation `kind` to `x`, in place."""
@@ -315,7 +328,7 @@ class TrainingStep:
             parts=parts,
             drop=self.dropout_argument(change),
         )
-        self.sum(parts, out, pulled.maa_out)
+        self.sum(parts, out, pulled.maa_out, pulled.adds)
         if pulled.previous_xx is not None:
             pulled.maa_out[...] += (self.first_tokens(pulled.dmixed) * pulled.previous_xx).sum(-2)
         return dx, dchange
@@ -424,8 +437,9 @@ class TrainingStep:
         blocks = self.device.multiprocessors * kernel.blocks_per_multiprocessor
         return blocks if heads == 1 else blocks * kernel.threads // kernel.LANES // heads
 
-    def sum(self, parts, first_out, rest_out=None):
-        """Sums over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to `rest_out`."""
+    def sum(self, parts, first_out, rest_out=None, add=False):
+        """Sums over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to `rest_out`, or are
+        added to it if `add`."""
         columns, kernel = parts.shape[1], kernels.ColumnSums()
         self.run_kernel(
             kernel,
@@ -436,6 +450,7 @@ class TrainingStep:
             P=len(parts),
             columns=columns,
             split=first_out.size,
+            add=add,
         )
 
     def dropout_argument(self, change):

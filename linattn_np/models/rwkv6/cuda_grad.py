@@ -29,7 +29,7 @@ class TimeMix(Mix):
     o, gate, y : the recurrence's result, the gate, and the gated group norm of o
     """
 
-    NORM, MIX, TAKES_XX = "ln1", "maa_x", True
+    NORM, MIX, TAKES = "ln1", "maa_x", 1
 
     def __init__(self, step, layer):
         super().__init__(step, layer)

@@ -11,8 +11,10 @@ d = (previous token's xx) - xx, and of the mixes xx + d maa.
 """
 
 from functools import partial
+from itertools import accumulate
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
+from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import GatedNorm, affine
 from ...ops.functions import rwkv7
@@ -25,23 +27,26 @@ from .names import VERSION
 MOST_IN_A_HEAD = 8 * kernels.OfHeads.WIDTHS[-1]  # a lane has eight channels
 # Products of low rank, and which of the six mixes w a g k v r each takes. icl: the in-context learning rate
 LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}
+PLAIN = 3  # the first of the mixes k v r, which are written; those of products of low rank are in `TimeMix.joint`
 GATE = ("gate",)  # a group of one product
-ACTIVATIONS = {"decay": "Tanh", "gate": "Sigmoid"}  # between the two matrices of a product of low rank
 
 
 class TimeMix(Mix):
     """`math.time_mix` and its pullback.
 
-    mixed : the six mixes [6, tokens, D]; k, v, r are the products of the last three
-    groups : tuples of the names of LOW_RANKS whose products are computed together, as stacks
-    low : by group, the results of the first matrices, after their activation
+    mixed : the mixes of k, v, r, the products [3, tokens, D] of these
+    normed : xx and d of each token [tokens, 2 D]
+    joint : the first matrices of all products of low rank, side by side, for xx and for d [2, D, ranks]
+    low : the products with `joint` [tokens, ranks], after their activation
+    columns : by the names of LOW_RANKS, (first, end) of their columns in `low` and `joint`
+    groups : tuples of these names whose second products are computed together, as stacks
     high : by the names of LOW_RANKS, results of the second matrix. Those of "decay", "icl" and "value" are the kernels'
         `*_logits`, of which a sigmoid is taken; the first layer has no "value"
     key, mixed_v : the recurrence's key and value, made of k and v
     gated : the input of the output matrix
     """
 
-    NORM, MIX = "ln1", "mix"
+    NORM, MIX, TAKES = "ln1", "mix", 2
 
     def __init__(self, step, layer):
         super().__init__(step, layer)
@@ -49,24 +54,30 @@ class TimeMix(Mix):
         if self.N % 2 or self.N > MOST_IN_A_HEAD:
             wanted = f"expected an even number up to {MOST_IN_A_HEAD} for training on cuda"
             VERSION.refuse(f"head size is {self.N}, {wanted}")
+        ranks = {name: getattr(layer, f"{name}_down").shape[1] for name in LOW_RANKS if hasattr(layer, f"{name}_down")}
+        ends = list(accumulate(ranks.values()))
+        self.columns, self.ranks = dict(zip(ranks, zip([0, *ends], ends))), ends[-1]
         # a single product of a small rank leaves multiprocessors idle; those of published models are equal
         equal = layer.decay_down.shape == layer.icl_down.shape
         self.groups = [("decay", "icl")] if equal else [("decay",), ("icl",)]
-        self.groups += [GATE, ("value",)] if hasattr(layer, "value_down") else [GATE]
+        self.groups += [GATE, ("value",)] if "value" in ranks else [GATE]
 
-    def forward(self, mixed, xx, previous_xx, site):
+    @property
+    def maa(self):
+        return self.layer.mix[PLAIN:]
+
+    def forward(self, mixed, normed, previous_xx, site):
         step, layer = self.step, self.layer
-        self.previous_xx, self.mixed = previous_xx, mixed
-        self.k, self.v, self.r = step.product(self.mixed[3:], layer.kvr)
+        self.previous_xx, self.mixed, self.normed = previous_xx, mixed, normed
+        self.k, self.v, self.r = step.product(self.mixed, layer.kvr)
         if step.first_v is None:
             step.first_v, step.first_v_gradient = self.v, step.empty(*self.v.shape, dtype=FLOAT32)
             step.first_v_gradient[...] = 0
-        self.low, self.high = {}, {}
+        self.joint, self.high = self.joint_matrix(), {}
+        self.low = step.product(self.normed, self.joint.reshape(-1, self.ranks))
+        self.activate(self.low)
         for group in self.groups:
-            self.low[group] = low = step.product(self.inputs_of(group, self.mixed), self.matrices(layer, group, "down"))
-            if group[0] in ACTIVATIONS:
-                step.activated(ACTIVATIONS[group[0]], low[0] if group[1:] else low)  # in place
-            high = step.product(low, self.matrices(layer, group, "up"))
+            high = step.product(self.columns_of(group, self.low), self.matrices(layer, group))
             self.high |= zip(group, high if group[1:] else [high])
         w, self.key, self.mixed_v, a, b = self.recurrence_arguments()
         heads = -1, step.context, self.H, self.N
@@ -88,29 +99,34 @@ class TimeMix(Mix):
             if group != GATE:
                 dhigh[group] = step.empty(*[2] * (len(group) - 1), *dgate.shape)
         dkvr = self.recurrence_arguments_backward(dgated, scores, pulled, dhigh, grads)
-        dmixed = step.empty(6, step.tokens, step.D)
-        step.weight_gradient(self.mixed[3:], dkvr, grads.kvr)
-        step.product(dkvr, transposed(layer.kvr), dmixed[3:])
-        for group, low in self.low.items():
-            step.weight_gradient(low, dhigh[group], self.matrices(grads, group, "up"))
-            dlow = step.product(dhigh[group], transposed(self.matrices(layer, group, "up")))
-            if group[0] in ACTIVATIONS:
-                first = 0 if group[1:] else slice(None)
-                step.activation_backward(ACTIVATIONS[group[0]], dlow[first], low[first])
-            step.weight_gradient(self.inputs_of(group, self.mixed), dlow, self.matrices(grads, group, "down"))
-            of_mixes, adds = self.inputs_of(group, dmixed), group == ("value",)  # the mix of v has two products
-            step.product(dlow, transposed(self.matrices(layer, group, "down")), of_mixes, add=adds)
-        return InputGradients(dmixed=dmixed, maa=layer.mix, maa_out=grads.mix, previous_xx=self.previous_xx)
+        step.weight_gradient(self.mixed, dkvr, grads.kvr)
+        dmixed = step.product(dkvr, transposed(layer.kvr))
+        dlow = step.empty(*self.low.shape)
+        for group in self.groups:
+            step.weight_gradient(self.columns_of(group, self.low), dhigh[group], self.matrices(grads, group))
+            step.product(dhigh[group], transposed(self.matrices(layer, group)), self.columns_of(group, dlow))
+        self.activate(self.low, dlow)
+        djoint = step.empty(*self.joint.shape, dtype=FLOAT32)
+        step.weight_gradient(self.normed, dlow, djoint.reshape(-1, self.ranks))
+        self.joint_matrix_backward(djoint, grads)
+        both = step.device.view(dlow, (2, *dlow.shape), (0, *dlow.strides), dlow.dtype, 0)
+        dxx, dd = step.product(both, transposed(self.joint))
+        return InputGradients(dxx, dd, dmixed, self.maa, grads.mix[PLAIN:], self.previous_xx, adds=True)
 
-    def inputs_of(self, group, mixed):
-        """The mixes of a group: a stack of its two, which are neighbours, or its one."""
-        first = LOW_RANKS[group[0]]
-        return mixed[first : first + 2] if group[1:] else mixed[first]
+    def columns_of(self, group, low):
+        """The columns of a group in `low`, or in an array of its shape: of one product, or a stack of two."""
+        (first, end), *others = (self.columns[name] for name in group)
+        if not others:
+            return low[:, first:end]
+        row, number = low.strides
+        return self.step.device.view(
+            low, (2, len(low), end - first), ((others[0][0] - first) * number, row, number), low.dtype, first * number
+        )
 
-    def matrices(self, weights, group, end):
-        """The matrices of a group, "down" or "up", in `weights`, a layer or its gradients: one, or a view of two, which
-        lie in one vector."""
-        w, *others = (getattr(weights, f"{name}_{end}") for name in group)
+    def matrices(self, weights, group):
+        """The second matrices of a group in `weights`, a layer or its gradients: one, or a view of two, which lie in
+        one vector."""
+        w, *others = (getattr(weights, f"{name}_up") for name in group)
         if not others:
             return w
         device = self.step.device
@@ -118,6 +134,51 @@ class TimeMix(Mix):
         return device.view(w, (2, *w.shape), (distance, *w.strides), w.dtype, 0)
 
     # -- launches --
+    def low_ranks(self, grads=None):
+        """The argument `kernels.LowRanks.LOW_RANK`: a struct for each product; of no rank where the layer lacks it."""
+        found = []
+        for name, mix_row in LOW_RANKS.items():
+            first, end = self.columns.get(name, (0, 0))
+            down, ddown = (
+                kernels.address(self.step.device, getattr(of, f"{name}_down", None)) for of in (self.layer, grads)
+            )
+            found.append({"down": down, "ddown": ddown, "R": end - first, "mix_row": mix_row})
+        return found
+
+    def joint_matrix(self):
+        """[2, D, ranks]: the first matrices of all products of low rank side by side, and the same times their mixes'
+        weights."""
+        step, kernel = self.step, kernels.LowRanks(self.step.dtype)
+        joint, blocks = step.empty(2, step.D, self.ranks), ceil_div(step.D, kernel.CHANNELS)
+        step.run_kernel(kernel, blocks, products=self.low_ranks(), mix=self.layer.mix, joint=joint)
+        return joint
+
+    def joint_matrix_backward(self, djoint, grads):
+        """Writes the gradients of the first matrices of low rank, and those of all mixes' weights through them."""
+        step, kernel = self.step, kernels.LowRanksBackward(self.step.dtype)
+        step.run_kernel(
+            kernel,
+            ceil_div(step.D, kernel.CHANNELS),
+            products=self.low_ranks(grads),
+            mix=self.layer.mix,
+            dmix=grads.mix,
+            djoint=djoint,
+        )
+
+    def activate(self, y, dy=None):
+        """Applies the activations between the two matrices of low rank to `y`, in place; or their pullback to `dy`."""
+        kernel, (begin, end) = kernels.LowRankActivations(self.step.dtype), self.columns["gate"]
+        self.step.run_kernel(
+            kernel,
+            self.step.blocks_for(kernel, y.size),
+            y=y,
+            dy=dy,
+            ranks=self.ranks,
+            decay_end=self.columns["decay"][1],
+            gate_begin=begin,
+            gate_end=end,
+        )
+
     def recurrence_arguments(self):
         """The recurrence's w, key, value, a and b [tokens, D]."""
         step, kernel = self.step, kernels.KeysForward.fitting(self.step.dtype, self.N)
@@ -214,7 +275,7 @@ class ChannelMix(Mix):
 
     NORM, MIX = "ln2", "ffn_mix"
 
-    def forward(self, mixed, xx, previous_xx, site):
+    def forward(self, mixed, normed, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
         self.hidden = step.activated("ReluSquared", step.product(self.mixed, layer.ffn_key))

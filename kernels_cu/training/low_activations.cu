@@ -1,0 +1,59 @@
+// what      The activations between the two matrices of RWKV-7's products of low rank, in place, or their gradients:
+//           the decay's and the gate's; the others have none.
+// math      forward: y = tanh(y) in the decay's columns, sigmoid(y) in the gate's;  backward: dy <- dy f'(x), which is
+//           1 - y^2 or y (1 - y), as a function of y = f(x)
+// shapes    y dy [tokens, ranks]; the decay's columns are 0 ... decay_end - 1, the gate's gate_begin ... gate_end - 1;
+//           dy null: forward
+// grid      a thread for 8 elements; 256 threads
+// smem      none
+// barriers  none
+// numerics  float32, rounded once
+// source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
+// limits    y and dy start on 16 bytes; fast where `ranks` and the bounds of columns are multiples of 8
+#include "activations.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T> struct Args {
+  T* y;
+  T* dy;
+  i64 tokens, ranks, decay_end, gate_begin, gate_end;
+};
+
+// Of eight numbers from `index` on, or fewer at the end, those in columns begin ... end - 1 have the activation F:
+// forward their y is replaced, backward their dy. column: that of the first.
+template <class F, typename T>
+__device__ __forceinline__ void activate(const Args<T>& args, i64 index, i64 column, i64 begin, i64 end) {
+  const i64 count = args.tokens * args.ranks;
+  const bool in_one_row = args.ranks % 8 == 0;
+  if (in_one_row && (column + 8 <= begin || column >= end)) return;
+  T* y = args.y + index;
+  if (in_one_row && column >= begin && column + 8 <= end) {
+    EightFloats x = load8(y);
+    if (args.dy) {
+      EightFloats dy = load8(args.dy + index);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) dy.x[n] *= F::template slope<T>(x.x[n]);
+      store8(args.dy + index, dy);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) x.x[n] = F::template value<T>(x.x[n]);
+      store8(y, x);
+    }
+    return;
+  }
+  for (int n = 0; n < 8 && index + n < count; ++n) {
+    const i64 own = (column + n) % args.ranks;
+    if (own < begin || own >= end) continue;
+    const float x = to_float(y[n]);
+    if (args.dy) args.dy[index + n] = from_float<T>(to_float(args.dy[index + n]) * F::template slope<T>(x));
+    else y[n] = from_float<T>(F::template value<T>(x));
+  }
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS) training_low_activations(const Args<T> args) {
+  const i64 index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), column = index % args.ranks;
+  if (index >= args.tokens * args.ranks) return;
+  activate<Tanh>(args, index, column, 0, args.decay_end);
+  activate<Sigmoid>(args, index, column, args.gate_begin, args.gate_end);
+}
