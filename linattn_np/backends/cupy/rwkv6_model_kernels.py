@@ -182,9 +182,9 @@ class DecodeFew(ModelKernel):
                     return kernel, area
         return None
 
-    # 4 A: the float32 numbers tanh(low) for one of the five mixes.
     def least_area(self, sizes) -> int:
-        """Bytes for the operands of two mixes and the norm from which they are computed, and for a head's time mix."""
+        """Bytes for whichever needs the most: the operands of two mixes and the norm from which they are computed; a
+        head's time mix; tanh(low) of one of the five mixes, A numbers in float32."""
         norm = (2 * self.bytes_of_operand + self.bytes_of_float) * sizes["D"]
         return max(norm, TimeMixStep(self.dtype, self.dtype, self.state, 1).shared_bytes, 4 * sizes["A"])
 
@@ -204,11 +204,10 @@ class DecodeFew(ModelKernel):
         int8 digits (int8 weights), or the float32 number itself."""
         return 6 if self.dtype == BFLOAT16 else 4
 
-    # With int8 weights the norm is kept as float32, and the mix that becomes digits takes as much; float32 operands
-    # overwrite the norm.
     @property
     def bytes_of_float(self) -> int:
-        """Bytes per channel of the norm in the input area, besides its operands; 0 if these overwrite the norm."""
+        """Bytes per channel in the input area besides the operands: of the float32 norm, and with int8 weights also of
+        the float32 mix that becomes digits. float32 operands overwrite the norm: 0."""
         return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
 
 
@@ -403,12 +402,11 @@ class Openings(ModelKernel):
     MATRICES: int
     PASS: int = 64  # the numbers of a rank that shared memory holds at a time
 
-    # TILES is 1 while that many blocks are few, and for float32, for whose numbers of four tiles there are too few
-    # registers; a pass has 512 bytes of a row of `low`'s rank then, else 256.
     @classmethod
     def of_step(cls, dtype, X, B, terms, matrices):
-        """The instance for a step: large passes, since a pass waits for memory; blocks of few tokens, as long as two on
-        every multiprocessor are enough, or if registers suffice for no more."""
+        """The instance for a step. TILES is 1 for few sequences, so that there are enough blocks, and for float32, as
+        registers do not hold the numbers of 4 tiles; else it is 4. PASS is as large as shared memory allows, since each
+        pass waits for memory: 512 bytes with one tile, 256 with 4."""
         tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
         return cls(dtype, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
 
@@ -457,9 +455,8 @@ class GatedNorm(HeadKernel):
     BONUS: bool
 
 
-# `gate` may be None: the sigmoid is then 1.
 class GatedAdd(ElementwiseKernel):
-    """x += sigmoid(gate) value."""
+    """x += sigmoid(gate) value, or x += value if `gate` is None."""
 
     file = "rwkv6/gated_add"
     arguments = members("pointers x gate value, int64s count")

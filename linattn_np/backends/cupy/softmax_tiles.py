@@ -23,7 +23,7 @@ UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
 LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
 SETUP = 0.6  # the time of a tile's start and end, in times of computing it with one tile of the other side
 CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
-FEW_TILES = 4  # tiles of a head whose turns have one tile for each multiprocessor; at 8 they are no faster
+FEW_TILES = 4  # heads of at most so many tiles have turns of one tile for each multiprocessor; 8 are not faster so
 
 # Gradients of scores, ds, that the kernel of dk and dv stores for the kernel of dq. An *entry* has those of one tile of
 # keys and one chunk of queries, in half precision.
@@ -31,8 +31,8 @@ DS_KEYS = 128  # keys in a tile of the kernel of dk and dv
 DS_ENTRY_BYTES = 2 * DS_KEYS * CHUNK_QUERIES
 MOST_DS_BYTES = 4 << 30  # memory for ds: at most so many bytes ...
 MOST_DS_SHARE = 1 / 16  # ... and at most this part of the card's memory
-LEAST_CHUNKS = 32  # chunks of queries for a tile of keys, on average; fewer take as long as a third kernel's launch
-MOST_TIME_OF_TURNS = 1.1  # in times of one turn for all heads
+LEAST_CHUNKS = 32  # chunks of queries for a tile of keys, on average; with fewer, ds saves less than a launch takes
+MOST_TIME_OF_TURNS = 1.1  # the most time of all turns, in times of one turn for all heads; else ds is not stored
 
 
 def window(problem) -> tuple[int, int]:
@@ -66,6 +66,7 @@ def tile_table(problem, size: int, other_size: int, by_keys: bool = False) -> np
     chunk = statistics_bounds(problem)[sequence] + (0 if by_keys else token // CHUNK_QUERIES)
     if by_keys:  # the kernels read a chunk even where they use none of it
         chunk[nothing] = 0
+        # ds_index + chunk + the number of a tile of queries: the entry of this tile of keys and that tile of queries
         ds_index = np.cumsum(tiles) - tiles - first_tile - chunk
     else:
         ds_index = others.chunk_bounds(DS_KEYS)[sequence]
