@@ -20,7 +20,9 @@
 #include "training.cuh"
 
 // From training.cuh:
+//   EightFloats: eight neighbouring channels; load8, store8: in memory; Stored: eight numbers as they are in memory
 //   Copied: eight neighbours of every thread, which are copied to shared memory while the threads compute
+//   residual_of, store_residual: a thread's channels of the residual, whose order of channels is its own
 //   Tokens: goes over the block's tokens
 //   dropped: the residual's dropout
 

@@ -23,7 +23,9 @@
 //   ProducerCoord (`coord`): a lane's sub-chunk, its first row and the lane's 4 channels; LANES: lanes of a sub-chunk.
 //     PRODUCER_GROUPS: producer groups that take chunks in turn
 //   InputStage: a chunk's q, k and g
-//   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands
+//   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands; put_scores, put_decays: store
+//     scores and decays; send_operands, send_scores: copy them to the other block of the cluster
+//   fetch_gates, fetch_qk: start copying a chunk's inputs
 //   header.row[0]: the row of the token that the stage holds, plus MORE_FILLS if the stage will be filled again for
 //     this chunk. s.SHARED: whether two stages share a tile of scores, each with half of its columns;
 //     scores_offset(stage): the byte offset of the stage's half
@@ -140,7 +142,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   // Stores row i of the lane's sub-chunk: 4 channels of q and k, and the token's score with itself. In row r of the
   // tile of scores the swizzle puts columns 8n to 8n + 7 at piece n ^ r % 8 of 16 bytes: the token's own at subchunk ^
   // i.
-  const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {  // stores row i of the sub-chunk
+  const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {
     put_key<T>(in_tile(s.operands.k[stage][rank], coord.first_row, coord.channel), i, k);
     if constexpr (HAS_OUTPUTS) {
       put_state_query<T>(in_tile(s.operands.q[stage][rank], coord.first_row, coord.channel), i, q);

@@ -132,8 +132,8 @@ __device__ __forceinline__ void add_query_share(LaneChunk& x, G (*panels)[CHUNK]
     load_operand(packed, *panels, offset);
 #pragma unroll
     for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
-      LaneSubChunk
-          share;  // in units, with the state's term; an operand register has two sub-chunks, of which one is taken
+      LaneSubChunk share;  // in units, with the state's term
+      // Of an operand's registers, which have two sub-chunks, the identity takes one.
       mma_f16(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = fmaf(unit[i / 2], share[i], x[n][i]);
