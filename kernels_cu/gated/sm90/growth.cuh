@@ -64,38 +64,10 @@ template <typename T, typename G> __device__ __forceinline__ bool some_gate_grow
   const float2 two = unpack<G>(largest);
   return grows<T>(max_nan(two.x, two.y));
 }
-// The log gates, in nats, of this lane's pair of tokens in sub-chunk n, of the lane's channel h, 0 or 1.
-template <typename G> __device__ __forceinline__ float2 two_gates(const LaneGates<G>& gates, int n, int h) {
-  return unpack<G>(token_pair_of(gates.x, n, h));
-}
 template <typename T> __device__ __forceinline__ bool some_gate_grows(const LaneGates<float>& gates) {
   float largest = gates.x[0][0];
   each_token_pair([&](int n, int h) { largest = max_nan(max_nan(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
   return grows<T>(largest / LOG2E);
-}
-__device__ __forceinline__ float2 two_gates(const LaneGates<float>& gates, int n, int h) {
-  return {gates.x[n][2 * h] / LOG2E, gates.x[n][2 * h + 1] / LOG2E};
-}
-
-// Whether gates above 0 of one of the warp's channels sum to more than GROWTH_LIMIT; also true for NaN. Not inlined,
-// and gates are loaded again from shared memory, since the callers have no registers left.
-template <typename T, typename G, int PANEL_WIDTH>
-__device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANEL_WIDTH]) {
-  LaneGates<G> gates;
-  gates.load(panels, ldmatrix_offset());
-  float sums[2] = {};
-  each_token_pair([&](int n, int h) {
-    const float2 two = two_gates(gates, n, h);
-    sums[h] = (sums[h] + max_nan(two.x, 0.f)) + max_nan(two.y, 0.f);
-  });
-  return __any_sync(0xffffffffu,
-                    !(channel_sum(sums[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(sums[1]) <= GROWTH_LIMIT<T>));
-}
-// Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
-// for all lanes of the warp. gates: this lane's; panels: the chunk's gates in shared memory.
-template <typename T, typename G, int PANEL_WIDTH>
-__device__ __forceinline__ bool exceeds_growth(const LaneGates<G>& gates, G (*panels)[CHUNK][PANEL_WIDTH]) {
-  return __any_sync(0xffffffffu, some_gate_grows<T>(gates)) && sum_exceeds_growth<T>(panels);
 }
 
 // ---- a token --------------------------------------------------------------------------------------------------------
@@ -109,8 +81,7 @@ __device__ __forceinline__ int first_channel_of_lane() {
 __device__ __forceinline__ int lane_of_channel() { return opaque(threadIdx.x) & 3; }
 
 // The element of channel or column `column` of token `row` in a tile.
-template <typename X, int PANELS>
-__device__ __forceinline__ X& value_at(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int column) {
+template <typename X> __device__ __forceinline__ X& value_at(X (*tile)[CHUNK][PANEL<X>], int row, int column) {
   constexpr int PIECE = 16 / sizeof(X);
   return swizzled(tile[column / PANEL<X>][0], row, column % PANEL<X> / PIECE)[column % PIECE];
 }
@@ -149,8 +120,7 @@ __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float
 }
 
 // The values of token `row` in this lane's two channels, `channel` and `channel` + 8.
-template <typename X, int PANELS>
-__device__ __forceinline__ float2 channels_of(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int channel) {
+template <typename X> __device__ __forceinline__ float2 channels_of(X (*tile)[CHUNK][PANEL<X>], int row, int channel) {
   return {to_float(value_at(tile, row, channel)), to_float(value_at(tile, row, channel + 8))};
 }
 // e^(the log gates) of token `row` in these two channels.
@@ -158,6 +128,28 @@ template <typename G, int PANELS>
 __device__ __forceinline__ float2 decays_of(G (&gates)[PANELS][CHUNK][PANEL<G>], int row, int channel) {
   const float2 g = channels_of(gates, row, channel);
   return {exp2_approx(LOG2E * g.x), exp2_approx(LOG2E * g.y)};
+}
+
+// ---- whether a chunk is computed token by token --------------------------------------------------------------------
+
+// Whether gates above 0 of one of the warp's channels sum to more than GROWTH_LIMIT; also true for NaN. Not inlined,
+// and with few registers, since the callers have none left. panels: the gates of the warpgroup's 64 channels.
+template <typename T, typename G> __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANEL<G>]) {
+  const int channel = first_channel_of_lane() % 64;
+  float sums[2] = {};
+#pragma unroll 1
+  for (int row = lane_of_channel(); row < CHUNK; row += 4) {
+    const float2 gates = channels_of(panels, row, channel);
+    sums[0] += max_nan(gates.x, 0.f), sums[1] += max_nan(gates.y, 0.f);
+  }
+  return __any_sync(0xffffffffu,
+                    !(channel_sum(sums[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(sums[1]) <= GROWTH_LIMIT<T>));
+}
+// Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
+// for all lanes of the warp. gates: this lane's; panels: those of the warpgroup's 64 channels, in shared memory.
+template <typename T, typename G>
+__device__ __forceinline__ bool exceeds_growth(const LaneGates<G>& gates, G (*panels)[CHUNK][PANEL<G>]) {
+  return __any_sync(0xffffffffu, some_gate_grows<T>(gates)) && sum_exceeds_growth<T>(panels);
 }
 
 // Computes the state after a chunk from S, the state before it.
