@@ -1,13 +1,14 @@
 """The record of the last run of the tests on a card, and whether it still speaks of these sources.
 
-    python tests/gpu_record.py --write [--legs cupy,memcheck] [--workers 4] [--sanitizer PROGRAM] [--out FILE]
+    python tests/gpu_record.py --write [--legs cupy,memcheck] [--again] [--workers 4] [--sanitizer PROGRAM] [--out FILE]
     python tests/gpu_record.py --check [--out FILE]
 
 --write wants a card, --check runs anywhere. --write runs every case of a test that names a backend, the others being
 for any machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is
 one, and a hash of every file that decides what runs on a device. Its legs are the backends and the sanitizer's tools.
-A leg that does not run keeps what the file says of it, if the file speaks of the same sources. Of several cards the
-sanitizer has one, beside the tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports
+A leg that does not run keeps what the file says of it, if the file speaks of the same sources. With --again, for tests
+that were wrong themselves, a backend runs only the cases that failed by that file, and says how many. Of several cards
+the sanitizer has one, beside the tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports
 races between warps that wait for each other's mbarriers. --check needs the standard library alone; it exits 0 when
 every hash still matches and nothing failed, and else prints why not and exits 1.
 """
@@ -124,9 +125,12 @@ def check(root, path) -> int:
     return bool(said)
 
 
-def counts(report) -> dict[str, float]:
-    """What a junit report says: passed, failed (errors too), skipped, seconds."""
+def counts(report) -> dict:
+    """What a junit report says: passed, failed (errors too), skipped, seconds; and which have failed, as pytest names
+    them, unless a worker crashed, which leaves other cases out."""
     suites = list(xml.parse(report).getroot().iter("testsuite"))
+    failures = [case for case in xml.parse(report).iter("testcase") if {"failure", "error"} & {x.tag for x in case}]
+    crashed = any("crashed while running" in (x.get("message") or "") for case in failures for x in case)
     total, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped"))
     failed = sum(int(suite.get(key, 0)) for suite in suites for key in ("failures", "errors"))
     return {
@@ -134,7 +138,24 @@ def counts(report) -> dict[str, float]:
         "failed": failed,
         "skipped": skipped,
         "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
+        "failures": [] if crashed else sorted({node(case) for case in failures}),
     }
+
+
+def node(case) -> str:
+    """The name by which pytest runs a case of a junit report again."""
+    return f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
+
+
+def run_again(root, backend, workers, more, earlier) -> dict:
+    """Runs the failures of an earlier run and joins the counts; runs all cases where that run has no name for each."""
+    if not earlier or len(earlier["failures"]) != earlier["failed"]:
+        return run_tests(root, backend, workers, more)
+    if not earlier["failed"]:
+        return earlier
+    found = run_tests(root, backend, 1, more, earlier["failures"])
+    joined = {name: earlier[name] + found[name] for name in ("passed", "skipped", "seconds")}
+    return found | joined | {"again": len(earlier["failures"])}
 
 
 def on_card(place) -> dict[str, str]:
@@ -151,7 +172,7 @@ def card_count() -> int:
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("UUID")
 
 
-def run_tests(root, backend, workers, more) -> dict[str, float]:
+def run_tests(root, backend, workers, more, cases=("tests",)) -> dict:
     """The tests that name one backend; a run that leaves no report, or ends ill beside a good one, counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -159,7 +180,7 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
             sys.executable,
             "-m",
             "pytest",
-            "tests",
+            *cases,
             f"--backends={backend}",
             "-k",
             backend,
@@ -173,7 +194,11 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
         if workers > 1:  # with a new worker for one that crashed, loadgroup waits for ever near the end
             command += ["-n", str(workers), "--dist", "loadgroup", "--max-worker-restart", "0"]
         status = subprocess.run(command, cwd=root, env=on_card(0)).returncode
-        found = counts(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
+        found = (
+            counts(report)
+            if report.exists()
+            else dict.fromkeys(("passed", "failed", "skipped", "seconds"), 0) | {"failures": []}
+        )
         if status and not found["failed"]:
             found["failed"] = 1
         return found
@@ -270,13 +295,15 @@ def earlier_legs(path, sources) -> tuple[dict, dict | None]:
     return record["backends"], record["sanitizer"]
 
 
-def write(root, path, legs, workers, sanitizer, more) -> int:
+def write(root, path, legs, workers, sanitizer, more, again=False) -> int:
     sources = hashes(root)
     tools = [leg for leg in legs if leg in SANITIZERS]
     tested, sanitized = earlier_legs(path, sources)
     with ThreadPoolExecutor(1) as beside:
         watched = beside.submit(sanitize, root, sanitizer, tools) if card_count() > 1 else None
-        tested |= {backend: run_tests(root, backend, workers, more) for backend in legs if backend in BACKENDS}
+        for backend in filter(BACKENDS.__contains__, legs):
+            earlier = tested.get(backend) if again else None
+            tested[backend] = run_again(root, backend, workers, more, earlier)
         found = watched.result() if watched else sanitize(root, sanitizer, tools)
         if found and sanitized:
             found["tools"] = sanitized["tools"] | found["tools"]
@@ -306,6 +333,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--out", type=Path, default=RECORD, help="the record's file")
     every = (*BACKENDS, *SANITIZERS)
     parser.add_argument("--legs", default=",".join(every), help="what runs, of %(default)s")
+    parser.add_argument("--again", action="store_true", help="of a backend's cases run those that failed before")
     parser.add_argument("--workers", type=int, default=1, help="processes that run tests side by side")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program, where it is not on the path")
     given, more = parser.parse_known_args(arguments)
@@ -316,7 +344,7 @@ def main(arguments=None) -> int:
     legs = given.legs.split(",")
     if unknown := sorted({*legs} - {*every}):
         parser.error(f"--legs: {', '.join(unknown)} is none of {', '.join(every)}")
-    return write(ROOT, given.out, legs, given.workers, given.sanitizer, more)
+    return write(ROOT, given.out, legs, given.workers, given.sanitizer, more, given.again)
 
 
 if __name__ == "__main__":

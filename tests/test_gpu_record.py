@@ -28,7 +28,7 @@ TREE = {
 }
 WATCHED = {"calls": 4, "kernel_files": 2, "errors": 0, "seconds": 1.5}
 CLEAN = {"version": "1.0", "tools": dict.fromkeys(gpu_record.SANITIZERS, WATCHED)}
-PASSED = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 0.5}
+PASSED = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 0.5, "failures": []}
 
 
 @pytest.fixture
@@ -226,6 +226,23 @@ def test_counts_of_a_run(tmp_path, suite, passed, failed, skipped):
     assert (found["passed"], found["failed"], found["skipped"]) == (passed, failed, skipped)
 
 
+@pytest.mark.parametrize("suite, again", [("failing", (2, 0, 0)), ("erring", (2, 0, 0)), ("good", (1, 0, 1))])
+def test_what_failed_runs_again(tmp_path, suite, again):
+    """After the tests were mended. Cases that passed do not run: they would fail now."""
+    write_suite(tmp_path, SUITE[suite])
+    found = gpu_record.run_tests(tmp_path, "cupy", 1, [])
+    assert len(found["failures"]) == found["failed"]
+    (tmp_path / "tests" / "test_cupy.py").write_text("def test_a(): assert False\ndef test_b(): pass\n")
+    found = gpu_record.run_again(tmp_path, "cupy", 1, [], found)
+    assert (found["passed"], found["failed"], found["skipped"]) == again
+
+
+def test_a_run_without_names_of_failures_is_repeated(tmp_path):
+    write_suite(tmp_path, SUITE["good"])
+    found = gpu_record.run_again(tmp_path, "cupy", 1, [], {**PASSED, "failed": 1})
+    assert (found["passed"], found["failed"]) == (1, 0)
+
+
 def write_suite(folder, text):
     (folder / "tests").mkdir()
     (folder / "tests" / "conftest.py").write_text(
@@ -253,7 +270,7 @@ def test_a_run_ends_when_a_worker_crashes(tmp_path, monkeypatch, capfd):
     write_suite(tmp_path, CRASHING)
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=conftest.PATIENCE))
     found = gpu_record.run_tests(tmp_path, "cupy", 2, [])
-    assert found["failed"] == 1 and 20 < found["passed"] < 60
+    assert found["failed"] == 1 and 20 < found["passed"] < 60 and not found["failures"]
     assert "crashed while running 'tests/test_cupy.py::test[40]'" in capfd.readouterr().out
 
 
@@ -266,7 +283,7 @@ def test_a_run_without_a_report_has_failed(tmp_path):
 def card(monkeypatch):
     """Stands in for a card, where all passes."""
     monkeypatch.setattr(gpu_record, "machine", lambda: {"card": "card", "driver": "1"})
-    monkeypatch.setattr(gpu_record, "run_tests", lambda root, backend, workers, more: PASSED)
+    monkeypatch.setattr(gpu_record, "run_tests", lambda root, backend, workers, more, cases=(): PASSED)
     monkeypatch.setattr(gpu_record.shutil, "which", lambda program: program)
     monkeypatch.setattr(gpu_record, "card_count", lambda: 1)
     monkeypatch.setattr(gpu_record.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="Version 1.0"))
