@@ -170,7 +170,8 @@ def add_options(parser):
         "--from",
         dest="base",
         metavar="MODEL",
-        help="go on from this model, what --model of linattn-np generate takes: with all of its weights, or with",
+        help="go on from this model, what --model of linattn-np generate takes, with all of its weights unless --lora "
+        "or --state is given",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(

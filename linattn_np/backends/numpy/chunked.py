@@ -105,7 +105,11 @@ def redo(schedule, blocks, o, final, states):
 
 
 class Schedule:
-    """A call of the gated family, divided into segments of chunks and blocks of rows."""
+    """A call of the gated family, divided into blocks of rows and `segments`, [(first chunk, `Segment`)].
+
+    loops : Numba's loops, or None if NumPy computes
+    materialize : whether every chunk's state is kept, so that segments are computed in parallel
+    """
 
     def __init__(self, member, compiled=True):
         self.member, self.dtype = member, member.problem.compute_dtype
@@ -115,9 +119,9 @@ class Schedule:
         at_once = max(1, SEGMENT_ELEMENTS // (chunking.size * max(self.K, self.V)))  # chunks times rows
         rows = max(1, min(B * H, max(B * H // workers(), at_once // max(1, chunking.count)), at_once))
         self.blocks = row_blocks(B, H, rows)
-        self.step = max(1, at_once // rows)
+        chunks = max(1, at_once // rows)  # of a segment
         self.segments = [
-            (c, Segment(chunking.table[c : c + self.step], chunking.size)) for c in range(0, chunking.count, self.step)
+            (c, Segment(chunking.table[c : c + chunks], chunking.size)) for c in range(0, chunking.count, chunks)
         ]
         self.materialize = member.problem.materialize
         if self.materialize is None:  # True if there are fewer blocks of rows than cores, and the states fit

@@ -69,7 +69,8 @@ class Attention:
 
     A block is (slice of the batch, slice of key heads), b by h in size. Its rows are [b, h, G * queries, ...], where G
     query heads share a key head. The keys of a tile are split into n panels [b, h, n, columns, ...], so that the
-    product of a tile's rows and one panel is small enough for OpenBLAS to compute on one core.
+    product of a tile's rows and one panel is small enough for OpenBLAS to compute on one core. `is_few`: a tile has so
+    few rows that BLAS computes a tile's product on all cores instead, and a panel is a whole tile.
 
     Copies in the computing dtype are in `scratch`.
     """
@@ -110,7 +111,7 @@ class Attention:
         return np.sqrt(np.vecdot(self.k, self.k))
 
     def log_sums(self):
-        """(L,), with L = m + log l in units of 1, if the problem asks for it, else ()."""
+        """(L,), with L = m + log l, m without its exponent, if the problem asks for it, else ()."""
         if not self.problem.output_final_state:
             return ()
         return ((self.m if self.softcap else np.ldexp(self.m, self.exponents)) + np.log(self.l),)
@@ -155,12 +156,12 @@ class Attention:
         Tiles consist of whole panels, counted from the sequence's first key; keys after its last whole panel are the
         last tile.
         """
-        behind = last_key - (last_key - first_key) % self.columns
+        whole_end = last_key - (last_key - first_key) % self.columns  # of the whole panels
         begin, end = begin - (begin - first_key) % self.columns, min(end + (first_key - end) % self.columns, last_key)
-        for j in range(begin, min(end, behind), self.size):
-            yield slice(j, min(j + self.size, end, behind))
-        if behind < end:
-            yield slice(max(begin, behind), end)
+        for j in range(begin, min(end, whole_end), self.size):
+            yield slice(j, min(j + self.size, end, whole_end))
+        if whole_end < end:
+            yield slice(max(begin, whole_end), end)
 
     def panels(self, x, block, tile):
         """A view of the keys of a tile of x [B, HK, S, D] as panels [b, h, n, columns, D]."""
@@ -341,6 +342,7 @@ class Attention:
             self.rows(x, block, queries.tokens) for x in (self.q, do, delta[..., None], *self.saved())
         )
         exponents = exponents if exponents.any() else None
+        # do and delta are divided by l, so that p below need not be: it is exp(s - m)
         q, do, delta, dq_rows = self.scaled(rows_of_q, exponents), do / l, delta / l, 0
         scaled = q if exponents is None else self.scaled(rows_of_q, None)
         for tile in queries.tiles:
