@@ -52,20 +52,6 @@ template <int LANES, bool ALIGNED> struct HeadLanes {
       if (j + n < N) store2(to + n, float2{x.x[n], x.x[n + 1]});
   }
 
-  // The same for an array in float32 of `count` numbers that other kernels do not read. Where heads are ALIGNED, it has
-  // the first four of every lane's eight channels, then the other four: see `residual_of`.
-  __device__ __forceinline__ EightFloats load_halves(const float* from, i64 index, i64 count) const {
-    if constexpr (!ALIGNED) return load(from, index);
-    const float4 low = load4(from + (index + j) / 2), high = load4(from + (count + index + j) / 2);
-    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-  }
-
-  __device__ __forceinline__ void store_halves(float* to, i64 index, i64 count, const EightFloats& x) const {
-    if constexpr (!ALIGNED) return store(to, index, x);
-    store4(to + (index + j) / 2, {x.x[0], x.x[1], x.x[2], x.x[3]});
-    store4(to + (count + index + j) / 2, {x.x[4], x.x[5], x.x[6], x.x[7]});
-  }
-
   // The sum over the head's lanes, the same bits in each of them. All lanes of the warp call this.
   static __device__ __forceinline__ float sum(float x) { return sum_over_lanes<LANES>(x); }
 };

@@ -12,17 +12,18 @@
 //             dkappa = icl b_gradient - a_gradient;
 //             dremoved = (dkappa - kappa (sum_N kappa dkappa)) / R, the sum 0 where |removed| is at most 1e-12;
 //             dk = dkey (1 + (icl - 1) replacement) + dremoved removal;  dicl = kappa b_gradient + dkey k replacement;
-//             dv = dv' (1 - share);  dshare = dv' (first_v - v);  first_v_gradient += dv' share.
-//           The first layer has no share: dv = dv' + first_v_gradient, which the other layers have added up.
+//             dv = dv' (1 - share);  dshare = dv' (first_v - v);  first_v_gradient = dv' share.
+//           The first layer has no share: dv = dv' + the sum of the other layers' first_v_gradient.
 //           The gradient of logits is w_gradient (-e^(-1/2)), dicl or dshare, times s (1 - s), the sigmoid's slope.
 //           parts = sums over a block's tokens: gradients of decay_base, icl_base, value_base (not in the first layer),
 //           removal, replacement
 // shapes    k, v, first_v, logits, r, gate, dgated and all gradients but those of parameters [tokens, H, N]; bases,
 //           removal, replacement and bonus [H, N] float32; scores [tokens, H]: pairs (score, dscore); parts [blocks of
 //           tokens, 5, H, N], in the first layer [.., 4, ..]. The first layer has no first_v, value_logits, value_base
-//           and value_logits_gradient: they are null. first_v_gradient is read and written. dr, dk and
-//           icl_logits_gradient may be arrays of inputs. The other outputs are stored before k, icl_logits, r and the
-//           gradients of r, key, a and b are loaded, and must not be the arrays of these
+//           and value_logits_gradient: they are null. first_v_gradients: in the first layer an input [later_layers,
+//           tokens, H, N], in others an output [tokens, H, N]. dr, dk and icl_logits_gradient may be arrays of inputs.
+//           The other outputs are stored before k, icl_logits, r and the gradients of r, key, a and b are loaded, and
+//           must not be the arrays of these
 // grid      LANES neighbouring lanes for a head: they walk over `tokens_per_block` tokens, each lane with eight
 //           neighbouring channels; 128 threads
 // smem      none
@@ -34,8 +35,7 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128
-//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; load_halves, store_halves: the same of a
-//     float32 array that only such kernels read, so that they choose its order; sum: over the lanes
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
 //   head_tokens: the lane's head and its tokens begin ... end - 1; block: the number of this range of tokens
 //   kept: key / k = 1 + (icl - 1) replacement
 // From decode.cuh: sigmoid_for<T>: the sigmoid, as accurate as results of type T need
@@ -53,7 +53,7 @@ template <typename T> struct Args {
   const T* v_gradient;
   const T* a_gradient;
   const T* b_gradient;
-  float* first_v_gradient;
+  T* first_v_gradients;
   T* dr;
   T* dk;
   T* dv;
@@ -61,7 +61,7 @@ template <typename T> struct Args {
   T* icl_logits_gradient;
   T* value_logits_gradient;
   float* parts;
-  i64 tokens, H, N, tokens_per_block;
+  i64 tokens, H, N, tokens_per_block, later_layers;
 };
 
 template <typename T, int LANES, bool ALIGNED>
@@ -84,9 +84,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       // compiler moves no load before a store, which could be to the same address.
       const EightFloats decay = lanes.load(keys.decay_logits, index), decay_base = lanes.load(keys.decay_base, channel),
                         dgated = lanes.load(args.dgated, index), gate = lanes.load(args.gate, index);
-      EightFloats dw = lanes.load(args.w_gradient, index), dv = lanes.load(args.v_gradient, index),
-                  dfirst_v = lanes.load_halves(args.first_v_gradient, index, count), v = {}, first_v = {}, share = {},
-                  share_base = {};
+      EightFloats dw = lanes.load(args.w_gradient, index), dv = lanes.load(args.v_gradient, index), v = {},
+                  first_v = {}, share = {}, share_base = {};
       if (keys.first_v) {  // not the first layer
         first_v = lanes.load(keys.first_v, index), v = lanes.load(keys.v, index);
         share = lanes.load(keys.value_logits, index), share_base = lanes.load(keys.value_base, channel);
@@ -106,14 +105,18 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
           // Until here share has the value's logits, from here on their gradient.
           share.x[n] = dv.x[n] * (first_v.x[n] - v.x[n]) * opening * (1.f - opening);
           dvalue_base.x[n] += share.x[n];
-          dfirst_v.x[n] = fmaf(dv.x[n], opening, dfirst_v.x[n]);
+          first_v.x[n] = dv.x[n] * opening;  // the gradient has replaced first_v
           dv.x[n] *= 1.f - opening;
         }
         lanes.store(args.value_logits_gradient, index, share);
-        lanes.store_halves(args.first_v_gradient, index, count, dfirst_v);
+        lanes.store(args.first_v_gradients, index, first_v);
       } else {
+#pragma unroll 4
+        for (i64 layer = 0; layer < args.later_layers; ++layer) {
+          const EightFloats dfirst_v = lanes.load(args.first_v_gradients, layer * count + index);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) dv.x[n] += dfirst_v.x[n];
+          for (int n = 0; n < 8; ++n) dv.x[n] += dfirst_v.x[n];
+        }
       }
       lanes.store(args.dv, index, dv);
 

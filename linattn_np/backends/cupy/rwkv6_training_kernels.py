@@ -193,8 +193,8 @@ class KeysBackward(OfHeads):
         *structs("keys", 1, KEYS),
         *members(
             "pointers r gate dgated bonus scores r_gradient w_gradient key_gradient v_gradient a_gradient b_gradient "
-            "first_v_gradient dr dk dv decay_logits_gradient icl_logits_gradient value_logits_gradient parts, "
-            "int64s tokens H N tokens_per_block"
+            "first_v_gradients dr dk dv decay_logits_gradient icl_logits_gradient value_logits_gradient parts, "
+            "int64s tokens H N tokens_per_block later_layers"
         ),
     )
     PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`

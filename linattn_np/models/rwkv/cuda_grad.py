@@ -197,7 +197,8 @@ class TrainingStep:
             wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
             version.refuse(f"width is {self.D}, {wanted}")
         self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
-        self.first_v_gradient: Any = None  # the sum of those layers' gradients of it, in float32
+        self.first_v_gradients: Any = None  # those layers' gradients of it [layers, tokens, D], the last layer's first
+        self.later_layers, self.layers_pulled = len(weights.layers) - 1, 0
         self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
 
     # -- products --

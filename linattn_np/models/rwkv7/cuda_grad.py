@@ -71,8 +71,7 @@ class TimeMix(Mix):
         self.previous_xx, self.mixed, self.normed = previous_xx, mixed, normed
         self.k, self.v, self.r = step.product(self.mixed, layer.kvr)
         if step.first_v is None:
-            step.first_v, step.first_v_gradient = self.v, step.empty(*self.v.shape, dtype=FLOAT32)
-            step.first_v_gradient[...] = 0
+            step.first_v = self.v
         self.joint, self.high = self.joint_matrix(), {}
         self.low = step.product(self.normed, self.joint.reshape(-1, self.ranks))
         self.activate(self.low)
@@ -218,7 +217,8 @@ class TimeMix(Mix):
             v_gradient=dv,
             a_gradient=da,
             b_gradient=db,
-            first_v_gradient=step.first_v_gradient,
+            first_v_gradients=self.first_v_gradients(),
+            later_layers=step.later_layers,
             dk=dkvr[0],
             dv=dkvr[1],
             dr=dkvr[2],
@@ -229,6 +229,16 @@ class TimeMix(Mix):
         out = step.device.view(grads.decay, (len(summed), step.D), (4 * step.D, 4), FLOAT32, 0)
         step.sum(parts, out)
         return dkvr
+
+    def first_v_gradients(self):
+        """The gradients of the first layer's v: where this layer's is written, or all of them for the first layer."""
+        step = self.step
+        if step.first_v_gradients is None:
+            step.first_v_gradients = step.empty(step.later_layers, step.tokens, step.D)
+        if "value" not in self.high:
+            return step.first_v_gradients
+        step.layers_pulled += 1
+        return step.first_v_gradients[step.layers_pulled - 1]
 
     def gated_norm(self):
         """(GroupNorm(o) + (sum r key bonus) v) gate, the sum over a head."""
