@@ -405,10 +405,10 @@ class Openings(ModelKernel):
     @classmethod
     def of_step(cls, dtype, X, B, terms, matrices):
         """The instance for a step. TILES is 1 for few sequences, so that there are enough blocks, and for float32, as
-        registers do not hold the numbers of 4 tiles; else it is 4. PASS is as large as shared memory allows, since each
-        pass waits for memory: 512 bytes with one tile, 256 with 4."""
-        tiles, room = (1, 512) if B <= 64 or dtype == FLOAT32 else (4, 256)
-        return cls(dtype, parts_of_low(dtype, X, terms), tiles, matrices, room // dtype.itemsize)
+        registers do not hold the numbers of 4 tiles; else it is 4. PASS is 512 bytes, since each pass waits for memory.
+        Numbers of `low` are rounded to `dtype` where the vectors of products are."""
+        parts = 1 if X in HALF and terms == 1 else parts_of_low(dtype, X, terms)
+        return cls(dtype, parts, 1 if B <= 64 or dtype == FLOAT32 else 4, matrices, 512 // dtype.itemsize)
 
     @classmethod
     def of_prompt(cls, dtype):
