@@ -6,7 +6,7 @@
 //           1, without a shift d = 0. A value of `squares` is in units of UNIT_OF_SQUARES<X, TERMS>
 // grid      `shares` blocks a sequence; 512 threads, EACH times 4 channels each. All blocks of a sequence compute the
 //           whole norm; each stores the channels of its share of the threads
-// smem      the warps' parts of two sums
+// smem      the warps' parts of two sums, and mixes' weights that registers do not hold
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
@@ -38,8 +38,21 @@ template <typename X> struct Args {
   double eps;
 };
 
-struct Shared {
+// Whether registers suffice for each thread to load its channels' parameters before the previous kernel has ended.
+template <int EACH, int MIXES> constexpr bool EARLY = EACH * (MIXES + 3) <= 10;
+// How many mixes' weights, the first, are then in shared memory. With three in registers, and at most four parts, a
+// thread has at most 64 registers, so that two blocks fit on a multiprocessor. The three in shared memory fit there
+// beside a block of the product before or behind.
+template <int EACH, int MIXES> constexpr int IN_SHARED = EARLY<EACH, MIXES> && MIXES > 2 ? 3 : 0;
+
+template <int MIXES> struct MixWeights {
+  float4 of[MIXES][THREADS];  // a thread's four channels, which it copies and reads itself
+};
+template <> struct MixWeights<0> {};
+
+template <int EACH, int MIXES> struct Shared {
   float sum[WARPS], squares[WARPS];
+  MixWeights<IN_SHARED<EACH, MIXES>> maa;
 };
 
 // a + x b, channel by channel.
@@ -47,32 +60,42 @@ __device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
   return {fmaf(x.x, b.x, a.x), fmaf(x.y, b.y, a.y), fmaf(x.z, b.z, a.z), fmaf(x.w, b.w, a.w)};
 }
 
-// Four channels' parameters and shift, which the previous kernel does not write.
+// Four channels' parameters and shift, which the previous kernel does not write; maa: of the last MIXES mixes.
 template <int MIXES> struct Channels {
   float4 weight, bias, shift, maa[MIXES];
 };
 
 template <typename X, int EACH, int PARTS, int TERMS, int MIXES>
-__global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
-  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+__global__ void __launch_bounds__(THREADS, IN_SHARED<EACH, MIXES> > 0 && PARTS <= 4 ? 2 : 1)
+    rwkv6_norm_shift(const Args<X> args) {
+  auto& s = *reinterpret_cast<Shared<EACH, MIXES>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   const u32 shares = u32(args.shares);
   const i64 b = blockIdx.x / shares, D = args.D, row = b * D;
   const bool stores = threadIdx.x * shares / THREADS == blockIdx.x % shares;  // whether this thread stores its channels
   float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
+  constexpr int COPIED = IN_SHARED<EACH, MIXES>;
   const auto channels_at = [&](i64 j) {
-    Channels<MIXES> found = {load4(args.weight + j), load4(args.bias + j)};
+    Channels<MIXES - COPIED> found = {load4(args.weight + j), load4(args.bias + j)};
     if (shift) found.shift = load4(shift + j);
 #pragma unroll
-    for (int c = 0; c < MIXES; ++c)
-      if (args.maa && c < args.C) found.maa[c] = load4(args.maa + c * D + j);
+    for (int c = COPIED; c < MIXES; ++c)
+      if (args.maa && c < args.C) found.maa[c - COPIED] = load4(args.maa + c * D + j);
     return found;
   };
-  constexpr bool EARLY = EACH * (MIXES + 3) <= 10;  // whether registers suffice to load them before the wait
-  Channels<MIXES> channels[EACH];
+  Channels<MIXES - COPIED> channels[EACH];
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
-    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && stores && j < D) channels[n] = channels_at(j);
+    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY<EACH, MIXES> && stores && j < D) {
+      channels[n] = channels_at(j);
+      if constexpr (COPIED > 0) {
+        static_assert(EACH == 1);
+#pragma unroll
+        for (int c = 0; c < COPIED; ++c)
+          if (args.maa && c < args.C) cp_async<16>(&s.maa.of[c][threadIdx.x], args.maa + c * D + j);
+        cp_async_commit();
+      }
+    }
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
 
   float4 x[EACH];
@@ -115,8 +138,8 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
   for (int n = 0; n < EACH; ++n) {
     const i64 j = 4 * (n * THREADS + threadIdx.x);
     if (j >= D) continue;
-    if (!EARLY) channels[n] = channels_at(j);
-    const Channels<MIXES>& of_four = channels[n];
+    if (!EARLY<EACH, MIXES>) channels[n] = channels_at(j);
+    const Channels<MIXES - COPIED>& of_four = channels[n];
     const float4 scaled = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
     const float4 xx = add_scaled(of_four.bias, scaled, of_four.weight);
     float4 d = {};
@@ -128,10 +151,16 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
       store4(args.xx + row + j, xx);
       store4(args.d + row + j, d);
     }
-#pragma unroll
-    for (int c = 0; c < MIXES; ++c) {
-      const float4 mixed = args.maa ? add_scaled(xx, d, of_four.maa[c]) : xx;
+    const auto mix = [&](int c, float4 maa) {
+      const float4 mixed = args.maa ? add_scaled(xx, d, maa) : xx;
       if (c < args.C) store4_terms<TERMS>(args.mixed + c * args.B * D + row + j, args.C * args.B * D, mixed);
+    };
+    if constexpr (COPIED > 0) {
+      cp_async_wait<0>();
+#pragma unroll
+      for (int c = 0; c < COPIED; ++c) mix(c, s.maa.of[c][threadIdx.x]);
     }
+#pragma unroll
+    for (int c = COPIED; c < MIXES; ++c) mix(c, of_four.maa[c - COPIED]);
   }
 }

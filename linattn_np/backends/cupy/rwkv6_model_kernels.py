@@ -51,7 +51,7 @@ class NormShift(ModelKernel):
     arguments = members(
         "pointers x sum value gate weight bias maa shift slots xx d mixed, int64s B D C P squares shares, float64s eps"
     )
-    shared_memory = ("Shared",)
+    shared_memory = ("Shared<{EACH}, {MIXES}>",)
     SHARES: ClassVar[int] = 4  # the decoder's `shares` in a step of at most FEW sequences; of more sequences 1
     FEW: ClassVar[int] = 16
     # `squares`: whether `value` is a product of squares, in a unit of its own
