@@ -48,25 +48,30 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   }
   int part_in_segment = 0;  // the number of the next part in its segment
   for (int first = 0; first < parts; first += AHEAD) {
-    Values<WIDTH> states[AHEAD], decay[AHEAD];
+    // All are asked for before one is used: a thread waits where it uses a number that has not come.
+    Values<WIDTH> states[AHEAD], of_columns[AHEAD];
+    float of_rows[AHEAD][2];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
         states[i] = *reinterpret_cast<const Values<WIDTH>*>(state);
-        for (int x = 0; x < WIDTH; ++x)
-          decay[i].x[x] =
-              column_decays ? decay_of(decays[0] + decays[args.K] + column_decays[x]) : decays[0] * decays[args.K];
+        of_rows[i][0] = decays[0], of_rows[i][1] = decays[args.K];
         state += args.H * size, decays += args.H * 2 * args.K;
-        if (column_decays) column_decays += args.H * args.V;
+        if (!column_decays) continue;
+        for (int x = 0; x < WIDTH; ++x) of_columns[i].x[x] = column_decays[x];
+        column_decays += args.H * args.V;
       }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
         if (part_in_segment == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
         if (++part_in_segment == R) part_in_segment = 0;
-        // A state of 0 stays 0, also if gates above 0 make the decay infinite.
-        for (int x = 0; x < WIDTH; ++x)
-          S.x[x] = S.x[x] == 0.f ? states[i].x[x] : fmaf(decay[i].x[x], S.x[x], states[i].x[x]);
+        const float *const rows = of_rows[i], *const columns = of_columns[i].x;
+        for (int x = 0; x < WIDTH; ++x) {
+          const float decay = column_decays ? decay_of(rows[0] + rows[1] + columns[x]) : rows[0] * rows[1];
+          // A state of 0 stays 0, also if gates above 0 make the decay infinite.
+          S.x[x] = S.x[x] == 0.f ? states[i].x[x] : fmaf(decay, S.x[x], states[i].x[x]);
+        }
       }
   }
   *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + index : start) = S;
