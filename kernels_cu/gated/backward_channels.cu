@@ -20,17 +20,17 @@
 //             of a block's two sub-chunks   border8: the block's middle
 //             within a sub-chunk            both tokens' factors about its middle (decays.cuh), some of them inverse
 //                                           decays. In them a log gate below -20 (RWKV-6: -16) counts as -20 (-16), so
-//                                           that inverses are finite. With the growth of six other gates of up to 1 nat
-//                                           at most e^-10 of a token passes a reset. If a log gate of a block, in one
-//                                           of a warp's 16 channels, exceeds GROWTH (1 nat), the factors could leave
-//                                           float32's range: pairs within the block's sub-chunks are then summed one by
-//                                           one (growth.cuh)
+//                                           that inverses are finite. A reset, a decay of 0, so lets e^-10 of a token
+//                                           pass at most: e^-16, times the growth of six other gates of up to 1 nat. If
+//                                           a log gate of a block, in one of a warp's 16 channels, exceeds GROWTH
+//                                           (1 nat), the factors could leave float32's range: pairs within the block's
+//                                           sub-chunks are then summed one by one (growth.cuh)
 //           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
 //           cancels up to float32's rounding. All other terms of dg are added, without a difference.
-// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
-//           chunks of a batch row. chunk_states: every chunk's S and dS, as backward_states.cu writes them
-//           (`state_tile_index`)
+// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32 (RWKV-6's factor of a token's own key),
+//           partial_du [B, NC, H, K] float32 (the chunks' terms of du), NC the chunks of a batch row. chunk_states:
+//           every chunk's S and dS, as backward_states.cu writes them (`state_tile_index`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels: see Layout
 // smem      q, k, g of the chunk; a warp reads its 16 channels, and writes dq, dk, dg over them. Two stages of 32
 //           columns of v and do; then PairData in their place: dA, which all warps read, and operands and decays that a
@@ -88,7 +88,12 @@
 //   LD<T, COLUMNS>       the distance of rows in a tile of shared memory
 //   opaque(x)            x, computed again instead of held in a register; SINCE_SM100: cards whose compiler needs more
 //                        registers; max_nan(x, y): the larger one, NaN if one is
-//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64 channels or columns
+//   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back: of those rows and columns alone
+//                        that exist; put_pair: stores a lane's two neighbouring numbers
+//   width_padded_to_8    the width of rows that value_gate's kernels store for this one
+//   chunk_tokens(shape, c)  a Span: the first token of chunk c, and the one after its last
+//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64 channels or columns; a block has
+//   THREADS = 128 threads, in WARPS = 4
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"
@@ -103,8 +108,8 @@ constexpr float FLOAT32_MAX = 3.4028235e38f;  // the largest float32
 // much, and is computed again as a sum of pairs. Split operands keep 21 bits: a difference at this limit keeps 12.
 constexpr float CANCELLED_SHARE = 1.f / 512;
 
-// The template argument Columns. Type: that of v and do in memory, `Value` below. Ungated: columns of V have no gates,
-// and v and do are the call's arrays, of type T.
+// The template argument Columns. Type: that of v and do in memory, `Value` below. turned: see GatedTurned. Ungated:
+// columns of V have no gates, and v and do are the caller's arrays, of type T.
 struct Ungated {
   static constexpr bool gated = false, turned = false;
   template <typename T, typename Stored> using Type = T;
@@ -116,7 +121,7 @@ struct Gated {
   template <typename T, typename Stored> using Type = Stored;
 };
 // Gated, with keys and values exchanged, for dv and dgv. The kernel reads the transposes of S and dS. The members of
-// Args, on the left, have, of the call's arrays,
+// Args, on the left, are here, on the right, in the names of the caller, who has log gates gv of the columns of V:
 //   q, k, g                do, v, gv
 //   given_do, given_v, gv  q, k, g
 //   do_, v                 q decayed from the chunk's start, k decayed to its end
@@ -155,7 +160,7 @@ template <typename T, typename G, typename Value> struct Args {
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
   const float* row_growth;     // [B, heads, NC]: the largest of all channels' sums of positive log gates over the chunk
   const float* column_growth;  // [B, heads, NC]: the largest of all columns' sums of positive log gates
-  StridedRows<const T> given_v, given_do;  // v and do of the call, without decays
+  StridedRows<const T> given_v, given_do;  // v and do as the caller gave them, without decays
   StridedRows<const G> gv;                 // log gates of columns [B, H, T, V]
 };
 
@@ -185,7 +190,6 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
   G g[CHUNK * LD<G, TILE>];  // overwritten by dg
   union {
     Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];  // two stages
-    // Of tokens.
     PairData<Math<T, PRODUCTS>> pairs;
   };
 };
@@ -296,7 +300,8 @@ __device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 
 #pragma unroll 1
   for (int i = 1; i < SUB_CHUNK; ++i) {
     const float query = of_token(q, i);
-    const int last = ReadOrder::reads_before_write ? i - 1 : i;  // the last token whose decay query i's state has had
+    // The last token whose decay the state that query i reads has had: reads_before_write in RWKV-6, not in GLA.
+    const int last = ReadOrder::reads_before_write ? i - 1 : i;
     float decay = ReadOrder::reads_before_write ? 1.f : of_token(a, i);
 #pragma unroll 1
     for (int j = i - 1; j >= 0; --j) {
@@ -689,9 +694,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // as factors all decays between the token and the chunk's end (a key with dS) or start (a query with S). So the first
   // half's iteration sums its keys' terms here, for the second half, and the second half's its queries', for the first.
   float other_half[2] = {};
-  // By octet, of the lane's two tokens of each sub-chunk.
-  float2 first_half_dg[2][HALF] = {},
-         half_dg[2][HALF] = {};  // dg of the half computed before, and of the one computed last
+  // dg of the lane's two tokens of each sub-chunk, by octet. half_dg is of the half computed last and first_half_dg of
+  // the one before it: after the loop, of the second half and of the first.
+  float2 first_half_dg[2][HALF] = {}, half_dg[2][HALF] = {};
 #pragma unroll UNROLLED
   for (int half = 0; half < 2; ++half) {
     float half_decays[2][HALF];  // by octet: products of decays over the sub-chunks of this half
@@ -881,8 +886,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
             return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };
-          const float earlier_keys =
-              four_lane_sums(terms.x + terms.y).before;  // the terms of the sub-chunk's earlier keys
+          // The terms of the sub-chunk's keys before this lane's two.
+          const float earlier_keys = four_lane_sums(terms.x + terms.y).before;
           float2& dg = gate_terms[octet].within[subchunk];
           if constexpr (M::SPLIT) {
             float2 near_terms = terms_from(near_query_terms[p], near_key);

@@ -33,7 +33,9 @@
 // From backward.cuh and gated/backward_scores.cuh
 //   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
 //   ChannelTokens       a tile [channel, token]; CHANNELS = 32
-//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8
+//   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back. WHOLE_PIECES: in pieces of 16
+//                       bytes, as rows of `width` allow, the padded K
+//   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8; THREADS = 128, WARPS = 4
 // From others
 //   score_of_pair       gives lane n the score of the pair of tokens pair_of(n)
 //   tokens_at           an array's rows in memory; growth_of: the largest sum of positive gates

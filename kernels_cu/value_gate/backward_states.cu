@@ -1,14 +1,14 @@
 // what      GLA with a value gate, backward: the state S before every chunk, forwards in time, and the gradient dS of
 //           the state after every chunk, backwards in time.
-// math      per chunk of 64 tokens, D the chunk's decays of channels (left) and of columns (right):
-//           S <- D S D + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
-//           dS <- D dS D + scale (q decayed from the chunk's start)^T (do decayed from its start)
+// math      per chunk of 64 tokens, with diagonal matrices of the decays over the chunk, D of channels, E of columns:
+//           S <- D S E + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
+//           dS <- D dS E + scale (q decayed from the chunk's start)^T (do decayed from its start)
 //           A block walks in one direction, and calls S what it walks with: S, or dS
 // shapes    decayed q k [B, heads, T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays
-//           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC]: from backward_scores.cu. g [B, H,
-//           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. chunk_states: every chunk's S before
-//           it, then every chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh);
-//           initial, dht, dh0 [N, H, K, V] float32
+//           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC] (nats): from backward_scores.cu. g
+//           [B, H, T, K], gv [B, H, T, V], given_q ... given_do: the caller's arrays, undecayed. chunk_states: every
+//           chunk's S before it, then every chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh);
+//           initial, dht (the gradient of the last state), dh0 (of the initial one) [N, H, K, V] float32
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
 // smem      Stage, STAGES times: 32 tokens
@@ -20,7 +20,10 @@
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory. A
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
-// load_right (two B side by side) read them from tiles. CHUNK = 64 tokens; TILE = 64
+// load_right (two B side by side) read them from tiles, AS_STORED or TRANSPOSED. CHUNK = 64 tokens; TILE = 64 channels
+// or columns. fetch_rows (backward.cuh) starts copies of rows; WHOLE_PIECES: of 16 bytes; state_tile_index,
+// matrix_index: the places of a tile of 64 x 64 and of one of its 8 x 8 matrices in chunk_states. tokens_at: rows of an
+// array, read number by number
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 
@@ -85,7 +88,7 @@ __device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& ar
   }
 }
 
-// T: the type of the call's arrays; G: that of the gates. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// T: the type of the caller's arrays; G: of the gates. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
     value_gate_backward_states(const __grid_constant__ Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {

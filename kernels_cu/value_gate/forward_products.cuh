@@ -18,8 +18,8 @@
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o
-//   OperandOf<T>::Type: the type of operands in shared memory; `words`: its
-//     16-bit pairs; place: the address of a number in a tile
+//   OperandOf<T>::Type: the type of operands in shared memory; `words`: a lane's operand as registers of two 16-bit
+//     numbers; place: the address of a number in a tile
 //   Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader values and gates
 //   state_q, state_k: the chunk's queries and keys, decayed for products with S
 //   product_over(x, first, end): the product of x[first ... end - 1]
@@ -88,8 +88,9 @@ __device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const
 }
 
 // S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed), with the decays of channels and columns over the chunk.
-// sub_chunk_decays: those of the lane's two columns over each sub-chunk. Keys have been decayed to the chunk's end;
-// values are here: PairDecays(...).end is the decay from after each token to its sub-chunk's end; it contains shuffles.
+// sub_chunk_decays: those of the lane's two columns over each sub-chunk. Keys come decayed to the chunk's end; values
+// are decayed here, by PairDecays(...).end from after each token to its sub-chunk's end, for which all lanes of the
+// warp are needed, and by later_decay from there.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int NUM_SUBCHUNKS>
 __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
                                                        const ColumnsReader<BV, G>& gates,

@@ -38,10 +38,10 @@
 //             Operand x, of 32 columns: x[s] has those from 16 s on
 //           - u32 b[4], two right operands [16, 8] side by side: b[2n] is column 8n + g, rows 2t and the next;
 //             b[2n + 1] has the rows 8 later
-// barriers  each waits for those before it, by stage. full: q and k have been copied; values_full: v or do has; then
-//           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: inverse and
-//           inverse_to_end; operands_ready: B, W and Z; outputs_ready: o or dv; the stage has been read. Named barrier
-//           1 joins the warpgroup of make_operands
+// barriers  of each stage, in the order in which its chunk passes them. full: q and k have been copied; values_full: v
+//           or do has. Then, complete in shared memory, decays_ready: D and Gates; scores_ready: A and M;
+//           inverse_ready: inverse and inverse_to_end; operands_ready: B, W and Z; outputs_ready: o or dv, and all of
+//           the stage has been read. Named barrier 1 joins the warpgroup of make_operands
 // numerics  products of T are summed in float32. W, X and Z are rounded to T. A, B, N and M's block at the lower left
 //           are split: sums of two numbers of T, a rounded one and its rounding error. A number of them beyond T's
 //           range (65504 in float16) becomes NaN: infinity and a rounding error of -infinity. N's diagonal blocks of 16
@@ -56,8 +56,13 @@ constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "half_products.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(d): d is not read before it
-//   fetch_chunk, store_chunk: copy a chunk's rows of several arrays; WorkTile: the block's sequence and head
+//   wgmma_fence_operand(d): the compiler reads no register of d before it
+//   k_major_tile(x): wgmma's descriptor of a tile whose rows are 64 channels of a token; K_MAJOR: the product sums over
+//   a row, MN_MAJOR: over the rows. OVERWRITE, ACCUMULATE: d = a b, d += a b
+//   Tile<T, BV>: a chunk's rows [32, BV], in panels; WorkTile: the block's sequence, head and tokens
+//   fetch_chunk, store_chunk: copy a chunk's rows of several arrays
+//   RingPosition: a place in the ring of stages: `stage` and `parity`, which waits for an mbarrier of it take
+//   Segment, segment_of: one of P parts of a sequence, and its states in memory (segments.cuh)
 //   each_two: calls f for a lane's pairs of Values and Operands
 
 enum Pass { FORWARD, SUMMARY, BACKWARD_STATES, BACKWARD_SUMMARY, BACKWARD_TOKENS };
@@ -201,7 +206,8 @@ __device__ __forceinline__ void move_chunks(S& s, const Args& args, const Tensor
     const int stored_token = token - S::STAGES * CHUNK;
     if (stored_token >= 0) {
       mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
-      fence_proxy_async();  // orders consumers' stores before the copy engine's reads; consumers have less time
+      // Orders the consumers' stores before the copy engine's reads. This warp does it because it has the time.
+      fence_proxy_async();
     }
     if (token < work.tokens)
       fetch_chunk(s.full[ring.stage], keys, first_token<S>(work, token), [&](auto f) {
@@ -537,10 +543,10 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_byte_offset(*from, offset + 16 * 128 * s));
 }
 
-// wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters, of the stage's first byte, for
-// tiles of rows of 128 bytes: each eight rows are 1024 bytes after the eight before; 16 is not read (wgmma.cuh). Adding
-// descriptor_offset(stage, tile) gives the descriptor of a tile in the stage. `hide_origin` hides where the descriptor
-// comes from: else the compiler holds each tile's in registers of its own.
+// wgmma's descriptor, an address in units of 16 bytes with the swizzle's parameters (wgmma.cuh), of the stage's first
+// byte, for tiles of rows of 128 bytes. Adding descriptor_offset(stage, tile) gives the descriptor of a tile in the
+// stage. `hide_origin` hides where the descriptor comes from: else the compiler holds each tile's in registers of its
+// own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
   u64 descriptor = k_major_tile(&stage);
   hide_origin(descriptor);
@@ -752,8 +758,8 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
         }
       }
     }
-    named_barrier_sync(1,
-                       OPERAND_THREADS);  // all warps have written minus_BE, and read A, the queries and inverse_to_end
+    // All warps have written minus_BE, and read A, the queries and inverse_to_end.
+    named_barrier_sync(1, OPERAND_THREADS);
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, ACCUMULATE);

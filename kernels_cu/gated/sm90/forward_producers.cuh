@@ -57,6 +57,10 @@
 //                  row i
 //   fetch_gates    and fetch_qk start copies of a chunk's inputs; send_operands and send_scores start copies to the
 //                  cluster's other block; clear_gates and clear_keys set to 0 what is after the sequence's end
+//   load_scalar_gate  if G is ScalarDecay, a lane's log gate of a chunk, of token lane % 8 of its sub-chunk
+// From ptx.cuh
+//   named_barrier_any  a barrier of a group that returns whether any of its threads votes yes. store_if(x, ..): stores
+//                  if x, without a branch
 // From forward_growth.cuh
 //   EIGHTH         1/8 in a gate's type, as bits. update_largest_gate(x, ..): x becomes the largest of itself and a
 //                  token's gates
@@ -97,8 +101,8 @@ template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4
   return {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])};
 }
 // An operand at a border: x, 4 channels of the sub-chunk's row i, times the row's scale (forward_scales.cuh), rounded
-// to B. loaded: the row's 4 channels as they are in memory, of type T; undecayed: whether x are the same
-// numbers, so that they need no rounding if T and B are one type. `scales`: of the rows, RowScales or NoScales.
+// to B. loaded: the row's 4 channels as they are in memory, of type T; undecayed: whether x are the same numbers, so
+// that they need no rounding if T and B are one type. `scales`: of the rows, RowScales or NoScales.
 template <typename T, typename B, class Scales>
 __device__ __forceinline__ uint2 border_operand(bool undecayed, uint2 loaded, const float (&x)[4], const Scales& scales,
                                                 int i) {
@@ -481,8 +485,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
     fence_proxy_async();  // orders these reads before the next copies of q and k
-    named_barrier_sync(PRODUCER_BARRIER + coord.group,
-                       Coord::THREADS);  // all operands are in shared memory; q and k have been read
+    // All operands are in shared memory; q and k have been read.
+    named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
     const bool out_of_float16 = CHECKS_RANGE && score_operands.out_of_float16;
     fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
@@ -493,14 +497,14 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_proxy_async();
-      named_barrier_sync(PRODUCER_BARRIER + coord.group,
-                         Coord::THREADS);  // all scores are in shared memory: one thread may send them
+      // All scores are in shared memory: one thread may send them.
+      named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
       if (coord.thread == 0) send_scores(s, job.stage, job.rank, full);
     }
   } else {
     fence_proxy_async();  // orders these reads before the next copy of k
-    named_barrier_sync(PRODUCER_BARRIER + coord.group,
-                       Coord::THREADS);  // keys and the sub-chunks' decays have been read
+    // Keys and the sub-chunks' decays have been read.
+    named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
     fetch_next_qk();
   }
   return ChunkResult::MADE;
@@ -516,9 +520,8 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
                                          int chunk, int stage, u32 fills, u32 parity, bool inputs_lost) {
   const ProducerCoord<BK> coord(producer);
   if (inputs_lost) fetch_again(s, args, coord, chunk, parity);
-  else
-    named_barrier_sync(PRODUCER_BARRIER + coord.group,
-                       coord.THREADS);  // all have read the decays, which make_chunk stores again
+  else  // all have read the decays, which make_chunk stores again
+    named_barrier_sync(PRODUCER_BARRIER + coord.group, coord.THREADS);
   const ChunkJob job{coord.group, 0, chunk, chunk + s.PRODUCER_GROUPS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
   if (make_chunk<Order, SCALES_ROWS>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate) !=
@@ -546,7 +549,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   bool after_overflow = false;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::PRODUCER_GROUPS, ++iteration) {
     // `hide_origin` hides a value's origin, so that the compiler computes addresses again instead of holding them in
-    // registers. Instances with spare registers are faster without it. Time decided which instances forget what.
+    // registers. Instances with spare registers are faster without it. Measured times decided which instances hide
+    // which values.
     constexpr bool HAS_SPARE_REGISTERS =
         BORDER_IS_NARROWER<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
     if constexpr (!HAS_SPARE_REGISTERS) {
@@ -555,8 +559,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
         hide_origin(group), hide_origin(maker);
       if constexpr (sizeof(G) == 4) hide_origin(maker);
     }
-    const Coord coord{GROUPS > 1 ? u32(thread)
-                                 : u32(thread) % Coord::THREADS};  // `%` tells the compiler that the group is 0
+    // `%` tells the compiler that the group is 0.
+    const Coord coord{GROUPS > 1 ? u32(thread) : u32(thread) % Coord::THREADS};
     const float scalar_gate = next_scalar_gate;
     const u32 stage = S::PRODUCER_GROUPS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
     const u32 fills = S::PRODUCER_GROUPS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
@@ -565,7 +569,6 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       mbarrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
     }
-    // false: rows have no scales
     const ChunkResult result =
         make_chunk<Order, UNSCALED_ROWS>(s, args, coord, job, scalar_gate, next_scalar_gate, after_overflow);
     if (__builtin_expect(result != ChunkResult::MADE, false)) {
