@@ -1,8 +1,8 @@
-// what      Sums of columns: adds the parts that the blocks of another kernel computed of gradients that all tokens
+// what      Sums of columns: adds the parts that the blocks of other kernels computed of gradients that all tokens
 //           share.
-// math      first, then rest: [C, D] = sum_p parts[p];  rest += if `add`
+// math      for each of `count` sums: first, then rest: [C, D] = sum_p parts[p];  rest += if `add`
 // shapes    parts [P, columns]; first takes `split` columns, rest the others
-// grid      a block for 32 columns; 1024 threads: 32 rows at a time
+// grid      a block for 32 columns of a sum, those of a sum from first_block on; 1024 threads: 32 rows at a time
 // smem      Shared: a sum for every thread
 // barriers  one: the sums are in shared memory
 // numerics  float32, always in the same order
@@ -10,13 +10,18 @@
 // limits    none
 #include "training.cuh"
 
-constexpr int ROWS = 32;
+constexpr int ROWS = 32, MOST = 6;  // MOST: sums of a launch
 
-struct Args {
+struct Sum {
   const float* parts;
   float* first;
   float* rest;
-  i64 P, columns, split, add;
+  i64 P, columns, split, add, first_block;
+};
+
+struct Args {
+  Sum sums[MOST];
+  i64 count;
 };
 
 struct Shared {
@@ -26,16 +31,19 @@ struct Shared {
 __global__ void __launch_bounds__(32 * ROWS) training_column_sums(const Args args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32;
-  const i64 column = i64(blockIdx.x) * 32 + lane;
+  int n = 0;
+  while (n + 1 < args.count && blockIdx.x >= args.sums[n + 1].first_block) ++n;
+  const Sum& own = args.sums[n];
+  const i64 column = (blockIdx.x - own.first_block) * 32 + lane;
   float sum = 0.f;
-  if (column < args.columns)
+  if (column < own.columns)
 #pragma unroll 8
-    for (i64 p = row; p < args.P; p += ROWS) sum += args.parts[p * args.columns + column];
+    for (i64 p = row; p < own.P; p += ROWS) sum += own.parts[p * own.columns + column];
   s.sums[row][lane] = sum;
   __syncthreads();  // the rows' sums are in shared memory
-  if (row > 0 || column >= args.columns) return;
+  if (row > 0 || column >= own.columns) return;
 #pragma unroll
   for (int other = 1; other < ROWS; ++other) sum += s.sums[other][lane];
-  if (column < args.split) args.first[column] = sum;
-  else args.rest[column - args.split] = sum + (args.add ? args.rest[column - args.split] : 0.f);
+  if (column < own.split) own.first[column] = sum;
+  else own.rest[column - own.split] = sum + (own.add ? own.rest[column - own.split] : 0.f);
 }

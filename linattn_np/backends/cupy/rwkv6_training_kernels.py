@@ -287,11 +287,14 @@ class CrossEntropy(Kernel):
 
 
 class ColumnSums(Kernel):
-    """The sum of P rows of `parts`: the first `split` columns go to the array `first`, the others to `rest`, to which
-    they are added if `add`."""
+    """Up to MOST sums of P rows of `parts`: the first `split` columns go to the array `first`, the others to `rest`, to
+    which they are added if `add`. first_block: the first block of a sum."""
 
+    MOST: ClassVar[int] = 6  # RWKV-6 has five in a layer, and one of the norm after the last layer
+    SUM = members("pointers parts first rest, int64s P columns split add first_block")
     file = "training/column_sums"
-    arguments = members("pointers parts first rest, int64s P columns split add")
+    arguments = (*structs("sums", MOST, SUM), *members("int64s count"))
+    constants = (("MOST", "MOST"),)
     shared_memory = ("Shared",)
     threads = 1024
     COLUMNS: ClassVar[int] = 32  # columns per block

@@ -65,8 +65,10 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
                 block.norm,
                 getattr(layer_gradients, block.mix.NORM),
             )
-            if blocks and blocks[-1].layer < block.layer:
-                layer_done(block.layer)
+            if not blocks or blocks[-1].layer < block.layer:
+                step.add_up()
+                if blocks:
+                    layer_done(block.layer)
         # The embedding's gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
         one_hot = (tokens[:, :-1].reshape(-1, 1) == np.arange(step.V, like=tokens)).astype(step.dtype)
         dtable = products.matmul(one_hot.T, dchange[0])
@@ -199,6 +201,7 @@ class TrainingStep:
         self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
         self.first_v_gradients: Any = None  # those layers' gradients of it [layers, tokens, D], the last layer's first
         self.later_layers, self.layers_pulled = len(weights.layers) - 1, 0
+        self.sums: list = []  # what `add_up` has to sum
         self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
 
     # -- products --
@@ -331,6 +334,7 @@ class TrainingStep:
         )
         self.sum(parts, out, pulled.maa_out, pulled.adds)
         if pulled.previous_xx is not None:
+            self.add_up()
             pulled.maa_out[...] += (self.first_tokens(pulled.dmixed) * pulled.previous_xx).sum(-2)
         return dx, dchange
 
@@ -351,6 +355,7 @@ class TrainingStep:
         )
         self.sum(parts, maa_out)
         if previous_xx is not None:
+            self.add_up()
             self.tokens_at(0, m)[...] = self.first_tokens(dmixed) * (previous_xx - self.first_tokens(xx))
             maa_out += (self.first_tokens(dmixed) * previous_xx).sum(1)
         return m, dxx, dd
@@ -439,20 +444,21 @@ class TrainingStep:
         return blocks if heads == 1 else blocks * kernel.threads // kernel.LANES // heads
 
     def sum(self, parts, first_out, rest_out=None, add=False):
-        """Sums over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to `rest_out`, or are
-        added to it if `add`."""
-        columns, kernel = parts.shape[1], kernels.ColumnSums()
-        self.run_kernel(
-            kernel,
-            ceil_div(columns, kernel.COLUMNS),
-            parts=parts,
-            first=first_out,
-            rest=rest_out,
-            P=len(parts),
-            columns=columns,
-            split=first_out.size,
-            add=add,
-        )
+        """Has `add_up` sum over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to
+        `rest_out`, or are added to it if `add`."""
+        self.sums.append((parts, first_out, rest_out, add))
+
+    def add_up(self):
+        """Computes the sums that `sum` was called for, in one launch: a launch takes longer than most of them."""
+        kernel, sums, blocks = kernels.ColumnSums(), [], 0
+        for parts, first, rest, add in self.sums:
+            arrays = {"parts": parts, "first": first, "rest": rest}
+            sizes = {"P": len(parts), "columns": parts.shape[1], "split": first.size, "add": add, "first_block": blocks}
+            sums.append({name: kernels.address(self.device, array) for name, array in arrays.items()} | sizes)
+            blocks += ceil_div(parts.shape[1], kernel.COLUMNS)
+        unused = sums[-1:] * (kernel.MOST - len(sums))
+        self.run_kernel(kernel, blocks, sums=sums + unused, count=len(sums))
+        self.sums.clear()
 
     def dropout_argument(self, change):
         """The kernel argument that describes the dropout of a change."""

@@ -3,7 +3,7 @@
 Arrays are [tokens, D], or [n, tokens, D] for n mixes or products; H heads have N channels each. ``step.product(x, w)``
 is x w, and ``step.weight_gradient(x, dy, out)`` writes the gradient of w to `out`. A name with d, such as dk, is the
 gradient of the loss with respect to k. `grads` has the fields of `layer`, for the weights' gradients. A kernel that
-sums over tokens writes partial sums, `parts`, which ``step.sum`` adds up.
+sums over tokens writes partial sums, `parts`, which ``step.sum`` has added up before the layer is done.
 
 From `rwkv.cuda_grad`: `step` is the `TrainingStep`, which launches kernels; a `Change` is what a mix adds to the
 residual, "Added" an array; `site` is the index of its dropout. `InputGradients` are those of a mix's inputs: of xx, of
