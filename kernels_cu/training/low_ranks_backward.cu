@@ -35,6 +35,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_low_ra
   const float* of_d = of_xx + args.D * ranks;
   if (lane < MIXES) args.dmix[lane * args.D + channel] = 0.f;
   __syncwarp();  // lane 0 overwrites some of these zeros
+#pragma unroll
   for (const LowRank<T>& product : args.products) {
     const i64 mix_index = product.mix_row * args.D + channel;
     const float maa = args.mix[mix_index];
