@@ -32,7 +32,7 @@ template <typename T> struct Args {
 
 // TERMS: of LowRank; TILES: of 16 tokens in a block.
 template <typename T, int TERMS, int TILES, int MATRICES, int PASS>
-__global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, TILES == 4 ? 2 : 3) rwkv6_openings(const Args<T> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
   auto& s = *reinterpret_cast<LowRank<T, TILES, TERMS, PASS>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
