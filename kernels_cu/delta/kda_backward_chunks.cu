@@ -33,7 +33,10 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens in BLOCKS = 4 blocks of BLOCK = 8; TILE = 64 channels or columns; THREADS = 128
-//   store_block: a thread stores 8 tokens' two channels
+//   store_block: a thread stores 8 tokens' two channels; fetch_rows, copy_chunk: a warp, the block, starts copying a
+//     chunk's rows; pair_at, put_pair: two neighbouring numbers; padded(n): n rounded up to a multiple of 64
+//   times, plus, plus_times(sum, x, y): x y, x + y, sum + x y of two channels each
+//   Word<T>: two neighbouring numbers of T, as operands of tensor cores have them
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   LeftReader, RowsReader: operands of tensor cores from a tile
@@ -68,8 +71,8 @@ enum Value { DO, W, E, E_ERROR };
 enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.inverse_length and args.parts
 
 // BlockSums (channel_backward.cuh) has what products of two blocks need: pairs_across, block_decays, row_sums,
-// column_sums, end_sums, state_product. 1: the kinds of columns; Operand<T, bf16>: the type of decayed tokens, `single`
-// for float32 data, else bf16, of which NUMBERS = 2 make a number.
+// column_sums, end_sums, state_product. Its arguments: 1, the number of kinds of columns (k alone); Operand<T, bf16>,
+// the type of decayed tokens: `single` for float32 data, else bf16, of which NUMBERS = 2 make a number.
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Operand<T, bf16>> {
   union {
     T tokens[2][BT * TILE];  // q, k, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i

@@ -36,6 +36,10 @@
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
 //     Accumulators
+//   ChunkOfBlock: the chunk that blockIdx.x selects; copy_pieces, copy_numbers: copy its rows, 16 bytes or one number
+//     at a time; store_channels, store_pieces: copy a warp's channels of a tile, a whole array, to global memory;
+//     clear_padding: zeros in the gaps between a Matrix's rows there
+//   WRITES_ONCE: a token writes beta_t k_t v_t^T, and nothing apart from it; INVERTS: `solve` is given the identity
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;
@@ -91,8 +95,9 @@ struct ScoreTile {
   __device__ __forceinline__ bool has_lengths() const { return row == column && of_queries_alone == (kind == OF_Q); }
 };
 
-// Launch bounds: blocks have 2 BK threads, so that registers are for 1024 threads of a multiprocessor (64 a thread), or
-// on later cards for 512 (128 a thread) or up to 768 (80), and for fewer blocks if shared memory has room for fewer.
+// Launch bounds, of blocks of 2 BK threads. Up to sm_90 the compiler leaves registers for 1024 threads of a
+// multiprocessor (64 a thread), from sm_100 on for 512 (float32: 128 a thread) or up to 768 (80); for fewer if shared
+// memory has room for fewer blocks.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINCE_SM100     ? 512
                                                                            : sizeof(T) == 4 ? 256

@@ -36,6 +36,8 @@
 
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
+//   FloatOrDouble<T>: double if T is, else float; widened, narrowed: from T to it and back; load_neighbours,
+//     store_neighbours: so many neighbouring numbers at once
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
 //   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
 //     V from first_column on. Its last argument: more tiles of columns after those of V, whose first_column counts on

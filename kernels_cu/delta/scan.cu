@@ -33,6 +33,8 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S
+//   copy_prepared, copy_chunk: start to copy a prepared chunk, a chunk's rows; BYTES_FOR_STATES: of a prepared chunk,
+//     what a walk without outputs reads; store_tokens: stores a warp's columns of o; word_of: two numbers rounded to T
 
 template <typename T> struct Args {
   StridedRows<const T> v;

@@ -30,7 +30,7 @@
 // From the includes:
 //   Tile: tokens of a warp's heads in shared memory
 //   Work, work_of: a head, its sequence and tokens; LaneCoord: the lane's head of the warp, its number in that head
-//   fetch, store: copy a step's rows
+//   fetch, store: copy a step's rows; put_decays: stores e^g of gates g; HEADS = 32 / D: heads of a warp
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
 //   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last

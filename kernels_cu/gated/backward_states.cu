@@ -26,15 +26,19 @@
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>  how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two tf32
 //                      numbers
-//   Left, RightData    a lane's pairs of A, of B as data are in memory
+//   Left, RightData    a lane's pairs of A, of B as data are in memory; set_unrounded: stores floats that products may
+//                      cut off
 //   load_right         two B side by side, from a tile [depth, column] (AS_STORED)
 //   TF32_CORRECTION<M, E>  the factor that makes up for one operand, stored as E, that tf32 products cut off; 1 if they
 //                      cut off nothing
 //   load_channels      x[p] is of channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk p / 2 of 16 tokens
 // From decays.cuh. a: the decays of a lane's two tokens
 //   PairDecays(a)      the decays from the sub-chunk's start (`start`), to its end (`end`) and over it (`whole`)
+//   decays_of(g)       the decays of the log gates of a lane's two tokens
 //   product_over(x, first, end) = x[first ... end - 1] multiplied
+//   four_lane_sums(x)  over the four lanes of a channel
 // From backward.cuh
+//   fetch_rows         starts copying rows of an array to a tile, zeros where there are none
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; TILE = 64 channels or columns
 //   state_tile_index(shape, heads, backwards, batch row, head, chunk, tile of K, tile of V): where a tile begins
 //   matrix_index(row, column): where one of the tile's matrices [8 channels, 8 columns] begins

@@ -1,7 +1,6 @@
 // what      The steps between the recurrence and its output product: group norm over each head, bonus, and gate.
 // math      y = GroupNorm_H(o) silu(gate); with BONUS (RWKV-7) y = (GroupNorm_H(o) + (sum_N r k bonus) v) gate
-// shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS;
-//           y may be o
+// shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS; y may be o
 // grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 256 threads
 // smem      none
 // barriers  none
@@ -20,7 +19,7 @@ template <typename X> struct Args {
   const float* bias;
   const float* bonus;
   X* y;
-  i64 rows, H, N;
+  i64 rows, H, N;  // rows: T H
   double eps;
 };
 

@@ -2,8 +2,9 @@
 //           once, and its first part is loaded before the previous kernel has ended.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate [B, H, N], each the sum of P parts, 4 B H N numbers apart; low [P, B, W], y [TERMS, B, H, N],
-//           up [W, H, N], decay u weight bias [H, N], state [pool, H, N, N], slots [B] or null; N = 64
+// shapes    k v r gate [B, H, N], each the sum of P parts, 4 B H N numbers apart: all four arrays are; low [P, B, W],
+//           y [TERMS, B, H, N], up [W, H, N], decay u (the bonus) weight bias [H, N], state [pool, H, N, N], slots [B]
+//           (a sequence's state in the pool) or null: state b; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(low) of each warp, then `up` of a head
@@ -20,6 +21,7 @@
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
 //   step_channel: a channel's new state, and its terms of o
 //   decays_of_channels: of two channels, from tanh(low) and `up`; gated: with weight, bias and silu(gate)
+//   load2, load4, store4: neighbouring floats; Four, load_four: four neighbouring numbers of a state
 //   store4_terms: four numbers as sums of TERMS terms
 
 template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
 #pragma unroll
     for (int n = 0; n < HELD; ++n) held[n] = load_four(row_address(n));
   const int own_channel = 2 * lane;  // the first of two channels whose decay the lane computes
-  const float2 z = load2(args.decay + head_offset + own_channel);
+  const float2 base_decay = load2(args.decay + head_offset + own_channel);
   const float2 u = load2(args.u + head_offset + own_channel);
   float4 norm_weight, bias, gate;  // of the lane's columns
   const auto load_norm = [&] {
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   const Inputs in = HAS_REGISTERS ? early : load_inputs();
   const float2 k = in.k, r = in.r;
   const float4 v = in.v;
-  const float2 decay = decays_of_channels(z, s_low, s_up, W, own_channel);
+  const float2 decay = decays_of_channels(base_decay, s_low, s_up, W, own_channel);
   s.channels[warp][own_channel] = {k.x, r.x, decay.x, k.x * u.x};
   s.channels[warp][own_channel + 1] = {k.y, r.y, decay.y, k.y * u.y};
   __syncwarp();  // s.channels of the warp's sequence is in shared memory

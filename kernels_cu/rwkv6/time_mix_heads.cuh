@@ -12,16 +12,17 @@ constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
 constexpr int ROWS = N / GROUPS;                   // rows of a state that a lane has
 
-// Decays of the two channels from `channel` on: z is their base, s_low[W] tanh(low) of the sequence, s_up[W, N] of the
-// head.
+// Decays exp(-exp(exponent + tanh(low) up)) of the two channels from `channel` on. exponent: their base, `decay` in the
+// kernels' math; s_low [W]: tanh(low) of the sequence; s_up [W, N]: `up` of the head.
 template <typename T>
-__device__ __forceinline__ float2 decays_of_channels(float2 z, const float* s_low, const T* s_up, int W, int channel) {
+__device__ __forceinline__ float2 decays_of_channels(float2 exponent, const float* s_low, const T* s_up, int W,
+                                                     int channel) {
 #pragma unroll 8
   for (int w = 0; w < W; ++w) {
     const float2 up = load2(s_up + w * N + channel);
-    z = {fmaf(s_low[w], up.x, z.x), fmaf(s_low[w], up.y, z.y)};
+    exponent = {fmaf(s_low[w], up.x, exponent.x), fmaf(s_low[w], up.y, exponent.y)};
   }
-  return {decay_of(-expf(z.x)), decay_of(-expf(z.y))};
+  return {decay_of(-expf(exponent.x)), decay_of(-expf(exponent.y))};
 }
 
 // o of the lane's columns, normalised over the head: `o` is the sum over the lane's own channels.

@@ -25,7 +25,9 @@
 //   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
 //   relu_squared: in units of UNIT_OF_SQUARES
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch
-//   cluster_leave: all blocks have read each other's memory
+//   cluster_leave: all blocks have read each other's memory; arrive_at_block: at another block's barrier
+//   launch_next: the next kernel may start before this one ends; wait_for_previous: until the kernel before has ended
+//   k_major_tile: wgmma's descriptor of a tile whose rows are 64 numbers of K; K_MAJOR: the product sums over a row
 
 constexpr int DEPTH = 64;  // numbers of K in a step
 constexpr int AHEAD = 4;   // steps by which a cluster's blocks copy weights to L2 ahead of their stages
@@ -35,6 +37,7 @@ struct Args {
   i64 B, K, parts;
 };
 
+// HALVES: blocks of a cluster, each with its share of the vectors, 1 or 2. GROUPS: warpgroups of a block that multiply.
 template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   static constexpr int ROWS = ROWS_, HALVES = HALVES_, VECTORS = 64 * GROUPS, WARPS = 4 * GROUPS;
   // With HALVES = 1 two blocks share a multiprocessor. DEEP: one stage more than that allows, so that a block starts
@@ -110,8 +113,8 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
 }
 
 // Computes the products of a warpgroup's 64 vectors with the block's rows: of a warp's 16 vectors a lane has lane / 4
-// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p. A step takes 16
-// of K, 32 bytes.
+// and 8 later, sums[4n + 2h + p] is vector lane / 4 + 8h, row 8n + 2 (lane % 4) + p. An instruction takes 16 numbers of
+// K, 32 bytes of each row.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
   const int lane = threadIdx.x & 31, first_vector = threadIdx.x / 128 * 64;

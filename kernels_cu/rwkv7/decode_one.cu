@@ -34,7 +34,7 @@
 //   ROWS = 16: of a tile; tiles_of: tiles of so many rows
 //   state_row: the row of the states of all layers
 //   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every
-//     `groups`-th row from `group` on; it loads the first of them, `held`, if `busy`
+//     `groups`-th row from `group` on; it loads the first of them, `held`, if `busy`: HOLDS_ROWS, not HOLDS_NONE
 //   Token, KeyParameters: of the thread's channel; Scratch: shared memory of a head; time_mix_head: keys, state, group
 //     norm, bonus and gate of a head
 //   decode_token: the whole kernel; fetch_words: waits for words and stores operands

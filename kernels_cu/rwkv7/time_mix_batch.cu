@@ -22,6 +22,9 @@
 
 // From the includes:
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
+//   load2, load4, store4: neighbouring floats; Four, load_four: four neighbouring numbers of a state
+//   add_scaled(x, f, y) = x + f y; LEAST_NORM: the least that |k removal| counts as
+//   group_norm: o of the lane's columns, summed over the lanes that have them, and normalised over the head
 //   store4_terms: four numbers as sums of TERMS terms
 
 // Of each channel of the key.

@@ -28,7 +28,10 @@
 
 // From the includes:
 //   shape.H: heads of values
-//   wgmma_fence_operand(d): d is not read before it
+//   wgmma_fence_operand(d): the compiler reads no register of d before it. mn_major_tile: wgmma's descriptor of a tile
+//     whose rows are summed over
+//   RingPosition: a place in the ring of stages; `stage`, and `parity`, which waits for its mbarriers take
+//   each_transposed: calls f for a lane's numbers of a state, with their places in memory
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
 //     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when

@@ -1,5 +1,5 @@
-// what      Shared memory and arguments of scalar_forward.cu: the delta rule's forward pass on
-//           Hopper, with one gate per token and head.
+// what      Shared memory and arguments of scalar_forward.cu: the delta rule's forward pass on Hopper, with one gate
+//           per token and head.
 // math      A chunk has 32 tokens i and j; E_j: the decay from the chunk's start to token j. Matrices of pairs of
 //           tokens: M of keys with earlier keys, A of queries with keys, N = (I + diag(beta) M)^-1, B = A N diag(beta).
 //           Matrices of a row for each token: W reads the state, Z writes to it. scalar_forward.cu has their formulas

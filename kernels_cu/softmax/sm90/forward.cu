@@ -46,6 +46,9 @@
 //   Work: a tile of queries. `start`: its first token in q; `other_...`: the sequence of keys; `first_tile`, `tiles`:
 //     the first of the key tiles that the queries see, and how many: 0 ends the list; `diagonal`: the position of the
 //     first query among the keys; `output_batch`: `batch`, or another index for each part if keys are split
+//   start_tile_copy<BOX>: starts copying a tile by boxes of BOX tokens; `full` counts its bytes
+//   row_max, row_sum: over the four lanes that have a row; exp2_approx(x): 2^x; warp_uniform(x): x, which all lanes of
+//     the warp have, so that the compiler needs one register for it
 //   Tile: panels of PANEL = 64 columns, swizzled
 //   opaque: hides a value's origin from the compiler
 
