@@ -692,6 +692,8 @@ def test_small_heads_in_segments(case, segments, assert_small_heads):
         ((21, 38, 2000, 6, 16), "chunk", "delta_prepare"),
         ((21, 38, 2000, 6, 17), "auto", "delta_prepare"),
         ((1, 2, 20000, 6, 16), "auto", "delta_prepare"),
+        ((64, 40, 5, 7, 16), "auto", "delta_small_forward"),  # few tokens; rows of 7 halves are copied
+        ((1, 40, 5, 7, 16), "auto", "delta_recurrent_forward"),  # few heads, too
     ],
 )
 def test_which_calls_are_of_small_heads(sizes, mode, kernel):

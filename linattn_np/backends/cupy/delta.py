@@ -88,17 +88,18 @@ def rows_of(problem) -> list:
 def needs_copies(problem, device, gradient=False) -> bool:
     """Whether a call, or its pullback if `gradient`, is computed on copies whose rows are whole pieces of 16 bytes.
 
-    Hopper's own kernels read no other rows. The kernels of every card in chunks copy other rows number by number, and
-    wait for each number.
+    Hopper's own kernels read no other rows. The kernels of every card in chunks, and those of small heads, copy other
+    rows number by number, and wait for each number.
     """
     rows = rows_of(problem)
     if aligned16(*rows) or not all(x.size for x in rows) or "final_state" in problem.options:
         return False
-    if why_not_in_chunks(problem, device, gradient):
-        return False
+    in_chunks = why_not_in_chunks(problem, device, gradient) is None
     if gradient:
-        return ScalarGradientsOnHopper(problem, device).why_not() is not None
-    return None not in (ScalarOnHopper.why_not(problem, device), SmallHeads.why_not(problem, device))
+        return in_chunks and ScalarGradientsOnHopper(problem, device).why_not() is not None
+    if None in (ScalarOnHopper.why_not(problem, device), SmallHeads.why_not(problem, device)):
+        return False
+    return in_chunks or SmallHeads.why_not_on_copies(problem, device) is None
 
 
 def plan(problem, device):
@@ -197,14 +198,21 @@ class SmallHeads:
 
     @staticmethod
     def why_not(problem, device):
+        if reason := SmallHeads.why_not_on_copies(problem, device):
+            return reason
+        if common_bytes(*rows_of(problem)) < 4:
+            return "rows are no whole pieces of 4 bytes, and others are waited for"
+        return None
+
+    @staticmethod
+    def why_not_on_copies(problem, device):
+        """Why this way is not taken for a call on copies of its rows; None if it is."""
         if max(problem.shape("K V")) > SMALL_SIZES[-1]:
             return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
         if reason := why_no_chunks(problem):
             return reason
         if problem.mode == "chunk":
             return "mode='chunk' is in chunks"
-        if common_bytes(*rows_of(problem)) < 4:
-            return "rows are no whole pieces of 4 bytes, and others are waited for"
         cut = CutOfSmallHeads(problem, device)
         if cut.kernel.shared_bytes > device.shared_per_block:
             return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
