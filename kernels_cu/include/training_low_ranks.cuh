@@ -1,4 +1,5 @@
-// what      RWKV-7's products of low rank in a training step: what the joint matrix of their first matrices is made of.
+// what      RWKV-7's products of low rank in a training step: their first matrices, and which warp has what of the joint
+//           matrix of these.
 #include "lanes.cuh"
 #include "training.cuh"
 
@@ -12,10 +13,21 @@ template <typename T> struct LowRank {
   i64 R, mix_row;
 };
 
-// The columns of the joint matrix.
-template <typename T> __device__ __forceinline__ i64 sum_of_ranks(const LowRank<T> (&products)[PRODUCTS]) {
-  i64 sum = 0;
+// What a warp computes: a channel of a product; `lane` and every 32nd after it of the product's R columns, which are
+// those from `first` on of the `all` columns of the joint matrix.
+struct ChannelOfProduct {
+  i64 channel, first = 0, all = 0;
+  int product, lane;
+
+  template <typename T>
+  __device__ __forceinline__ explicit ChannelOfProduct(const LowRank<T> (&products)[PRODUCTS])
+      : channel((i64(blockIdx.x) * THREADS + threadIdx.x) / (32 * PRODUCTS)),
+        product(int(threadIdx.x) / 32 % PRODUCTS),
+        lane(int(threadIdx.x) % 32) {
 #pragma unroll
-  for (int p = 0; p < PRODUCTS; ++p) sum += products[p].R;
-  return sum;
-}
+    for (int p = 0; p < PRODUCTS; ++p) {
+      if (p < product) first += products[p].R;
+      all += products[p].R;
+    }
+  }
+};

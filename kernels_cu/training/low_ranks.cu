@@ -3,7 +3,7 @@
 // math      joint = (down_1 ... down_P) above (maa_1 down_1 ... maa_P down_P), maa_p a factor of every row
 // shapes    down [D, R] for each product, mix [MIXES, D], of which a product has row `mix_row` as its maa; joint [2, D,
 //           the sum of all R]
-// grid      a warp a channel; 256 threads
+// grid      a warp a channel of a product; 256 threads
 // smem      none
 // barriers  none
 // numerics  maa down rounded once
@@ -14,6 +14,7 @@
 // From training_low_ranks.cuh:
 //   THREADS = 256, PRODUCTS = 4
 //   LowRank: down, R and mix_row of a product
+//   ChannelOfProduct: what the warp computes
 
 template <typename T> struct Args {
   LowRank<T> products[PRODUCTS];
@@ -23,19 +24,15 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) training_low_ranks(const Args<T> args) {
-  const i64 channel = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32;
-  const int lane = threadIdx.x % 32;
-  if (channel >= args.D) return;
-  const i64 ranks = sum_of_ranks(args.products);
-  T* of_xx = args.joint + channel * ranks;
-  T* of_d = of_xx + args.D * ranks;
-  for (const LowRank<T>& product : args.products) {
-    const float maa = args.mix[product.mix_row * args.D + channel];
-    const T* down = product.down + channel * product.R;
-    for (i64 n = lane; n < product.R; n += 32) {
-      of_xx[n] = down[n];
-      of_d[n] = from_float<T>(maa * to_float(down[n]));
-    }
-    of_xx += product.R, of_d += product.R;
+  const ChannelOfProduct own(args.products);
+  if (own.channel >= args.D) return;
+  const LowRank<T>& product = args.products[own.product];
+  const float maa = args.mix[product.mix_row * args.D + own.channel];
+  const T* down = product.down + own.channel * product.R;
+  T* of_xx = args.joint + own.channel * own.all + own.first;
+  T* of_d = of_xx + args.D * own.all;
+  for (i64 n = own.lane; n < product.R; n += 32) {
+    of_xx[n] = down[n];
+    of_d[n] = from_float<T>(maa * to_float(down[n]));
   }
 }

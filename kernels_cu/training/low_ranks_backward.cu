@@ -4,7 +4,7 @@
 //           product get 0
 // shapes    djoint [2, D, the sum of all R]: of xx, then of d; down and ddown [D, R] for each product; mix and dmix
 //           [MIXES, D], of which a product has row `mix_row`, another one each
-// grid      a warp a channel; 256 threads
+// grid      a warp a channel of a product; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32; sums always in the same order
@@ -15,6 +15,7 @@
 // From training_low_ranks.cuh:
 //   THREADS = 256, PRODUCTS = 4
 //   LowRank: down, ddown, R and mix_row of a product
+//   ChannelOfProduct: what the warp computes
 
 constexpr int MIXES = 6;
 
@@ -27,29 +28,26 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) training_low_ranks_backward(const Args<T> args) {
-  const i64 channel = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32;
-  const int lane = threadIdx.x % 32;
-  if (channel >= args.D) return;
-  const i64 ranks = sum_of_ranks(args.products);
-  const float* of_xx = args.djoint + channel * ranks;
-  const float* of_d = of_xx + args.D * ranks;
-  if (lane < MIXES) args.dmix[lane * args.D + channel] = 0.f;
-  __syncwarp();  // lane 0 overwrites some of these zeros
-#pragma unroll
-  for (const LowRank<T>& product : args.products) {
-    const i64 mix_index = product.mix_row * args.D + channel;
-    const float maa = args.mix[mix_index];
-    const T* down = product.down + channel * product.R;
-    float* ddown = product.ddown + channel * product.R;
-    float dmaa = 0.f;
-#pragma unroll 4
-    for (i64 n = lane; n < product.R; n += 32) {
-      const float through_d = of_d[n];
-      ddown[n] = fmaf(maa, through_d, of_xx[n]);
-      dmaa = fmaf(through_d, to_float(down[n]), dmaa);
-    }
-    dmaa = warp_sum(dmaa);
-    if (lane == 0) args.dmix[mix_index] = dmaa;
-    of_xx += product.R, of_d += product.R;
+  const ChannelOfProduct own(args.products);
+  if (own.channel >= args.D) return;
+  const LowRank<T>& product = args.products[own.product];
+  const i64 mix_index = product.mix_row * args.D + own.channel;
+  const float maa = args.mix[mix_index];
+  const T* down = product.down + own.channel * product.R;
+  float* ddown = product.ddown + own.channel * product.R;
+  const float* of_xx = args.djoint + own.channel * own.all + own.first;
+  const float* of_d = of_xx + args.D * own.all;
+  float dmaa = 0.f;
+  for (i64 n = own.lane; n < product.R; n += 32) {
+    const float through_d = of_d[n];
+    ddown[n] = fmaf(maa, through_d, of_xx[n]);
+    dmaa = fmaf(through_d, to_float(down[n]), dmaa);
   }
+  dmaa = warp_sum(dmaa);
+  if (own.lane == 0) args.dmix[mix_index] = dmaa;
+  if (own.product > 0 || own.lane >= MIXES) return;
+  bool has_product = false;  // the mix with the lane's number
+#pragma unroll
+  for (int p = 0; p < PRODUCTS; ++p) has_product |= args.products[p].mix_row == own.lane;
+  if (!has_product) args.dmix[own.lane * args.D + own.channel] = 0.f;
 }

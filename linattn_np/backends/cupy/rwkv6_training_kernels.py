@@ -228,7 +228,7 @@ class LowRanks(Kernel):
     file = "training/low_ranks"
     arguments = (*structs("products", PRODUCTS, LOW_RANK), *members("pointers mix joint, int64s D"))
     threads = 256
-    CHANNELS: ClassVar[int] = 8  # of a block: a warp computes one
+    CHANNELS: ClassVar[int] = 2  # of a block: a warp computes one of a product
     T: np.dtype
 
 
@@ -241,7 +241,7 @@ class LowRanksBackward(Kernel):
         *members("pointers mix dmix djoint, int64s D"),
     )
     threads = 256
-    CHANNELS: ClassVar[int] = 8
+    CHANNELS: ClassVar[int] = 2
     T: np.dtype
 
 
