@@ -1,4 +1,4 @@
-// what      RWKV-7's products of low rank in a training step: their first matrices, and which warp has what of the joint
+// what      RWKV-7's products of low rank in a training step: their first matrices, and what a warp has of the joint
 //           matrix of these.
 #include "lanes.cuh"
 #include "training.cuh"
