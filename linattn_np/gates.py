@@ -71,11 +71,12 @@ def refuse(gate, name, complaint, error=ContractError) -> NoReturn:
 
 
 ARRAYS = Gates(
-    ("numpy", "cupy"),
-    np.exp,
-    lambda x: np.logaddexp(x.dtype.type(0), x),
-    lambda x: np.exp(-np.logaddexp(x.dtype.type(0), -x)),  # small values keep all digits; computed by tanh, they do not
-    lambda x: x if x.dtype.itemsize > 2 else x.astype(np.float32),
+    kinds=("numpy", "cupy"),
+    exp=np.exp,
+    softplus=lambda x: np.logaddexp(x.dtype.type(0), x),
+    # Small values keep all digits; computed by tanh, they do not.
+    sigmoid=lambda x: np.exp(-np.logaddexp(x.dtype.type(0), -x)),
+    single=lambda x: x if x.dtype.itemsize > 2 else x.astype(np.float32),
 )
 
 

@@ -19,7 +19,9 @@ LIMITS_S = 1e-3, 1e9  # the shortest and the longest time limit: torch takes mil
 HEAD = np.dtype([("nbytes", "<i8"), ("begins", "<i8"), ("number", "<i8"), ("operation", "S72")])
 FRAME = 256  # bytes of a message's first part: its head, then the message itself if it fits
 ROOM = FRAME - HEAD.itemsize
-GATHERED, SENT, SENT_REST, GATHERED_REST = 0, 1, 2, 3  # tags; all-gather n has the tag GATHERED_REST + n % TAGS
+# Tags, by which a receiver tells the messages of one sender apart; the rest of all-gather n, what its first part has no
+# room for, has the tag GATHERED_REST + n % TAGS.
+GATHERED, SENT, SENT_REST, GATHERED_REST = 0, 1, 2, 3
 TAGS = 4096
 BACKGROUND = 1 << 16  # an all-gather of at least so many bytes is run by a thread while its rank computes
 

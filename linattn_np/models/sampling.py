@@ -16,7 +16,7 @@ from .helper_threads import count
 from .number_checks import checked_int, checked_number, shown
 
 AT_ONCE = 1 << 16  # the most logits in one call of NumPy for several sequences; more do not fit in a core's cache
-ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, a float32 read as an integer
+MOST_BITS = np.int64((1 << 30) - 1)  # no probability has more: the bits of a float32 up to 1, read as an integer
 PENALTY = "a finite number from -1e30 to 1e30"  # a larger one, times a token's count, could be beyond float32's range
 
 
@@ -66,8 +66,8 @@ class Sampling:
         The factor by which each token multiplies the counts of the tokens before it.
     repetition : float
         Divides the logit of a token that was drawn before if the logit is positive, else multiplies it (Keskar et al.,
-        "CTRL", 2019); 1 does nothing. Unlike in Hugging Face's, tokens
-        of the prompt do not count as drawn.
+        "CTRL", 2019); 1 does nothing. Tokens of the prompt do not count as drawn; in Hugging Face's transformers they
+        do.
     bias : mapping from ids to numbers
         Added to the logits; -inf bans a token.
     logprobs : bool
@@ -132,8 +132,8 @@ class Sampling:
     def group(self) -> tuple:
         """(vocabulary, temperature, (top_k, top_p, min_p, temperature_last), whether logits are adjusted). Tokens of
         sequences with equal groups are drawn by the same calls of NumPy."""
-        limits = self.top_k, self.top_p, self.min_p, self.temperature_last
-        return self.vocabulary, self.temperature, limits, self.penalizes or bool(self.bias)
+        choice = self.top_k, self.top_p, self.min_p, self.temperature_last
+        return self.vocabulary, self.temperature, choice, self.penalizes or bool(self.bias)
 
     @cached_property
     def penalizes(self) -> bool:
@@ -298,6 +298,7 @@ def drawn_ids(p, top_k, top_p, min_p, uniforms, temperature=1.0):
     with `temperature` applied to these. `uniforms`: a random number for each row, at least 0 and below 1."""
     ids, p, counts = likeliest(p, top_k, top_p, min_p)
     rows, cumulated = np.arange(len(p)), np.cumsum(p, axis=1, dtype=np.float64)
+    # top_p is a share of all tokens' probability, or, after top_k, of that of the tokens which top_k leaves.
     bound = top_p * (cumulated[:, -1:] if top_k else 1)
     last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the column at which the sum reaches the bound
     if temperature != 1:
@@ -328,9 +329,9 @@ def likeliest(p, top_k, top_p, min_p=0.0):
     counts = np.bincount(row, minlength=len(p))
     column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)  # the place of each id in its row
     # A key sorts by falling probability, then by id: float32 numbers from 0 up have the order of their bits.
-    keys = np.full((len(p), counts.max()), ORDERED_BITS << 32)
-    keys[row, column] = ORDERED_BITS - p[row, id].view(np.int32) << 32 | id
+    keys = np.full((len(p), counts.max()), MOST_BITS << 32)
+    keys[row, column] = MOST_BITS - p[row, id].view(np.int32) << 32 | id
     keys.sort(axis=1)
     keys = keys[:, : top_k or None]
-    chosen = (ORDERED_BITS - (keys >> 32)).astype(np.int32).view(np.float32)
+    chosen = (MOST_BITS - (keys >> 32)).astype(np.int32).view(np.float32)
     return keys & (1 << 32) - 1, chosen, np.minimum(counts, top_k) if top_k else counts

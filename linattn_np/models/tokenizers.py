@@ -25,7 +25,7 @@ VOCABULARY = "rwkv_vocab_v20230424.txt"
 TOKENS = 65_529
 PACKAGES = ("pyrwkv_tokenizer", "rwkv")  # on PyPI, each with the vocabulary beside its modules
 MAX_LINE = 1 << 16  # bytes, far more than any token takes
-START = 4  # the first bytes of a token that longer ones are looked up by
+START = 4  # the first START bytes of a text tell which lengths of tokens from START on can begin it
 SHORT = (3, 2, 1)  # the lengths below START, which are always tried
 LINE = re.compile(rb"""(\d{1,9}) (b?(['"]).*\3) (\d{1,9})""")
 

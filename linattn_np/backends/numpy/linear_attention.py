@@ -55,21 +55,21 @@ def step(problem, state, q, k, v):
 def step_vjp(problem, state, q, k, v, dstate, do):
     """The gradients of `step`: (those of the state before it, that of each array)."""
     phi = problem.options["feature_map"]
-    fq, fk = feature(q, phi), feature(k, phi)
-    S = state[0] + outer(fk, v)
+    phi_q, phi_k = feature(q, phi), feature(k, phi)
+    S = state[0] + outer(phi_k, v)
     if problem.options["normalize"]:
-        z = state[1] + fk
-        numerator, denominator = read(fq, S), (fq * z).sum(-1)
+        z = state[1] + phi_k
+        numerator, denominator = read(phi_q, S), (phi_q * z).sum(-1)
         do, ddenominator = divide_vjp(divide(numerator, denominator), denominator, do)
-        dz = dstate[1] + ddenominator[..., None] * fq
+        dz = dstate[1] + ddenominator[..., None] * phi_q
     else:
         do = problem.scale * do
-    dS = dstate[0] + outer(fq, do)
-    dfq, (dfk, dv) = read_vjp(S, do), write_vjp(fk, v, dS)
+    dS = dstate[0] + outer(phi_q, do)
+    dphi_q, (dphi_k, dv) = read_vjp(S, do), write_vjp(phi_k, v, dS)
     dstate = (dS,)
     if problem.options["normalize"]:
-        dfq, dfk, dstate = dfq + ddenominator[..., None] * z, dfk + dz, (dS, dz)
-    return dstate, feature_vjp(q, phi, dfq), feature_vjp(k, phi, dfk), dv
+        dphi_q, dphi_k, dstate = dphi_q + ddenominator[..., None] * z, dphi_k + dz, (dS, dz)
+    return dstate, feature_vjp(q, phi, dphi_q), feature_vjp(k, phi, dphi_k), dv
 
 
 class LinearAttention(Member):

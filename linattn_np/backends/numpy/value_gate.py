@@ -52,8 +52,8 @@ def step_vjp(problem, state, q, k, v, g, gv, dstate, do):
     dq = read_vjp(decay * S + outer(k, v), do)
     dS = dS + outer(q, do)
     dk, dv = write_vjp(k, v, dS)
-    kept = decay * S * dS
-    return (decay * dS,), dq, dk, dv, kept.sum(-1), kept.sum(-2)
+    gate_terms = decay * S * dS  # the sum of both gates has this gradient for each number of S
+    return (decay * dS,), dq, dk, dv, gate_terms.sum(-1), gate_terms.sum(-2)
 
 
 def run(problem, o):

@@ -137,7 +137,7 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
     """
     weights = official(version, weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-    sizes = {"1": 1, "5": 5, "L": layers}
+    sizes = {"1": 1, "5": 5, "L": layers}  # an axis that a version names by a digit has that size
     declared = version.parameter_axes(layers, has_initial_state="blocks.0.att.time_state" in weights)
     for name, axes_text in declared.items():
         axes, shape = axes_text.split(), tuple(weights[name].shape)
