@@ -133,7 +133,7 @@ class Mix:
 
     def forward(self, mixed, normed, previous_xx, site) -> Change:
         """The term of the residual, from the plain mixes [n, tokens, D] (of one mix [tokens, D]), what it `TAKES` of
-        the normed input [tokens, TAKES D], and `TrainingStep.previous_rank_xx`."""
+        the normed input [tokens, TAKES D] or None, and `TrainingStep.previous_rank_xx`."""
         raise NotImplementedError
 
     def pull(self, dchange, grads) -> InputGradients:
@@ -217,10 +217,12 @@ class TrainingStep:
     # -- forwards --
     def add_norm(self, x, change, norm, maa=None, takes=1):
         """(y, moments, (normed, mixed)): the residual y = x + change, mean and 1 / deviation of its rows, its layer
-        norm xx and d beside it, or xx or nothing, as `Mix.TAKES` says, and the mixes [n, tokens, D] of xx by the
-        weights maa [n, D], or None without these."""
+        norm xx, xx and d side by side, or None, as `Mix.TAKES` says, and the mixes [n, tokens, D] of xx by the weights
+        maa [n, D], or None without these."""
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
-        moments, normed = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, takes * self.D)
+        moments, normed = self.empty(self.tokens, 2, dtype=FLOAT32), None
+        if takes:
+            normed = self.empty(self.tokens, takes * self.D)
         mixed = None if maa is None else self.empty(*maa.shape[:-1], self.tokens, self.D)
         embedded, mixes = change.kind == "Embedded", 0 if maa is None else maa.size // self.D
         self.run_kernel(
@@ -234,7 +236,7 @@ class TrainingStep:
             **affine(norm),  # its weight and bias
             y=None if y is x else y,
             moments=moments,
-            xx=normed if takes else None,
+            xx=normed,
             d=normed[:, self.D :] if takes == 2 else None,
             maa=maa,
             mixed=mixed,
