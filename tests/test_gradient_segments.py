@@ -201,6 +201,37 @@ def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypat
         assert_close(f"d{name}", x[over], exact[over], "float32", rows=4)
 
 
+@pytest.mark.pairwise("every_card", "dtype")
+@pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "gate32"])
+@pytest.mark.parametrize("backwards", [False, True], ids=["states", "gradients"])
+@pytest.mark.parametrize(
+    "every_card, dtype", [(False, "bfloat16"), (False, "float16"), (True, "bfloat16"), (True, "float32")]
+)
+def test_what_grows_again_is_summarised(op, hopper, every_card, dtype, backwards, gate_dtype, rng, monkeypatch):
+    """60 nats of decay before a cut, in the walk's direction, and about 62 of growth behind it. Nothing is written or
+    read in between. The gates are random, since equal ones would all be rounded alike. Their gradients are not
+    compared: in uncut sequences, too, they are no more than rounding beside such a decay."""
+    monkeypatch.setattr(cuts, "summarised_segments", lambda *_: 2)
+    options = {"gate": "weak", "gate_dtype": gate_dtype, "initial": None}
+    call = Call(op, Case(T=1280, K=16, V=16, H=1, dtype=dtype, **options), rng)
+    call.rows = (Kernels if every_card else Hopper).gradient_rows
+    cut = 640 if every_card else 768 if backwards else 512
+    at = cut + np.array([[-100, -8, 16, 576, 600], [100, 8, -16, -576, -600]][backwards])
+    between, growth = (slice(*sorted(ends)) for ends in ((at[0], at[4]), (at[2], at[3])))
+    *rows, gates = call.arrays[:4]
+    for x in (*rows, call.do):
+        x[:, :, between] = 0
+    gates[...], gates[:, :, at[1]] = -0.01, -60
+    gates[:, :, growth] = rng.uniform(0.1, 0.12, gates[:, :, growth].shape)
+    if every_card:
+        problem = BY_NAME[op][0].bind(call.arrays, gradient=True)
+        found, _ = planned.pull(problem, EmulatedDevice(), call.do, (call.dht,))
+    else:
+        found = summarised_both_ways(call, hopper, 5, monkeypatch)
+    for name, x, exact in zip(call.names[:3], found, call.exact[1]):
+        assert_close(f"d{name}", x, exact, dtype, rows=call.rows.get(dtype, 1))
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("V", [72, 128, 200])

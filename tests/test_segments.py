@@ -170,18 +170,48 @@ def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch,
     assert np.isnan(o[:, 1, 608:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:608].astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["hopper", "portable"])
+@pytest.mark.parametrize("every_card", [False, True], ids=["hopper", "portable"])
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
-def test_what_grew_before_it_decayed_is_not_forgotten(hopper, rng, monkeypatch, portable, gate_dtype):
+def test_what_grew_before_it_decayed_is_not_forgotten(hopper, rng, monkeypatch, every_card, gate_dtype):
     """By 60 nats, before 50 nats of decay: one gate that grows near the segment's end, however little, tells of it."""
     cut(monkeypatch, 2, 1)
-    device = EmulatedDevice() if portable else hopper
+    device = EmulatedDevice() if every_card else hopper
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 1210, "K": 64, "V": 64}, BFLOAT16, "weak", gate_dtype)
     gates = arrays[3]
     gates[:, :, :400], gates[:, :, 400:460], gates[:, :, 460:605] = -0.01, 1, -0.35
     gates[:, :, 600] = 0.01
     o, state = results(GLA, arrays, device, None, True)
     assert_results(OPS[GLA], arrays, [o, state], BFLOAT16)
+
+
+@pytest.mark.pairwise("op", "dtype", "every_card")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize(
+    "op, dtype, every_card",
+    [
+        (GLA, BFLOAT16, False),
+        (RWKV6, HALF, False),
+        (SIMPLE_GLA, BFLOAT16, False),
+        (GLA, BFLOAT16, True),
+        (RWKV6, np.dtype(np.float32), True),
+        (SIMPLE_GLA, np.dtype(np.float32), True),
+    ],
+    ids=["gla", "rwkv6-float16", "simple_gla", "portable-gla", "portable-rwkv6", "portable-simple_gla"],
+)
+def test_what_grows_again_is_not_forgotten(hopper, rng, monkeypatch, op, dtype, every_card, R, gate_dtype, packed):
+    """60 nats of decay before a cut, and about 62 of growth behind it, over segments. Nothing is written in between.
+    The gates are random, since equal ones would all be rounded alike."""
+    cut(monkeypatch, 5, R)
+    start = 90 if packed else 0
+    arguments = {"cu_seqlens": (0, start, start + 1210)} if packed else {}
+    arrays = draw(op, rng, {"B": 1, "H": 1, "T": start + 1210, "K": 64, "V": 64}, dtype, "weak", gate_dtype)
+    keys, gates, growth = arrays[1], arrays[3], np.s_[:, :, start + 520 : start + 1080]
+    gates[...], gates[:, :, start + 480], gates[growth] = -0.01, -60, rng.uniform(0.1, 0.12, gates[growth].shape)
+    keys[:, :, start + 400 : start + 1080] = 0
+    found = results(op, arrays, EmulatedDevice() if every_card else hopper, None, True, **arguments)
+    assert_results(OPS[op], arrays, found, dtype, **arguments)
 
 
 def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):

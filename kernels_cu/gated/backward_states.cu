@@ -19,7 +19,9 @@
 //           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
-//           (FORGOTTEN_NATS) or less, and none of these is positive. The segment's decays are then stored as 0
+//           (FORGOTTEN_NATS) or less, and none of these is positive. The segment's decays are then stored as 0. If a
+//           number of the result does not hide what was left out, whatever grows later (hides_forgotten), the block
+//           walks once more, and leaves out nothing
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 //
@@ -139,10 +141,11 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
 }
 
 // Computes the states of one tile and direction, step by step. Backwards, steps are counted from the segment's end, and
-// S below is dS.
+// S below is dS. may_forget: whether a summary may leave out tokens. Returns whether all is done: false if it has left
+// out tokens that it must not.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
-__device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& work,
-                                     bool backwards) {
+__device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& work, bool backwards,
+                                     bool may_forget) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   constexpr int STAGES = ::STAGES<T, BV>;
@@ -202,13 +205,12 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     cp_async_commit();
   };
   int first_step = 0;
-  if (summarises && steps >= STEPS_WORTH_READING)
+  if (summarises && may_forget && steps >= STEPS_WORTH_READING)
     first_step = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();
     });
-  const float skipped_decay = first_step ? 0.f : 1.f;
-  float total_decay[2] = {skipped_decay, skipped_decay};  // over the segment, by octet
+  float total_decay[2] = {1.f, 1.f};  // over the steps from first_step on, by octet
   const int first_chunk = int(chunks_of(shape, work.sequence % shape.count).start);
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(first_step + step);
@@ -279,6 +281,17 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     }
   }
   cp_async_wait<0>();
+  if (first_step) {
+    bool hides = true;
+#pragma unroll
+    for (int n = 0; n < BV / 8; ++n)
+#pragma unroll
+      for (int x = 0; x < 4; ++x)
+        hides &= channel + 8 * (x >> 1) >= K || column + 8 * n + (x & 1) >= V ||
+                 hides_forgotten(S[n / 2][n % 2][x], total_decay[x >> 1]);
+    if (__syncthreads_or(!hides)) return false;  // all threads have read the last step
+    total_decay[0] = total_decay[1] = 0.f;
+  }
   float* to = nullptr;
   if (summarises) {
     to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state_size;
@@ -291,6 +304,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     to = args.dh0 + (sequence / P * shape.H + work.h) * state_size;
   }
   if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
+  return true;
 }
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g.
@@ -310,5 +324,6 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
   work.span = tokens_of(shape, work.sequence % shape.count);
   if (!args.chunk_states && work.sequence % args.P == (backwards ? 0 : args.P - 1))
     return;  // the last segment's summary is not used
-  walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards);
+  for (bool may_forget = true; !walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards, may_forget);)
+    may_forget = false;
 }

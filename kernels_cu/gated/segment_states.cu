@@ -10,8 +10,10 @@
 //           for every 16 of them. A step is STEP tokens; steps are counted from the segment's last one back, and so
 //           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
-// barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: the
-//           block stops if no gate read so far is above 0, and they sum to -48 (FORGOTTEN_NATS) or less in all channels
+// barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: whether
+//           no gate read so far is above 0, and they sum to -48 (FORGOTTEN_NATS) or less in all channels. If so,
+//           another vote: the block stops if each number of S hides what is left out, whatever grows later
+//           (hides_forgotten in tensor.cuh)
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
@@ -246,6 +248,18 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const bool first_lane = (threadIdx.x & 31) == 0;  // only this lane writes and reads `has_positive_gate`
   u32& has_positive_gate = s.has_positive_gate[threadIdx.x >> 5];
   if (first_lane) has_positive_gate = 0;
+  const auto hides_earlier_steps = [&] {  // whether this lane's numbers of S do
+    bool hides = true;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float decay = decay_of(later_gates[i >> 1]);
+      if (warp_channel + g + 8 * (i >> 1) < channels)
+#pragma unroll
+        for (int x = 0; x < BV / 8; ++x)
+          hides &= 8 * x + 2 * t + (i & 1) >= columns || hides_forgotten(S[x / 2][x % 2][i], decay);
+    }
+    return hides;
+  };
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
@@ -253,7 +267,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     const bool remembered =
         first_lane && has_positive_gate || !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
     // This step has been copied; the previous one, whose stage is filled next, has been read.
-    if (!__syncthreads_or(remembered)) break;
+    if (!__syncthreads_or(remembered) && !__syncthreads_or(!hides_earlier_steps())) break;
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
     const bool two_factors = __any_sync(0xffffffffu, later_gates[0] > LARGEST_SUM || later_gates[1] > LARGEST_SUM);

@@ -6,7 +6,8 @@
 //           the chunk and the segment's border, which is its end for S, its start for dS.
 //           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D C, until D is almost 0.
 //           dS, from the first chunk to the last: dS += scale sum_i D E_i q_i do_i^T, D <- D C.
-//           If gates are too far above 0, a second walk in the other direction, to the border:
+//           If gates are too far above 0, or S or dS does not hide what is left out, whatever grows later
+//           (hides_forgotten in tensor.cuh), a second walk in the other direction, to the border:
 //           S <- C S + sum_j L_j k_j v_j^T, or dS <- C dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: first S, then dS, with which each of
 //           the N segments starts in its direction; decays [2, N, H, K]. A sequence has P segments. The first one in a
@@ -155,7 +156,8 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
 // e^-48 (FORGOTTEN_NATS in tensor.cuh). A state that has decayed so far changes a later one by less than float32's
 // rounding, unless the early state was 4e13 times as large as the later one.
 constexpr float NEGLIGIBLE = 1.4251641e-21f;
-constexpr float LARGEST_DECAY = 0x1p60f;  // if a gate above 0 makes D larger, products may overflow
+constexpr float LEAST_FLOAT16_DECAY = 0x1p-86f;  // of D, for which float16 keys keep all digits: 2^-72 2^-14
+constexpr float LARGEST_DECAY = 0x1p60f;         // if a gate above 0 makes D larger, products may overflow
 
 // D, the decay between a chunk and the border, of this lane's two channels h: `decay` times `down`. `down` is a power
 // of 2, and registers hold S / down: float16 has no numbers as small as D, but holds keys times `decay`.
@@ -171,7 +173,7 @@ struct BorderDecay {
 // factor of 0 has the least exponent; if it is infinite or NaN, out_of_range is set, and S is not used.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const LaneChunk& outer_decays) {
-  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is below NEGLIGIBLE = 2^-69.2
+  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is below NEGLIGIBLE = 2^-69.2; see LEAST_FLOAT16_DECAY
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -191,8 +193,8 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_bo
 
 // Computes S (BACKWARDS: dS) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
 // decays: those of the lane's channels over the segment, 0 if chunks were left out. Sets out_of_range if gates are too
-// far above 0 for these products: S is not valid then. Returns how many chunks were used. channel: the lane's first
-// one, the other is 8 later.
+// far above 0 for these products, or if a number of S does not hide what was left out: S is not valid then. Returns how
+// many chunks were used. channel: the lane's first one, the other is 8 later.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& out_of_range,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
@@ -240,7 +242,17 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
   wgmma_fence_operand(S);
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= to_border.down[i >> 1 & 1];
-  for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : to_border.product(h);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float decay = to_border.product(h);
+    decays[h] = n < walk.chunks ? 0.f : decay;
+    float left_out = n < walk.chunks ? decay : 0.f;  // the largest decay of what is missing in S
+    if (IS_FLOAT16<T> && decay <= NEGLIGIBLE && decay > 0.f) left_out = fmaxf(decay, LEAST_FLOAT16_DECAY);
+    if (channel + 8 * h < args.shape.K)
+#pragma unroll
+      for (int i = 0; i < BV / 2; ++i)
+        out_of_range |= (i >> 1 & 1) == h && 8 * (i / 4) < args.shape.V && !hides_forgotten(S[i], left_out);
+  }
   for (int unused = n; unused < walk.copied(n); ++unused) walk.wait(unused);  // until no copies are under way
   return n;
 }

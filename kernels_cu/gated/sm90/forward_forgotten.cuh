@@ -3,7 +3,9 @@
 //           It adds up log gates from the last token backwards. Heads of most trained models forget within one or two
 //           thousand tokens. Shared and Args: forward_storage.cuh
 // math      the latest token from which on the log gates of every channel sum to FORGOTTEN_NATS (-48) or less, if no
-//           gate is above 0; all tokens before it are skipped
+//           gate is above 0; all tokens before it are skipped. If the segment's last token does not write to every
+//           number of the state, nothing is skipped: its writes hide what is forgotten, also where later gates let it
+//           grow
 // smem      `inputs` as boxes of gates, [CHUNK, BK] each; `operands` as sums of gates, [warp, channel]
 // barriers  mbarrier scan.loaded: a batch of gates is in `inputs`. Of the block, for every batch: sums are in shared
 //           memory, and gates have been read | a vote: whether a channel is not forgotten yet | if so, another
@@ -15,6 +17,20 @@
 //           of tokens are not searched: nothing is skipped
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
+
+// Whether a thread of the block finds that the segment's last token does not write to a number of the state. Every
+// thread looks at some of the token's numbers.
+template <int THREADS, typename T, typename G>
+__device__ __forceinline__ bool last_token_leaves_gaps(const Args<T, G>& args, const WorkTile& work) {
+  const Shape& shape = args.shape;
+  const i64 last = min(i64(work.start) + work.tokens, shape.T) - 1;  // work.tokens may be rounded up
+  const T* const key = args.k_rows.row(work.batch, work.head, last);
+  const T* const value = args.v_rows.row(work.batch, work.head, last);
+  bool gaps = false;
+  for (int i = threadIdx.x; i < shape.K; i += THREADS) gaps |= !writes_enough(to_float(key[i]));
+  for (int i = threadIdx.x; i < shape.V; i += THREADS) gaps |= !writes_enough(to_float(value[i]));
+  return gaps;
+}
 
 // Returns the first token that is not forgotten, counted from the segment's start, a multiple of CHUNK; 0 if nothing is
 // forgotten. Also 0 as soon as the mean of the gates read so far predicts that less than a quarter of the tokens are.
@@ -45,6 +61,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
     float sum = 0.f, largest_gate = 0.f;  // of channel `thread`'s gates; of the gates that this thread has read
     int stop = (work.tokens + CHUNK - 1) / CHUNK;  // the chunks that are not read yet: the first `stop` ones
     if (thread == 0 && stop) fetch(stop);
+    const bool gaps = stop && last_token_leaves_gaps<THREADS>(args, work);
     __syncwarp();  // else CUDA 13.0's assembler keeps thread 0 apart from its warp
     for (u32 batch = 0; stop; ++batch) {
       const int count = min(stop, BOXES);
@@ -76,10 +93,10 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       if (has_channel)
         for (int warp = 0; warp < WARPS; ++warp) sum += sums[warp][thread];
       const float tokens_read = float(work.tokens - stop * CHUNK);
-      const bool gives_up =
-          largest_gate > 0.f || has_channel && !(sum * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
-      const bool remembered =
-          named_barrier_any(VALUES_BARRIER, THREADS, largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
+      const bool gives_up = gaps || largest_gate > 0.f ||
+                            has_channel && !(sum * (work.tokens - work.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
+      const bool remembered = named_barrier_any(VALUES_BARRIER, THREADS,
+                                                gaps || largest_gate > 0.f || has_channel && !(sum <= FORGOTTEN_NATS));
       if (remembered && !named_barrier_any(VALUES_BARRIER, THREADS, gives_up)) continue;
       if (stop) mbarrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
       return remembered ? 0 : stop * CHUNK;
