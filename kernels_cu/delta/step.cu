@@ -13,7 +13,8 @@
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; the last axis of the state is contiguous
 //
-// A lane starts all loads of its part of the state before it reads the token: that hides the memory's latency.
+// A lane starts all loads of its part of the state before it reads the token, and reads all of the token before the
+// first barrier: that hides the memory's latency.
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -49,6 +50,7 @@ template <typename T, typename G, typename S> struct Args {
 template <class Rule, typename R, int BK> struct Shared {
   R q[BK], k[BK], a[Rule::own_erasure ? BK : 16 / sizeof(R)], b[Rule::own_erasure ? BK : 16 / sizeof(R)];
   R decays[Rule::channel_gates ? BK : 16 / sizeof(R)];
+  R v[STEP_COLUMNS];                     // of the block's columns
   R parts[STEP_WARPS][2][STEP_COLUMNS];  // the warps' parts, [0] of S'^T k (Dplr: S^T a), [1] of S'^T q
   TokenScalars<R> scalars;
 };
@@ -85,12 +87,28 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
         if (exists && column + i < columns_left) state[n].x[i] = from[i];
     }
   }
-  for (int c = threadIdx.x; c < BK; c += STEP_THREADS) {
-    const auto load = [&](const StridedRows<const T>& x) { return c < K ? R(widened(x.row(b, head, 0)[c])) : R(0); };
-    s.q[c] = load(args.q), s.k[c] = load(args.k);
-    if constexpr (Rule::own_erasure) s.a[c] = load(args.a), s.b[c] = load(args.b);
-    if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(widened(args.g.row(b, h, 0)[c])) : R(0));
+  // The token: first all of its loads, then what waits for them.
+  static_assert(BK <= STEP_THREADS && STEP_COLUMNS <= STEP_THREADS,
+                "a thread loads one channel and one column at most");
+  const int index = threadIdx.x;
+  const bool has_channel = index < K, has_column = index < STEP_COLUMNS && index < columns_left;
+  T q = {}, k = {}, own_a = {}, own_b = {}, v = {};
+  G gate = {}, strength = {};
+  if (has_channel) {
+    q = args.q.row(b, head, 0)[index], k = args.k.row(b, head, 0)[index];
+    if constexpr (Rule::own_erasure) own_a = args.a.row(b, head, 0)[index], own_b = args.b.row(b, head, 0)[index];
+    if constexpr (Rule::channel_gates) gate = args.g.row(b, h, 0)[index];
   }
+  if (has_column) v = args.v.row(b, h, 0)[first_column + index];
+  if constexpr (!Rule::channel_gates) gate = *args.g.row(b, h, 0);
+  if constexpr (!Rule::own_erasure) strength = *args.beta.row(b, h, 0);
+  const R own_decay = decay_of(R(widened(gate))), beta = widened(strength);
+  if (index < BK) {
+    s.q[index] = widened(q), s.k[index] = widened(k);
+    if constexpr (Rule::own_erasure) s.a[index] = widened(own_a), s.b[index] = widened(own_b);
+    if constexpr (Rule::channel_gates) s.decays[index] = own_decay;
+  }
+  if (index < STEP_COLUMNS) s.v[index] = widened(v);
   __syncthreads();  // the token is in shared memory
 
   if (warp == 0) {
@@ -107,8 +125,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
   }
   // Of the lane's columns, over its channels, then over the warp's: erased is S'^T k (Dplr: S^T a), read is S'^T q.
-  R decay = 1, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
-  if constexpr (!Rule::channel_gates) decay = decay_of(R(widened(*args.g.row(b, h, 0))));
+  R decay = own_decay, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
     const int c = first_channel + n * CHANNELS_AT_ONCE;
@@ -133,7 +150,6 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   __syncthreads();  // the parts and the token's scalars are in shared memory
 
   const TokenScalars<R>& scalars = s.scalars;
-  const R beta = Rule::own_erasure ? R(1) : R(widened(*args.beta.row(b, h, 0)));
   const auto sum_of_parts = [&](int which, int index) {
     R sum = 0;
 #pragma unroll
@@ -143,14 +159,14 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   // The number by which the token's k is multiplied when it is added to a column: v, or beta (v - S'^T k). `erased`:
   // the column's number of S'^T k (Dplr: not used).
   const auto written = [&](R erased, int index) {
-    const R v = widened(args.v.row(b, h, 0)[first_column + index]);
-    return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
+    return Rule::own_erasure ? s.v[index]
+                             : scalars.inverse_k_length * beta * (s.v[index] - scalars.inverse_k_length * erased);
   };
   R write[LANE_COLUMNS];  // `written` of each column; `erased` is now the sum over all channels
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
     erased[i] = sum_of_parts(0, column + i);
-    write[i] = column + i < columns_left ? written(erased[i], column + i) : R(0);
+    write[i] = written(erased[i], column + i);
   }
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
@@ -169,8 +185,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
     if (args.pieces && column < columns_left) *reinterpret_cast<Piece*>(to) = state[n];
   }
-  const int index = threadIdx.x;  // of a column
-  if (index < STEP_COLUMNS && index < columns_left) {
+  if (has_column) {
     const R p = sum_of_parts(0, index);
     R o = fma(scalars.q_dot_k, written(p, index), sum_of_parts(1, index));
     if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
