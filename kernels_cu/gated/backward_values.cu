@@ -30,6 +30,9 @@
 //   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32. In A border32 is
 //                      block (half_row, half_column), border16 block (quarter + 1, quarter)
 //   ChannelTokens      a tile [channel, token]; CHANNELS = 32
+//   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back
+//   state_tile_index, matrix_index  where a tile of dS begins, and one of its matrices of 8 x 8
+//   pair_of(lane), PAIRS  a pair of tokens of a sub-chunk, for score_of_pair (growth.cuh), and the number of pairs, 28
 //   blocks_with_room   blocks of a multiprocessor, at most the given ones, whose shared memory fits
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64
 #include "gated/backward_scores.cuh"

@@ -19,6 +19,10 @@
 //   WIDE = 128: channels of a tile; TILE_SIZE: its numbers, of CHUNK = 32 tokens; SCORES: numbers of a chunk's scores
 //   Share (forward_operands.cuh): a warp's span of 4 tokens, of which a lane has LANE_CHANNELS channels from
 //     coord.channel on; coord.row(i): its token i in the chunk
+//   load_gates, compute_span_decay, store_decay: a lane's gates, the decay over their span, its place in shared memory;
+//     any_gate_too_large: whether a gate is above GROWTH or NaN; make_operands: stores queries and keys, decayed
+//   copy_rows, fetch_gates: start copies, of rows and of a lane's gates; ..unaligned..: of rows that are not multiples
+//     of 16 bytes
 //   ScoreTask (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them,
 //     put_scores stores them in s.A
 #include "read_order.cuh"

@@ -18,7 +18,7 @@
 #include "product.cuh"
 
 // From the includes:
-//   wait_for_previous: the previous one has ended
+//   launch_next: the next kernel may start; wait_for_previous: until the previous kernel has ended
 //   Operand: a lane's numbers as tf32 numbers, split in two if EXACT
 
 constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;  // rows of a block, vectors, products of a launch

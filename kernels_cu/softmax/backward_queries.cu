@@ -26,6 +26,9 @@
 //   THREADS = 128, CHUNK_QUERIES = 64
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   slope_of_cap: 1 - tanh^2, from the weight
+//   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
+//   each_value, each_two_values: call f for a lane's numbers of one Fragment, of two
+//   needs_mask: whether one of the rows does not see one of the columns; mask_rows: sets those numbers
 //   piece_of: the address of 8 numbers of a tile's row
 
 constexpr int QUERIES = 128, KEYS = 32;

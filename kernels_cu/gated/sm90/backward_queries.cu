@@ -88,8 +88,8 @@ constexpr int SCORE_WARPS = 3;  // they compute dA
 // Schedule: OneEach or InTurn (states.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  ChunkPlaces<Schedule, FORWARDS, STAGES + 1>
-      places;        // InTurn: at(number): where a copied chunk lies; next(): finds it
+  // InTurn: at(number) is where a copied chunk lies; next() finds it.
+  ChunkPlaces<Schedule, FORWARDS, STAGES + 1> places;
   WorkTile segment;  // OneEach, RWKV-6: the block's
   MBarrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
 };

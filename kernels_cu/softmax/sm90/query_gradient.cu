@@ -20,7 +20,10 @@
 //   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
 //     0 at the end of the list; `diagonal`: the position of the first query among the keys; `statistics_chunk`: the
 //     tile's first chunk of ds; `ds_index`: the sequence's first key tile of 128 in ds_offsets
-//   Tile: panels of PANEL = 64 columns, swizzled
+//   prefetch_work, take_prefetched_work: copy the block's next Work ahead, and take it; start_tile_copy: copies a tile
+//   consume_and_produce: gives warpgroups their roles and registers; store_rows: stores a warp's 16 rows of dq
+//   RingPosition: a place in the ring of stages; mn_major_tile: wgmma's descriptor of a tile whose rows are summed over
+//   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
 constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
