@@ -9,7 +9,8 @@
 //           half and decayed from the border, the column is in the earlier half and decayed to it. A tile is [BT, BK]
 //           in shared memory, swizzled: place<BK>(tile, i, c) is the address of channel c of token i. float32 data are
 //           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh)
-// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). Pairs of one block are multiplied in
+// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2); squares of lengths are products of
+//           tokens as they are. Pairs of one block are multiplied in
 //           float32; the kernels decay the column token by token, as the recurrence does. Of 16-bit data, rows and
 //           columns of other pairs are rounded to float16, and so are keys decayed to the chunk's end. A decay is a
 //           product of the decays of the tokens in between, so that any gate is exact
@@ -20,9 +21,8 @@
 //   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; Word: two neighbouring numbers
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
-constexpr int BLOCK = 4;  // tokens of a block
-// Pairs of a block's tokens with j < i; with j <= i; and both.
-constexpr int PAIRS = BLOCK * (BLOCK - 1) / 2, PAIRS_WITH_SELF = PAIRS + BLOCK, PAIRS_OF_BOTH = PAIRS + PAIRS_WITH_SELF;
+constexpr int BLOCK = 4;              // tokens of a block
+constexpr int PAIRS = BLOCK * BLOCK;  // of a block's tokens: those with j <= i, and those with j < i
 constexpr int BLOCKS = BT / BLOCK, LEVELS = 3;
 
 // A thread's work: block `block` of 4 tokens from token `first` of the chunk on, and 4 channels from c on. lane: the
@@ -38,9 +38,12 @@ template <int BK> struct BlockTask {
   }
 };
 
-// x y, number by number; and sum += x . y.
+// x y, number by number; x . y; and sum += x . y.
 __device__ __forceinline__ float4 times(float4 x, float4 y) { return {x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w}; }
 __device__ __forceinline__ float4 times(float x, float4 y) { return {x * y.x, x * y.y, x * y.z, x * y.w}; }
+__device__ __forceinline__ float product(float4 x, float4 y) {
+  return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, x.w * y.w)));
+}
 __device__ __forceinline__ void add_product(float& sum, float4 x, float4 y) {
   sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
@@ -111,47 +114,83 @@ struct Lengths {
   }
 };
 
-// Sums each of 2 HALF numbers over 2 HALF neighbouring lanes. Lane l of these returns the sum of x[l]. In each step two
-// lanes that are HALF apart keep one half of the numbers each.
-template <int HALF> __device__ __forceinline__ float sum_each(const float* x) {
-  const bool upper = threadIdx.x & HALF;
-  float half[HALF];
+// The squared lengths of rows row + 0...7 of a tile, as products of the rows with themselves; `row` is a multiple of 8.
+// Lane 4 g + g / 2 returns that of row g.
+template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows(const T* tile, int row) {
+  const int lane = own_lane();
+  float d[2][4] = {};  // sums of every other 16 numbers
+  // With 16 rows a left operand has words of rows g and g + 8; here the latter's are any, and so are their products.
+  if constexpr (sizeof(T) == 4) {
+    const RowsReader<COLS, T> reader;
 #pragma unroll
-  for (int n = 0; n < HALF; ++n)
-    half[n] = (upper ? x[n + HALF] : x[n]) + __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], HALF);
-  if constexpr (HALF == 1) return half[0];
-  else return sum_each<HALF / 2>(half);
+    for (int c = 0; c < COLS; c += 32) {
+      Word<T> r[4];
+      reader.load(r, tile, row, c);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        mma_m16n8k16(d[n], {r[2 * n], r[2 * n], r[2 * n + 1], r[2 * n + 1]}, {r[2 * n], r[2 * n + 1]}, T{});
+    }
+  } else {
+    const Reader<COLS, T> reader(lane & 7, (lane + 8) >> 4 & 1);  // pieces 0, 1, 1, 0 of the rows
+#pragma unroll
+    for (int c = 0; c < COLS; c += 16) {
+      u32 r[4];
+      ldmatrix_x4(r, reader.at(tile, row, c));
+      mma_m16n8k16(d[c / 16 % 2], r, {r[0], r[1]}, T{});
+    }
+  }
+  return lane & 4 ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
 }
 
-// COUNT sums over a block's channels, that is, over its LANES lanes, each of which gives its terms of all sums. A lane
-// then holds LANE_SUMS of them: those with numbers lane, lane + LANES, and so on.
-template <int BK, int COUNT> struct SumsOfLanes {
-  static constexpr int LANES = BlockTask<BK>::LANES, LANE_SUMS = (COUNT + LANES - 1) / LANES;
-  float x[LANE_SUMS];
-
-  __device__ __forceinline__ SumsOfLanes(const float (&terms)[LANE_SUMS * LANES]) {
+// Sets the lengths of the tokens of the warp's blocks in each of the tiles.
+template <int BK, int TILES, typename T>
+__device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES],
+                                            bool normalized) {
+  const BlockTask<BK> task;
+  // A lane has row g of one of the tiles, whose sum is in the lane with another t.
+  const int lane = own_lane(), g = lane >> 2, own_tile = (lane & 3) ^ g >> 1, row = task.first & ~7, i = row + g;
+  float squares = 0.f;
 #pragma unroll
-    for (int n = 0; n < LANE_SUMS; ++n) x[n] = sum_each<LANES / 2>(terms + n * LANES);
+  for (int n = 0; n < TILES; ++n) {
+    const float sum = __shfl_xor_sync(0xffffffffu, squares_of_rows<BK>(tiles[n], row), n);
+    if (n == own_tile) squares = sum;
   }
-  // Calls f(number of a sum, the sum) for the lane's sums.
-  template <class F> __device__ __forceinline__ void each(F f) const {
+  // A warp with one block has half of the rows.
+  if (own_tile < TILES && (task.LANES < 32 || i / BLOCK == task.block)) lengths[own_tile].set(i, squares, normalized);
+  __syncwarp();
+}
+
+// The sums over LANES neighbouring lanes, 16 or 32, of each of PAIRS numbers, which are added one after the other.
+// After the last one lane l holds `sum` of number l % 16. In each step two lanes keep one of two numbers each.
+template <int LANES> struct SumsOfPairs {
+  float waiting[4], sum;  // waiting[s]: for the next number with as many steps behind it
+  int count = 0;
+
+  __device__ __forceinline__ void add(float x) {
+    const int number = count++;
 #pragma unroll
-    for (int n = 0; n < LANE_SUMS; ++n) f(n * LANES + BlockTask<BK>().lane, x[n]);
+    for (int step = 0; step < 4; ++step) {
+      if (!(number >> step & 1)) {
+        waiting[step] = x;
+        return;
+      }
+      const bool upper = threadIdx.x >> step & 1;
+      const float before = waiting[step];
+      x = (upper ? x : before) + __shfl_xor_sync(0xffffffffu, upper ? before : x, 1 << step);
+    }
+    sum = LANES == 32 ? x + __shfl_xor_sync(0xffffffffu, x, 16) : x;
   }
 };
 
-// The pair (i, j) of a block's tokens with number n: first the PAIRS_WITH_SELF pairs with j <= i, then the PAIRS with j
-// < i (strict). with_self(i, j) and before(i, j) are the numbers of a pair of either sort.
+// The pair (i, j) of a block's tokens with number n of PAIRS: for each i, for each j <= i, that pair and, if j < i, the
+// same as a strict one.
 struct PairOfBlock {
   bool strict;
   int i, j;
-  __device__ __forceinline__ PairOfBlock(int n) : strict(n >= PAIRS_WITH_SELF) {
-    n -= strict ? PAIRS_WITH_SELF : 0;
-    const int row = (n >= 1) + (n >= 3) + (n >= 6);
-    i = row + strict, j = n - row * (row + 1) / 2;
+  __device__ __forceinline__ PairOfBlock(int n) {
+    i = (n >= 1) + (n >= 4) + (n >= 9), n -= i * i;
+    strict = n & 1, j = n / 2;
   }
-  static constexpr int with_self(int i, int j) { return i * (i + 1) / 2 + j; }
-  static constexpr int before(int i, int j) { return PAIRS_WITH_SELF + i * (i - 1) / 2 + j; }
 };
 
 // ---- decays ---------------------------------------------------------------------------------------------------------
@@ -230,9 +269,9 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-// A lower triangle X [BT, BT], of which a warp has two blocks [16, 16] on the diagonal and the one below. diagonal[i]
-// is number (16 (lane / 16) + i, lane). below: of the block's transpose, as products leave it: with g = lane / 4 and t
-// = lane % 4 below[across][2 down + p] is number (16 + 8 across + 2t + p, g + 8 down).
+// A lower triangle X [BT, BT], of which a warp has two blocks [16, 16] on the diagonal and the one below. Number i of
+// `diagonal` is X at (16 (lane / 16) + i, lane). below: of the block's transpose, as products leave it: with g = lane /
+// 4 and t = lane % 4 below[across][2 down + p] is X at (16 + 8 across + 2t + p, g + 8 down).
 struct Triangle {
   float diagonal[16], below[2][4];
 };
@@ -243,11 +282,11 @@ __device__ __forceinline__ Triangle identity() {
   return x;
 }
 
-// x <- N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. In blocks
-// such as X21, 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward substitution, in float32; X21 is
-// N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two blocks are stored transposed: X11 in
-// `room`, where the caller may store the result, and N22 above M's diagonal. inverts: x is the identity, so that X22 is
-// N22; otherwise another warp stores N22. `wait` waits until both are stored.
+// x <- N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. Index 1:
+// the first 16 tokens, 2: the others. X11 and X22 come from forward substitution, in float32; X21 is N22 (x21 +
+// diag(weight) M21 X11), products of `single`. Blocks are stored transposed for these: X11 in `room`, where the caller
+// may store the result, N22 above M's diagonal. inverts: x is the identity, so that X22 is N22; otherwise another warp
+// stores N22. `wait` waits until both are stored.
 constexpr bool INVERTS = true;
 template <typename T, class Wait>
 __device__ __forceinline__ void solve(Triangle& x, float (&M)[BT][LD], const float (&weight)[BT], Matrix<T>& room,

@@ -32,15 +32,12 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
-//   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
-//     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   Lengths: powers of 2 and lengths of tokens; each_border, store_level: decayed rows and columns for borders between
+//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over a block's threads; PairOfBlock: the numbers of
+//     its pairs; each_border, store_level: decayed rows and columns for borders between
 //     blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve: multiplies it by an
 //     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
-//   PAIRS_OF_BOTH: how many pairs of a block have j < i, or j <= i; PairOfBlock: their numbers
-//   SumsOfLanes: sums over channels; each(f) calls f(number, sum) in the lane that has the sum
 //   LANES: threads of a block of tokens
 
 template <typename T, typename G> struct Args {
@@ -92,36 +89,41 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float beta[BT], weight[BT];  // weight: -beta p^2
 };
 
-// The sums over channels of a block of 4 tokens: scores within the block, numbered by PairOfBlock (j <= i: of queries,
-// strict: of keys); then the squared lengths of its keys, and of its queries. sum_block returns them, each in one of
-// the block's lanes (SumsOfLanes), of tokens as they are: neither normalized nor divided by powers of 2. It sets
-// `decays` and `keys` to the thread's 4 tokens and 4 channels.
-constexpr int SQUARES = PAIRS_OF_BOTH, SUMS = SQUARES + 2 * BLOCK;
+// A block of 4 tokens: what a thread has of it in its 4 channels. keys and queries are decayed from the block's start
+// through their token, keys_to_end from after their token to the block's end; `decay` is that over the block.
+struct BlockOfTokens {
+  float4 keys[BLOCK], queries[BLOCK], keys_to_end[BLOCK], decay;
+  float largest;  // of the tokens' decays
+};
 
+// Reads a block of tokens, and multiplies them by their lengths' factors. Returns the scores of pairs within the block
+// (PairOfBlock): of queries, and of keys if strict.
 template <int BK, typename T, typename G>
-__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g, float4 (&decays)[BLOCK],
-                                                           float4 (&keys)[BLOCK]) {
+__device__ __forceinline__ float read_block(BlockOfTokens& block, const T* q, const T* k, const G* g,
+                                            const Lengths (&lengths)[2]) {
   const BlockTask<BK> task;
-  float sums[SumsOfLanes<BK, SUMS>::LANE_SUMS * task.LANES] = {};
-  float4 decayed[BLOCK];  // keys of the block, decayed to token i
+  SumsOfPairs<task.LANES> scores;
+  block.decay = {1.f, 1.f, 1.f, 1.f}, block.largest = 0.f;
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {
-    const float4 query = unpack_four(task.at(q, i)), key = keys[i] = unpack_four(task.at(k, i));
-    decays[i] = decays_at(task.at(g, i));
+    const float4 query = times(lengths[OF_Q].factor[task.first + i], unpack_four(task.at(q, i)));
+    const float4 key = times(lengths[OF_K].factor[task.first + i], unpack_four(task.at(k, i)));
+    const float4 decay = decays_at(task.at(g, i));
+    block.largest = largest_of(block.largest, decay), block.decay = times(block.decay, decay);
+    block.keys[i] = times(block.decay, key), block.queries[i] = times(block.decay, query);
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
-      decayed[j] = j == i ? key : times(decayed[j], decays[i]);
-      add_product(sums[PairOfBlock::with_self(i, j)], query, decayed[j]);
-      if (j < i) add_product(sums[PairOfBlock::before(i, j)], key, decayed[j]);
+      float4& decayed = block.keys_to_end[j];  // to token i
+      decayed = j == i ? key : times(decayed, decay);
+      scores.add(product(query, decayed));
+      if (j < i) scores.add(product(key, decayed));
     }
-    add_product(sums[SQUARES + BLOCK * OF_K + i], key, key),
-        add_product(sums[SQUARES + BLOCK * OF_Q + i], query, query);
   }
-  return sums;
+  return scores.sum;
 }
 
-// By the launch bounds a multiprocessor has registers for 768 threads (80 a thread), that is, for 384 / BK blocks; or
-// for as many blocks as its shared memory holds, if these are fewer.
+// Launch bounds: blocks have 2 BK threads, so that registers are for 768 threads of a multiprocessor (80 a thread), and
+// for fewer blocks if shared memory has room for fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
     delta_channel_prepare(const Args<T, G> args) {
@@ -154,32 +156,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncthreads();  // inputs have arrived
 
   const BlockTask<BK> task;
-  float4 decays[BLOCK], keys[BLOCK];
-  const auto sums = sum_block<BK>(s.q, s.k, s.g, decays, keys);
-  sums.each([&](int n, float sum) {
-    n -= SQUARES;
-    if (n >= 0 && n < 2 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, args.normalized);
-  });
-  __syncwarp();  // lengths of the block's tokens are in shared memory
-  // queries and, from here on, keys are decayed from the block's start; keys_to_end: keys decayed to its end.
-  float4 queries[BLOCK], keys_to_end[BLOCK];
-  {
-    float4 since = {1.f, 1.f, 1.f, 1.f};
-#pragma unroll
-    for (int n = BLOCK - 1; n >= 0; --n) {
-      keys[n] = times(k_lengths.factor[task.first + n], keys[n]);
-      keys_to_end[n] = times(since, keys[n]), since = times(since, decays[n]);
-    }
-    since = {1.f, 1.f, 1.f, 1.f};
-#pragma unroll
-    for (int n = 0; n < BLOCK; ++n) {
-      since = times(since, decays[n]), keys[n] = times(since, keys[n]);
-      const float4 query = unpack_four(task.at(s.q, n));
-      queries[n] = times(since, times(q_lengths.factor[task.first + n], query));
-    }
-    *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
-  }
-  if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+  set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized);
+  BlockOfTokens block;
+  const float score = read_block<BK>(block, s.q, s.k, s.g, s.lengths);
+  *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
+  if (__syncthreads_or(block.largest > GROWTH)) {  // decays of blocks are in shared memory; inputs may be overwritten
     // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
     prepare_by_tokens<WRITES_ONCE, GRADIENT, BK>(to, s.q, s.k, s.k, s.k, s.g, s.lengths, s.beta, s.M,
                                                  float(args.w_scale));
@@ -192,29 +173,27 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   each_border<BK>(
       s.block_decays, task, before, after,
       [&](int level, float4 decay) {
-        store_level<2>(s.rows[level], level, OF_K, task, keys, decay);
-        store_level<2>(s.rows[level], level, OF_Q, task, queries, decay);
+        store_level<2>(s.rows[level], level, OF_K, task, block.keys, decay);
+        store_level<2>(s.rows[level], level, OF_Q, task, block.queries, decay);
       },
-      [&](int level, float4 decay) { store_level<1>(s.keys[level], level, 0, task, keys_to_end, decay); });
+      [&](int level, float4 decay) { store_level<1>(s.keys[level], level, 0, task, block.keys_to_end, decay); });
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const int i = task.first + n;
-    const float4 key = times(-k_lengths.power[i], times(before, keys[n]));
+    const float4 key = times(-k_lengths.power[i], times(before, block.keys[n]));
     put_four(task.at(s.E, n), key), put_four(task.at(to.E, n), key);
-    put_four(task.at(s.ke, n), times(after, keys_to_end[n]));
-    queries[n] = times(before, queries[n]);
+    put_four(task.at(s.ke, n), times(after, block.keys_to_end[n]));
+    block.queries[n] = times(before, block.queries[n]);
   }
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   __syncwarp();  // zeros of the block's rows of A are in shared memory
-  sums.each([&](int n, float sum) {
-    if (n >= SQUARES) return;
-    const PairOfBlock pair(n);
+  if (task.lane < PAIRS) {
+    const PairOfBlock pair(task.lane);
     const int i = task.first + pair.i, j = task.first + pair.j;
-    const float score = s.lengths[pair.strict ? OF_K : OF_Q].factor[i] * k_lengths.factor[j] * sum;
     if (pair.strict) s.M[i][j] = score;
     else put_split(s.A.at(i, j), score);
-  });
+  }
   __syncthreads();  // decayed queries and keys are in shared memory
 
   // The scores of two blocks, in 8 tasks; a warp takes every (THREADS / 32)-th.
@@ -226,7 +205,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     });
   __syncthreads();  // M' and A' are in shared memory; their operands have been read, and qd may overwrite them
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = queries[n];
+  for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = block.queries[n];
   // One warp inverts. Which one depends on the block, since each quarter of a multiprocessor runs every fourth warp.
   if (threadIdx.x / 32 == blockIdx.x % (THREADS / 32)) {
     Triangle N = identity();

@@ -41,12 +41,12 @@
 //   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
 //     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   Lengths: powers of 2 and lengths of tokens; each_border: calls a function for each level's border, with the decay
+//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over a block's threads; PairOfBlock: the numbers of
+//     its pairs; each_border: calls a function for each level's border, with the decay
 //     between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders: scores of
 //     rows after a border with columns before it; Triangle: a warp's lower triangle; solve: multiplies it by an
 //     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
-//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`; PAIRS_OF_BOTH: pairs
-//     of a block with j < i and with j <= i
+//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, a, b;
@@ -109,37 +109,44 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float matrix_powers[2];  // of L' and of N': the largest power of 4 that the matrix's largest number is not below
 };
 
-// The sums over channels of a block of 4 tokens: scores within the block with k, then with b, numbered by PairOfBlock
-// (j <= i: of q, strict: of a); then the squared lengths of its q, a, k and b. sum_block returns them, each in one of
-// the block's lanes (SumsOfLanes), of tokens that are not divided by powers of 2 yet. It sets `decays` to the thread's
-// 4 tokens and 4 channels.
-constexpr int SQUARES = 2 * PAIRS_OF_BOTH, SUMS = SQUARES + 4 * BLOCK;
+// A block of 4 tokens: what a thread has of it in its 4 channels. `rows` are decayed from the block's start, q through
+// its token, a through the one before; `to_end` are columns decayed from after their token to the block's end; `decay`
+// is that over the block. scores: of pairs within the block (PairOfBlock), with k and with b: of q, and of a if strict.
+struct BlockOfTokens {
+  float4 rows[2][BLOCK], to_end[2][BLOCK], decay;
+  float largest;  // of the tokens' decays
+  float scores[2];
 
-template <typename T, typename G, int BK>
-__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s, float4 (&decays)[BLOCK]) {
-  const BlockTask<BK> task;
-  float sums[SumsOfLanes<BK, SUMS>::LANE_SUMS * task.LANES] = {};
-  float4 columns[2][BLOCK];  // k and b of the block, decayed to token i
+  // Reads the block, and multiplies its tokens by their lengths' factors.
+  template <typename T, typename G, int BK> __device__ __forceinline__ BlockOfTokens(const Shared<T, G, BK>& s) {
+    const BlockTask<BK> task;
+    SumsOfPairs<task.LANES> sums[2];
+    decay = {1.f, 1.f, 1.f, 1.f}, largest = 0.f;
 #pragma unroll
-  for (int i = 0; i < BLOCK; ++i) {
-    const float4 q = unpack_four(task.at(s.q, i)), a = unpack_four(task.at(s.a, i));
-    decays[i] = decays_at(task.at(s.g, i));
-    add_product(sums[SQUARES + BLOCK * OF_Q + i], q, q), add_product(sums[SQUARES + BLOCK * OF_A + i], a, a);
+    for (int i = 0; i < BLOCK; ++i) {
+      const auto token = [&](Kind kind, const T* tile) {
+        return times(s.lengths[kind].factor[task.first + i], unpack_four(task.at(tile, i)));
+      };
+      const float4 q = token(OF_Q, s.q), a = token(OF_A, s.a), own = decays_at(task.at(s.g, i));
+      rows[OF_A][i] = times(decay, a);
+      largest = largest_of(largest, own), decay = times(decay, own);
+      rows[OF_Q][i] = times(decay, q);
 #pragma unroll
-    for (int kind = 0; kind < 2; ++kind) {
-      float* const scores = sums + PAIRS_OF_BOTH * kind;
-      const float4 own = columns[kind][i] = unpack_four(task.at(s.columns[kind], i));
-      add_product(sums[SQUARES + BLOCK * (WITH_K + kind) + i], own, own);
+      for (int kind = 0; kind < 2; ++kind) {
+        to_end[kind][i] = token(kind ? WITH_B : WITH_K, s.columns[kind]);
 #pragma unroll
-      for (int j = 0; j <= i; ++j) {
-        float4& x = columns[kind][j];
-        if (j < i) add_product(scores[PairOfBlock::before(i, j)], a, x), x = times(x, decays[i]);
-        add_product(scores[PairOfBlock::with_self(i, j)], q, x);
+        for (int j = 0; j <= i; ++j) {
+          float4& column = to_end[kind][j];
+          const float score = product(a, column);  // without the own decay of a
+          if (j < i) column = times(column, own);
+          sums[kind].add(product(q, column));
+          if (j < i) sums[kind].add(score);
+        }
       }
     }
+    scores[0] = sums[0].sum, scores[1] = sums[1].sum;
   }
-  return sums;
-}
+};
 
 // Launch bounds: blocks have 2 BK threads, so that registers are for 512 threads of a multiprocessor (128 a thread),
 // and for fewer blocks if shared memory has room for fewer.
@@ -171,40 +178,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // inputs have arrived
 
   const BlockTask<BK> task;
-  float4 decays[BLOCK];
-  const auto sums = sum_block(s, decays);
   constexpr bool normalized = false;  // queries and keys are not divided by their lengths
-  sums.each([&](int n, float sum) {
-    n -= SQUARES;
-    if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, normalized);
-  });
-  __syncwarp();                                        // lengths of the block's tokens are in shared memory
-  float4 rows_from_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
-  {
-    const float4 one = {1.f, 1.f, 1.f, 1.f};
-    float4 since = one;
-#pragma unroll
-    for (int n = BLOCK - 1; n >= 0; --n) {
-#pragma unroll
-      for (int kind = 0; kind < 2; ++kind) {
-        const float4 x = unpack_four(task.at(s.columns[kind], n));
-        to_end[kind][n] = times(since, times(column_lengths[kind].factor[task.first + n], x));
-      }
-      since = times(since, decays[n]);
-    }
-    since = one;
-#pragma unroll
-    for (int n = 0; n < BLOCK; ++n) {
-      const float4 a = unpack_four(task.at(s.a, n)), q = unpack_four(task.at(s.q, n));
-      rows_from_start[OF_A][n] = times(since, times(a_lengths.factor[task.first + n], a));
-      since = times(since, decays[n]);
-      rows_from_start[OF_Q][n] = times(since, times(q_lengths.factor[task.first + n], q));
-    }
-    *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
-  }
+  set_lengths<BK>(s.lengths, {s.q, s.a, s.columns[0], s.columns[1]}, normalized);
+  BlockOfTokens block(s);
+  *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
   if constexpr (GRADIENT)
     if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
-  if (__syncthreads_or(grows(decays))) {  // decays of blocks are in shared memory; inputs may be overwritten
+  if (__syncthreads_or(block.largest > GROWTH)) {  // decays of blocks are in shared memory; inputs may be overwritten
     // A decay is above GROWTH (growing_chunk.cuh): float16 might not hold decayed tokens. Stores all of `to` but beta,
     // from the inputs, which are in shared memory still.
     const float* const betas = nullptr;  // RWKV-7 has none
@@ -219,17 +199,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   each_border<BK>(
       s.block_decays, task, before, after,
       [&](int level, float4 decay) {
-        store_level<2>(s.rows[level], level, OF_Q, task, rows_from_start[OF_Q], decay);
-        store_level<2>(s.rows[level], level, OF_A, task, rows_from_start[OF_A], decay);
+        store_level<2>(s.rows[level], level, OF_Q, task, block.rows[OF_Q], decay);
+        store_level<2>(s.rows[level], level, OF_A, task, block.rows[OF_A], decay);
       },
-      [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[0], decay); });
+      [&](int level, float4 decay) {
+        store_level<1>(s.decayed_columns[level], level, 0, task, block.to_end[0], decay);
+      });
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
-    const float4 a = times(a_lengths.power[task.first + n], times(before, rows_from_start[OF_A][n]));
+    const float4 a = times(a_lengths.power[task.first + n], times(before, block.rows[OF_A][n]));
     put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
-    rows_from_start[OF_Q][n] = times(before, rows_from_start[OF_Q][n]);
+    block.rows[OF_Q][n] = times(before, block.rows[OF_Q][n]);
 #pragma unroll
-    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, to_end[kind][n]));
+    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, block.to_end[kind][n]));
   }
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
@@ -244,17 +226,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // scores with k are in shared memory; decayed b may overwrite decayed k
   each_border<BK>(
       s.block_decays, task, before, after, [](int, float4) {},
-      [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[1], decay); });
+      [&](int level, float4 decay) {
+        store_level<1>(s.decayed_columns[level], level, 0, task, block.to_end[1], decay);
+      });
   __syncthreads();  // decayed b is in shared memory; decays of blocks have been read
-  sums.each([&](int n, float sum) {
-    if (n >= SQUARES) return;
-    const int kind = n / PAIRS_OF_BOTH;
-    const PairOfBlock pair(n % PAIRS_OF_BOTH);
+  const auto put_score = [&](int kind, float x) {
+    const PairOfBlock pair(task.lane % PAIRS);
     const int i = task.first + pair.i, j = task.first + pair.j;
-    sum *= s.lengths[pair.strict ? OF_A : OF_Q].factor[i] * column_lengths[kind].factor[j];
-    if (kind && !pair.strict) put_split(s.QB.at(i, j), sum);
-    else (kind ? s.AB : pair.strict ? s.AK : s.QK)[i][j] = sum;
-  });
+    if (kind && !pair.strict) put_split(s.QB.at(i, j), x);
+    else (kind ? s.AB : pair.strict ? s.AK : s.QK)[i][j] = x;
+  };
+  // Lanes 0 to 15 have the same scores as lanes 16 to 31, if these are of the same block.
+  if (task.LANES == 32) put_score(task.lane / PAIRS, task.lane < PAIRS ? block.scores[0] : block.scores[1]);
+  else put_score(0, block.scores[0]), put_score(1, block.scores[1]);
   score([&](int i, int j, float2 q_scores, float2 a_scores) {
     put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
     *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;
@@ -263,7 +247,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n)
-    *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = rows_from_start[OF_Q][n];
+    *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = block.rows[OF_Q][n];
   constexpr int INVERSE_BARRIER = 1;  // a named barrier
   // A warp makes L' (kind 0), the next one N' (1). Which ones depends on the block, since each quarter of a
   // multiprocessor runs every fourth warp.

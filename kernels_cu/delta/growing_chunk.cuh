@@ -39,12 +39,9 @@
 // 2696 over a chunk of 32 tokens: to less than float16's largest number, 65504.
 constexpr float GROWTH = 1.28f;
 
-// Whether one of a thread's decays, of 4 tokens and 4 channels, is above GROWTH. fmaxf passes over a NaN: it is not.
-__device__ __forceinline__ bool grows(const float4 (&decays)[BLOCK]) {
-  float largest = 0.f;
-#pragma unroll
-  for (const float4& x : decays) largest = fmaxf(largest, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-  return largest > GROWTH;
+// The largest of these; a NaN is passed over.
+__device__ __forceinline__ float largest_of(float largest, float4 decays) {
+  return fmaxf(fmaxf(largest, fmaxf(decays.x, decays.y)), fmaxf(decays.z, decays.w));
 }
 
 // Prepares the chunk whose tokens are in the tiles q, k, a, b, g [BT, BK] (`place`), in shared memory, zeros past the
