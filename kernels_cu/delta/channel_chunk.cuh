@@ -247,24 +247,26 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for this lane's scores of token i with
 // tokens j and j + 1 that are computed by way of borders. rows, columns: by level as store_level has stored them, of
-// two kinds of rows and of one of columns. task: 0 to 7, products of 8 tokens of two kinds of rows (`left`: the first
-// or last 8 of the tile's 16) with 8 columns (`right`): of levels 0 and 1 two each, of level 2 four. Of d a lane has
-// row lane / 4 of each kind, and columns 2 (lane % 4) and the next.
-template <int BK, typename X, class F>
+// two kinds of rows and of one of columns. In 8 tasks, which the warps share: products of 8 tokens of two kinds of rows
+// (`left`: the first or last 8 of the tile's 16) with 8 columns (`right`), of levels 0 and 1 two each, of level 2 four.
+// Of d a lane has row lane / 4 of each kind, and columns 2 (lane % 4) and the next.
+template <int BK, int THREADS, typename X, class F>
 __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], const X (&columns)[LEVELS][BT / 2 * BK],
-                                              int task, F f) {
-  const int lane = own_lane(), g = lane >> 2, t = lane & 3, level = min(task / 2, LEVELS - 1);
-  const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
-  float d[2][4] = {};
-  multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);
-  // The tile's rows are tokens 4 to 7 (level 0) of each 8, 8 to 15 (level 1) of each 16, or 16 to 31 (level 2); its
-  // columns are the tokens before these.
-  int i = 16 * left + 8 + g, j = 16 * right + 2 * t;
-  if (level == 0) i = 16 * left + (g >> 2) * 8 + 4 + (g & 3), j = 16 * right + (t >> 1) * 8 + (t & 1) * 2;
-  if (level == LEVELS - 1) i = 16 + 8 * left + g, j = 8 * right + 2 * t;
-  if (level || g >> 2 == t >> 1)  // otherwise the row and the columns belong to different borders
-    // multiply_rows leaves each score as the sum of d[0] and d[1].
-    f(i, j, float2{d[0][0] + d[1][0], d[0][1] + d[1][1]}, float2{d[0][2] + d[1][2], d[0][3] + d[1][3]});
+                                              F f) {
+  const int lane = own_lane();
+#pragma unroll
+  for (int n = 0; n < 8; n += THREADS / 32) {
+    const int task = n + int(threadIdx.x >> 5), level = n >= 4 ? LEVELS - 1 : min(task / 2, LEVELS - 1);
+    const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
+    float d[2][4] = {};
+    multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);
+    // A tile has every other `half` tokens: rows those after a border, columns those before it.
+    const int half = BLOCK << level, row = 8 * left + (lane >> 2), column = 8 * right + 2 * (lane & 3);
+    if ((row ^ column) < half)  // otherwise they belong to different borders
+      // multiply_rows leaves each score as the sum of d[0] and d[1].
+      f(2 * row - (row & half - 1) + half, 2 * column - (column & half - 1),
+        float2{d[0][0] + d[1][0], d[0][1] + d[1][1]}, float2{d[0][2] + d[1][2], d[0][3] + d[1][3]});
+  }
 }
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
@@ -411,46 +413,61 @@ __device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float 
 
 // Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products [BT, BT], also above the
 // diagonal, where they are 0; j is even. X and all Y are lower triangles; `transposed`: the transposes of Y. T: the
-// type of operands; a float matrix X is split here. A warp has 16 rows by 8 columns at a time. Of the four products of
+// type of operands; a float matrix X is split here. A warp's tasks are 16 rows by 8 columns each. Of the four products of
 // two sums of two, that of both errors is left out.
 template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
+  constexpr int WARPS = THREADS / 32, TOGETHER = WARPS < 8 ? 8 / WARPS : 1;  // tasks of the same columns
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < 8; task += THREADS / 32) {
-    const int row = task / 4 * 16, column = task % 4 * 8;
+  for (int task = threadIdx.x >> 5; task < 8; task += WARPS * TOGETHER) {
+    const int column = task % 4 * 8;
     const int from = (lane >> 4) * Matrix<T>::REST + (column + (lane & 7)) * Matrix<T>::LDA + (lane >> 3 & 1) * 8;
-    float d[sizeof...(Y)][4] = {};
 #pragma unroll
-    for (int token = 0; token < BT; token += 16) {
-      if (token > row || token + 15 < column) continue;
-      Word<T> a[Matrix<T>::NUMBERS][4];
-      load_left<T>(a, x, row, token);
-      int n = 0;
-      const auto multiply = [&](const Matrix<T>& y) {
-        if constexpr (sizeof(T) == 4) {
-          const T* pair = y.x + (column + g) * y.LDA + token + 2 * t;
-          mma_m16n8k16(d[n], a[0], {unpack_pair(pair), unpack_pair(pair + 8)}, T{});
-        } else {
-          u32 b[4];
-          ldmatrix_x4(b, y.x + from + token);
-          mma_m16n8k16(d[n], a[1], {b[0], b[1]}, T{});
-          mma_m16n8k16(d[n], a[0], {b[2], b[3]}, T{});
-          mma_m16n8k16(d[n], a[0], {b[0], b[1]}, T{});
-        }
-        ++n;
-      };
-      (multiply(transposed), ...);
-    }
+    for (int n = 0; n < TOGETHER; ++n) {
+      const int row = TOGETHER > 1 ? 16 * n : task / 4 * 16;
+      float d[sizeof...(Y)][4] = {};
 #pragma unroll
-    for (int down = 0; down < 2; ++down) {
-      float2 sums[sizeof...(Y)];
+      for (int token = 0; token < BT; token += 16) {
+        if (token > row || token + 15 < column) continue;
+        Word<T> a[Matrix<T>::NUMBERS][4];
+        load_left<T>(a, x, row, token);
+        int n = 0;
+        const auto multiply = [&](const Matrix<T>& y) {
+          if constexpr (sizeof(T) == 4) {
+            const T* pair = y.x + (column + g) * y.LDA + token + 2 * t;
+            mma_m16n8k16(d[n], a[0], {unpack_pair(pair), unpack_pair(pair + 8)}, T{});
+          } else {
+            u32 b[4];
+            ldmatrix_x4(b, y.x + from + token);
+            mma_m16n8k16(d[n], a[1], {b[0], b[1]}, T{});
+            mma_m16n8k16(d[n], a[0], {b[2], b[3]}, T{});
+            mma_m16n8k16(d[n], a[0], {b[0], b[1]}, T{});
+          }
+          ++n;
+        };
+        (multiply(transposed), ...);
+      }
 #pragma unroll
-      for (int n = 0; n < int(sizeof...(Y)); ++n) sums[n] = {d[n][2 * down], d[n][2 * down + 1]};
-      f(row + g + 8 * down, column + 2 * t, sums);
+      for (int down = 0; down < 2; ++down) {
+        float2 sums[sizeof...(Y)];
+#pragma unroll
+        for (int n = 0; n < int(sizeof...(Y)); ++n) sums[n] = {d[n][2 * down], d[n][2 * down + 1]};
+        f(row + g + 8 * down, column + 2 * t, sums);
+      }
     }
   }
 }
+
+// f(i) of the lane's four rows i in Accumulators: x[m][down] is that of row 16 m + 8 down + lane / 4.
+struct RowNumbers {
+  float x[BT / 16][2];
+  template <class F> __device__ __forceinline__ explicit RowNumbers(F f) {
+    const int g = own_lane() >> 2;
+#pragma unroll
+    for (int n = 0; n < BT / 8; ++n) x[n / 2][n % 2] = f(8 * n + g);
+  }
+};
 
 // Copies a warp's 16 channels of `tile`, which its lanes have just written, to `to` in global memory, which has the
 // layout of a tile too: place<BK>(to, i, c).

@@ -196,13 +196,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   }
   __syncthreads();  // decayed queries and keys are in shared memory
 
-  // The scores of two blocks, in 8 tasks; a warp takes every (THREADS / 32)-th.
-#pragma unroll 1
-  for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32)
-    score_borders<BK>(s.rows, s.keys, n, [&](int i, int j, float2 key, float2 query) {
-      put_split_pair(s.A.at(i, j), query.x, query.y);
-      *reinterpret_cast<float2*>(&s.M[i][j]) = key;
-    });
+  score_borders<BK, THREADS>(s.rows, s.keys, [&](int i, int j, float2 key, float2 query) {
+    put_split_pair(s.A.at(i, j), query.x, query.y);
+    *reinterpret_cast<float2*>(&s.M[i][j]) = key;
+  });
   __syncthreads();  // M' and A' are in shared memory; their operands have been read, and qd may overwrite them
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = block.queries[n];
@@ -242,9 +239,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.N_transposed, s.ke, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of ke
+  const RowNumbers Z_factors([&](int i) { return GRADIENT ? k_lengths.power[i] : s.beta[i] * k_lengths.power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {
-    const float factor = GRADIENT ? k_lengths.power[i] : s.beta[i] * k_lengths.power[i],
-                *two = sum[m][across] + 2 * down;
+    const float factor = Z_factors.x[m][down], *two = sum[m][across] + 2 * down;
     put_pair(place<BK>(s.Z, i, c), {factor * two[0], factor * two[1]});
     sum[m][across][2 * down] = sum[m][across][2 * down + 1] = 0.f;
   });
@@ -253,9 +250,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);
+  const RowNumbers W_factors([&](int i) { return scale * q_lengths.power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-    const float factor = scale * q_lengths.power[i], *two = sum[m][across] + 2 * down;
+    const float factor = W_factors.x[m][down], *two = sum[m][across] + 2 * down;
     put_pair(place<BK>(s.W, i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.W);

@@ -216,11 +216,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   __syncthreads();  // decayed rows and k are in shared memory
-  const auto score = [&](auto f) {
-#pragma unroll 1
-    for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32) score_borders<BK>(s.rows, s.decayed_columns, n, f);
-  };
-  score([&](int i, int j, float2 q_scores, float2 a_scores) {
+  score_borders<BK, THREADS>(s.rows, s.decayed_columns, [&](int i, int j, float2 q_scores, float2 a_scores) {
     *reinterpret_cast<float2*>(&s.QK[i][j]) = q_scores, *reinterpret_cast<float2*>(&s.AK[i][j]) = a_scores;
   });
   __syncthreads();  // scores with k are in shared memory; decayed b may overwrite decayed k
@@ -239,7 +235,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   // Lanes 0 to 15 have the same scores as lanes 16 to 31, if these are of the same block.
   if (task.LANES == 32) put_score(task.lane / PAIRS, task.lane < PAIRS ? block.scores[0] : block.scores[1]);
   else put_score(0, block.scores[0]), put_score(1, block.scores[1]);
-  score([&](int i, int j, float2 q_scores, float2 a_scores) {
+  score_borders<BK, THREADS>(s.rows, s.decayed_columns, [&](int i, int j, float2 q_scores, float2 a_scores) {
     put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
     *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;
   });
@@ -302,10 +298,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     multiply_tokens<UPPER, BK>(z[1][m], s.N_transposed, s.to_end[1], 16 * m, channel);
   }
   __syncwarp();  // all lanes have read these channels of be
+  const RowNumbers k_factors([&](int i) { return column_lengths[0].power[i]; });
+  const RowNumbers b_factors([&](int i) { return N_power * column_lengths[1].power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {
     const float *zk = z[0][m][across] + 2 * down, *zb = z[1][m][across] + 2 * down;
     const float2 key = unpack_pair(place<BK>(s.to_end[0], i, c));
-    const float k_factor = column_lengths[0].power[i], b_factor = N_power * column_lengths[1].power[i];
+    const float k_factor = k_factors.x[m][down], b_factor = b_factors.x[m][down];
     put_pair(place<BK>(s.Z[0], i, c), {k_factor * fmaf(L_power, zk[0], key.x), k_factor * fmaf(L_power, zk[1], key.y)});
     put_pair(place<BK>(s.Z[1], i, c), {b_factor * zb[0], b_factor * zb[1]});
   });
@@ -316,9 +314,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);
+  const RowNumbers W_factors([&](int i) { return scale * q_lengths.power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-    const float factor = scale * q_lengths.power[i], *two = w[m][across] + 2 * down;
+    const float factor = W_factors.x[m][down], *two = w[m][across] + 2 * down;
     put_pair(place<BK>(s.Z[0], i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.Z[0]);
