@@ -413,8 +413,8 @@ __device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float 
 
 // Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products [BT, BT], also above the
 // diagonal, where they are 0; j is even. X and all Y are lower triangles; `transposed`: the transposes of Y. T: the
-// type of operands; a float matrix X is split here. A warp's tasks are 16 rows by 8 columns each. Of the four products of
-// two sums of two, that of both errors is left out.
+// type of operands; a float matrix X is split here. A warp's tasks are 16 rows by 8 columns each. Of the four products
+// of two sums of two, that of both errors is left out.
 template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   constexpr int WARPS = THREADS / 32, TOGETHER = WARPS < 8 ? 8 / WARPS : 1;  // tasks of the same columns

@@ -66,11 +66,9 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     T Z[BT * BK];
     T W[BT * BK];
   };
+  Matrix<Operand<T, f16>> A;
   union {
     G g[BT * BK];
-    Matrix<Operand<T, f16>> A;
-  };
-  union {
     struct {
       // By level, as store_level has them: decayed keys and queries; keys.
       Operand<T, f16> rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
@@ -152,10 +150,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     s.beta[i] = i < chunk.rows ? to_float(chunk.row(args.beta, chunk.h)[i * args.beta.token_stride]) : 0.f;
     if constexpr (GRADIENT) to.beta[i] = s.beta[i];
   }
+  const BlockTask<BK> task;
+  clear_rows(s.A, task);  // numbers above the diagonal stay 0; of M they are not read
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
 
-  const BlockTask<BK> task;
   set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized);
   BlockOfTokens block;
   const float score = read_block<BK>(block, s.q, s.k, s.g, s.lengths);
@@ -167,7 +166,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     return;
   }
   if (const int i = threadIdx.x; i < BT) s.weight[i] = -s.beta[i] * k_lengths.power[i] * k_lengths.power[i];
-  clear_rows(s.A, task);  // numbers above the diagonal stay 0; of M they are not read
   // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
   float4 before, after;
   each_border<BK>(
@@ -187,7 +185,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   }
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
-  __syncwarp();  // zeros of the block's rows of A are in shared memory
   if (task.lane < PAIRS) {
     const PairOfBlock pair(task.lane);
     const int i = task.first + pair.i, j = task.first + pair.j;
