@@ -271,9 +271,9 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-// A lower triangle X [BT, BT], of which a warp has two blocks [16, 16] on the diagonal and the one below. Number i of
-// `diagonal` is X at (16 (lane / 16) + i, lane). below: of the block's transpose, as products leave it: with g = lane /
-// 4 and t = lane % 4 below[across][2 down + p] is X at (16 + 8 across + 2t + p, g + 8 down).
+// A lower triangle X [BT, BT], of which a warp has two blocks [16, 16] on the diagonal and the one below. diagonal[i]
+// is number (16 (lane / 16) + i, lane). below: of the block's transpose, as products leave it: with g = lane / 4 and t
+// = lane % 4 below[across][2 down + p] is number (16 + 8 across + 2t + p, g + 8 down).
 struct Triangle {
   float diagonal[16], below[2][4];
 };
@@ -284,11 +284,11 @@ __device__ __forceinline__ Triangle identity() {
   return x;
 }
 
-// x <- N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. Index 1:
-// the first 16 tokens, 2: the others. X11 and X22 come from forward substitution, in float32; X21 is N22 (x21 +
-// diag(weight) M21 X11), products of `single`. Blocks are stored transposed for these: X11 in `room`, where the caller
-// may store the result, N22 above M's diagonal. inverts: x is the identity, so that X22 is N22; otherwise another warp
-// stores N22. `wait` waits until both are stored.
+// x <- N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. In blocks
+// such as X21, 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward substitution, in float32; X21 is
+// N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two blocks are stored transposed: X11 in
+// `room`, where the caller may store the result, and N22 above M's diagonal. inverts: x is the identity, so that X22 is
+// N22; otherwise another warp stores N22. `wait` waits until both are stored.
 constexpr bool INVERTS = true;
 template <typename T, class Wait>
 __device__ __forceinline__ void solve(Triangle& x, float (&M)[BT][LD], const float (&weight)[BT], Matrix<T>& room,

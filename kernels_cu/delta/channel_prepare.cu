@@ -32,11 +32,13 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
+//   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
+//     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over a block's threads; PairOfBlock: the numbers of
-//     its pairs; each_border, store_level: decayed rows and columns for borders between
-//     blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve: multiplies it by an
-//     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
+//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
+//     pairs; RowNumbers: of a lane's rows in Accumulators; each_border, store_level: decayed rows and columns for
+//     borders between blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve:
+//     multiplies it by an inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
 //   LANES: threads of a block of tokens
 
@@ -120,8 +122,8 @@ __device__ __forceinline__ float read_block(BlockOfTokens& block, const T* q, co
   return scores.sum;
 }
 
-// Launch bounds: blocks have 2 BK threads, so that registers are for 768 threads of a multiprocessor (80 a thread), and
-// for fewer blocks if shared memory has room for fewer.
+// By the launch bounds a multiprocessor has registers for 768 threads (80 a thread), that is, for 384 / BK blocks; or
+// for as many blocks as its shared memory holds, if these are fewer.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
     delta_channel_prepare(const Args<T, G> args) {

@@ -41,11 +41,11 @@
 //   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
 //     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over a block's threads; PairOfBlock: the numbers of
-//     its pairs; each_border: calls a function for each level's border, with the decay
-//     between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders: scores of
-//     rows after a border with columns before it; Triangle: a warp's lower triangle; solve: multiplies it by an
-//     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
+//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
+//     pairs; RowNumbers: of a lane's rows in Accumulators; each_border: calls a function for each level's border, with
+//     the decay between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders:
+//     scores of rows after a border with columns before it; Triangle: a warp's lower triangle; solve: multiplies it by
+//     an inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
 
 template <typename T, typename G> struct Args {
