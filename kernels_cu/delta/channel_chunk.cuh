@@ -18,7 +18,8 @@
 
 // From chunk.cuh:
 //   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
-//   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; Word: two neighbouring numbers
+//   Matrix: [32, 32] numbers, each the sum of NUMBERS: two for 16-bit data, REST apart. LDA: the distance of its rows;
+//     LD: that of a float matrix. put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int BLOCK = 4;              // tokens of a block
@@ -284,11 +285,11 @@ __device__ __forceinline__ Triangle identity() {
   return x;
 }
 
-// x <- N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. In blocks
-// such as X21, 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward substitution, in float32; X21 is
-// N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two blocks are stored transposed: X11 in
-// `room`, where the caller may store the result, and N22 above M's diagonal. inverts: x is the identity, so that X22 is
-// N22; otherwise another warp stores N22. `wait` waits until both are stored.
+// x <- X = N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. Of
+// blocks such as X21 (rows 2, columns 1), 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward
+// substitution, in float32; X21 is N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two
+// blocks are stored transposed: X11 in `room`, where the caller may store the result, and N22 above M's diagonal.
+// inverts: x is the identity, so that X22 is N22; else another warp stores N22. `wait` waits until both are stored.
 constexpr bool INVERTS = true;
 template <typename T, class Wait>
 __device__ __forceinline__ void solve(Triangle& x, float (&M)[BT][LD], const float (&weight)[BT], Matrix<T>& room,

@@ -77,6 +77,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.tile_sums
   u64 likeliest = 0;  // key_of the lane's largest logit
 
+  // next: twice the number of the next stage of weights, plus the parity of its barrier `full`.
   __device__ __forceinline__ DecodeLayers(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
                                           int tile_count = 0)
       : Block(args, s, epoch, next), tile_count(tile_count) {}

@@ -18,7 +18,9 @@
 //
 // From wgmma.cuh: wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in
 // registers and b the descriptor of a swizzled tile, [N, depth] if K_MAJOR, else [depth, N]; adding bytes / 16 to b
-// moves the tile.
+// moves the tile. From swizzled.cuh and warpgroup.cuh: swizzled_offset(row, piece), the byte offset of 16 bytes in a
+// panel; Tile<X, D>, a chunk's rows; work_tile, what block number n computes; each_pair_of_state, calls f for a lane's
+// pairs of columns of a state and their addresses.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
