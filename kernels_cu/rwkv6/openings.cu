@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(THREADS, TILES == 4 ? 2 : 3) rwkv6_openings(co
   const i64 tiles = (args.tokens + TOKENS - 1) / TOKENS, first = blockIdx.x / across % tiles * TOKENS;
   const i64 tokens = args.tokens - first;
   // The order is DECAY, GATE, RATE, SHARE. A step's first blocks begin two at a time on multiprocessors that the
-  // previous kernel does not use, the others as its blocks end, first one on each. So no two of the gate's blocks, whose
-  // rank is the largest, share a multiprocessor, but each with one of RATE or SHARE, which have no activation.
+  // previous kernel does not use, the others as its blocks end, first one on each. So no two of the gate's blocks share
+  // a multiprocessor, as their rank is the largest, but each with one of RATE or SHARE, which have no activation.
   const i64 place = blockIdx.x / across / tiles;
   const i64 kind = MATRICES == 1 ? DECAY : place == RATE ? GATE : place == GATE ? RATE : place;
   const i64 rank = kind == DECAY ? args.W : kind == RATE ? args.A : kind == GATE ? args.G : args.Q;
