@@ -12,6 +12,9 @@
 // limits    y and dy start on 16 bytes; fast where `ranks` and the bounds of columns are multiples of 8
 #include "activations.cuh"
 
+// From activations.cuh:
+//   Tanh, Sigmoid: value<T>(x) is y = f(x); slope<T>(y) the derivative at x
+
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {
