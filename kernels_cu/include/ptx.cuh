@@ -501,9 +501,9 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts copying the box at (batch, head, token, column) to shared memory, by one thread; the
-// phase of `b` ends after the copy (mbarrier_arrive_and_expect). Outside of the array the box has zeros: it may extend
-// beyond the array's end, not before its beginning.
+// Starts copying the box at (batch, head, token, column) to shared memory, by one thread; the phase of `b` ends after
+// the copy (mbarrier_arrive_and_expect). Outside of the array the box has zeros: it may extend beyond the array's end,
+// not before its beginning.
 __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token,
                                             i32 head, i32 batch) {
   asm volatile(

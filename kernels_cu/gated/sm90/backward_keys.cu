@@ -576,9 +576,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[DV_PANELS + !DV_PANELS];
     if (DV_PANELS) {
-      named_barrier_sync(CONSUMERS_BARRIER,
-                         CONSUMERS);  // dS for dv and decayed keys of all warpgroups are in shared memory
-      fence_proxy_async();            // orders these stores before wgmma; here, where it costs less
+      // dS for dv and decayed keys of all warpgroups are in shared memory.
+      named_barrier_sync(CONSUMERS_BARRIER, CONSUMERS);
+      fence_proxy_async();  // orders these stores before wgmma; here, where it costs less
     }
 #pragma unroll
     for (int panel = 0; panel < DV_PANELS; ++panel) start_dv(dv[panel], s, in, panel);

@@ -533,8 +533,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     each_pair_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape,
                                           channel, [&](float& x, float& y, const float* from) {
                                             const float2 two = *reinterpret_cast<const float2*>(from);
-                                            end_terms[&x - S >> 1 & 1] +=
-                                                x * two.x + y * two.y;  // S[4n + 2h + 0, 1] is channel h
+                                            // S[4n + 2h] and S[4n + 2h + 1] are of channel h.
+                                            end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;
                                           });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -167,8 +167,8 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
           const bool second = (index ^ index / 8) & 16;  // whether `index` is in the tile's columns of stage 1
           if (!s.SHARED || second == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[index] = 0;
         }
-      named_barrier_sync(PRODUCER_BARRIER + coord.group,
-                         THREADS);  // the stage's scores are zero before a score is stored
+      // The stage's scores are zero before a score is stored.
+      named_barrier_sync(PRODUCER_BARRIER + coord.group, THREADS);
       for (int row = 0; row < SUB_CHUNK; ++row) put(row, zeros, zeros, 0.f);
       put_decays(header.decay[rank], coord.channel, ones);
     } else {
@@ -196,8 +196,8 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     }
     if (coord.thread == 0) header.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE_FILLS : 0);
     fence_proxy_async();
-    named_barrier_sync(PRODUCER_BARRIER + coord.group,
-                       THREADS);  // the step's operands are in shared memory: they may be sent
+    // The step's operands are in shared memory: they may be sent.
+    named_barrier_sync(PRODUCER_BARRIER + coord.group, THREADS);
     if constexpr (HAS_OUTPUTS && Schedule::CLUSTER_SIZE > 1)
       if (coord.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
     if (step < STEPS * CHUNK) mbarrier_arrive(s.full[stage]);

@@ -215,8 +215,8 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
     const float undo_q = score_operands.rows[queries + (lane >> 2) + 8 * (x >> 1)].undo_q;
-    scores[x] *= fminf(undo_q * score_operands.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k,
-                       LARGEST);  // 0 times infinity would be NaN
+    // At most LARGEST: 0 times infinity would be NaN.
+    scores[x] *= fminf(undo_q * score_operands.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST);
   }
 }
 

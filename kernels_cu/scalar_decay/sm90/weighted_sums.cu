@@ -251,8 +251,8 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
   for (int iteration = -STAGES; iteration * CHUNK < work.tokens; ++iteration) {
-    hide_origin(
-        column);  // the compiler computes addresses from it again, which is cheaper than registers that hold them
+    // The compiler computes addresses from it again, which is cheaper than registers that hold them.
+    hide_origin(column);
     const int next = iteration + STAGES;
     auto& stage = s.stages[next % STAGES];
     if (iteration >= 0) {
@@ -303,6 +303,7 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
   // block_of(warp, half) and key 2t + p of block n.
   constexpr int HALF_BLOCKS = CHUNK / 16;  // blocks of 8 tokens in half a chunk
   const float *const to_token = gates.to_token[0], *const to_end = gates.to_end[0] - CHUNK;  // level 0 has none
+  // The query's and the key's term of the decay's logarithm: of the later of both to_token, of the earlier to_end.
   const float *const query_gates = BACKWARDS ? to_end : to_token, *const key_gates = BACKWARDS ? to_token : to_end;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   // Scores of a query block with keys in the other half of the chunk, and with keys in the queries' half.
@@ -341,8 +342,8 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
     for (int m = 0; m < HALF_BLOCKS; ++m) {
       const int n = HALF_BLOCKS * half + m;
       u32 pair = 0;
-      // No query of the half is after its last 8 keys (BACKWARDS: before its first 8): apart from the block on the
-      // diagonal, which the next line takes, their scores are 0.
+      // No query of the half is after its last 8 keys (BACKWARDS: before its first 8): their scores are 0, apart from
+      // those of the block on the diagonal, which replace `pair` below.
       if (m != (BACKWARDS ? 0 : HALF_BLOCKS - 1)) {
         pair = decayed(n, m / 2 ? 4 - upper : 3 + upper);  // groups of 8 tokens if they are in the same 16, else of 16
         if (BACKWARDS ? n < block : n > block) pair = 0;
@@ -548,8 +549,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const float chunk_decay = gates.chunk_decay, decays[2] = {chunk_decay, chunk_decay};
     Values o;
     if constexpr (HAS_OUTPUTS<Pass>) {
-      // o = S q of the state before the chunk (`true`), then S *= decays. CONVERTED: 16 channels of S at a time;
-      // SPLITS_STATE: S is the sum of two numbers, with which the callback, empty here, is called.
+      // READ_FIRST: o = S q of the state before the chunk, then S *= decays. CONVERTED blocks of 16 channels of S are
+      // rounded at a time. SPLITS_STATE: S is the sum of two numbers, with which the callback, empty here, is called.
       read_state<BK, READ_FIRST, CONVERTED, SPLITS_STATE<Pass>>(o, S, decays, in.q,
                                                                 [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
