@@ -10,10 +10,10 @@
 //           in shared memory, swizzled: place<BK>(tile, i, c) is the address of channel c of token i. float32 data are
 //           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh)
 // numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2); squares of lengths are products of
-//           tokens as they are. Pairs of one block are multiplied in
-//           float32; the kernels decay the column token by token, as the recurrence does. Of 16-bit data, rows and
-//           columns of other pairs are rounded to float16, and so are keys decayed to the chunk's end. A decay is a
-//           product of the decays of the tokens in between, so that any gate is exact
+//           tokens as they are. Pairs of one block are multiplied in float32; the kernels decay the column token by
+//           token, as the recurrence does. Of 16-bit data, rows and columns of other pairs are rounded to float16, and
+//           so are keys decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so
+//           that any gate is exact
 #include "delta/chunk.cuh"
 
 // From chunk.cuh:

@@ -87,7 +87,7 @@ class LowActivations(rwkv6.ElementwiseKernel):
     X: np.dtype
 
     def blocks(self, count) -> int:
-        return 2 * super().blocks(count)
+        return 2 * super().blocks(count)  # of two of the products: two have no activation
 
 
 class Keys(rwkv6.HeadKernel):

@@ -34,7 +34,8 @@ GATE = ("gate",)  # a group of one product
 class TimeMix(Mix):
     """`math.time_mix` and its pullback.
 
-    mixed : the mixes of k, v, r, the products [3, tokens, D] of these
+    mixed : the mixes k v r [3, tokens, D]
+    k, v, r : their products with the matrix `kvr`
     normed : xx and d of each token [tokens, 2 D]
     joint : the first matrices of all products of low rank, side by side, for xx and for d [2, D, ranks]
     low : the products with `joint` [tokens, ranks], after their activation

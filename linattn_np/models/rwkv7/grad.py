@@ -57,12 +57,13 @@ class RecordingOperations(grad.RecordingOperations):
         return self.recurrence_of(layer, rwkv7, r, w.reshape(heads), k, v, a, b).astype(w.dtype, copy=False)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
+        # score: the factor of v in the bonus.
         self.r, self.key, self.v = (x.reshape(o.shape) for x in (r, k, v))
         normed, self.pull_group = normalize(o, GROUP_NORM_EPS)
-        self.share = (self.r * self.key * layer.bonus).sum(axis=-1, keepdims=True)
+        self.score = (self.r * self.key * layer.bonus).sum(axis=-1, keepdims=True)
         self.normed, self.gate = normed.reshape(gate.shape), gate
         weight, bias = layer.ln_x
-        self.ungated = self.normed * weight + bias + (self.share * self.v).reshape(gate.shape)
+        self.ungated = self.normed * weight + bias + (self.score * self.v).reshape(gate.shape)
         return self.ungated * gate
 
 
@@ -110,12 +111,12 @@ def recurrence_vjp(ops, layer, dungated, grads):
     """
     grads.ln_x[0], grads.ln_x[1] = sum_over_tokens(dungated * ops.normed), sum_over_tokens(dungated)
     dbonus = dungated.reshape(ops.r.shape)
-    dshare = (dbonus * ops.v).sum(axis=-1, keepdims=True)
-    grads.bonus[...] = (dshare * ops.r * ops.key).sum(axis=1).sum(axis=0)
+    dscore = (dbonus * ops.v).sum(axis=-1, keepdims=True)
+    grads.bonus[...] = (dscore * ops.r * ops.key).sum(axis=1).sum(axis=0)
     doutput = ops.pull_group((dungated * layer.ln_x[0]).reshape(ops.r.shape))
     doutput = ops.products.cast(doutput)
     dr, dw, dkey, dv, da, db = (x.astype(ops.r.dtype, copy=False) for x in ops.pull_recurrence(doutput, grads))
-    dr, dkey, dv = dr + dshare * ops.key * layer.bonus, dkey + dshare * ops.r * layer.bonus, dv + dbonus * ops.share
+    dr, dkey, dv = dr + dscore * ops.key * layer.bonus, dkey + dscore * ops.r * layer.bonus, dv + dbonus * ops.score
     icl = ops.icl.reshape(da.shape)
     # a = -kappa, b = kappa icl
     return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, ops.kappa * db))

@@ -59,11 +59,11 @@ def biased_sigmoid(x, base, factor):
 
 # -- the mixes' operations --------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
-def residual_value(v, first_v, opening, base):
-    """v becomes v + (first_v - v) sigmoid(base + opening)."""
+def residual_value(v, first_v, logits, base):
+    """v becomes v + (first_v - v) sigmoid(base + logits)."""
     for b in range(v.shape[0]):
         for c in range(v.shape[1]):
-            v[b, c] += (first_v[b, c] - v[b, c]) * sigmoid(base[c] + opening[b, c])
+            v[b, c] += (first_v[b, c] - v[b, c]) * sigmoid(base[c] + logits[b, c])
 
 
 @njit(**LOOP_OPTIONS)
@@ -119,11 +119,11 @@ def bonus_norm(o, r, k, v, gate, norm, bonus, heads, eps):
         for h in range(heads):
             head = slice(h * N, (h + 1) * N)
             normalize(o[b, head], norm[0, head], norm[1, head], eps, o[b, head])
-            share = np.float32(0)
+            score = np.float32(0)
             for c in range(h * N, (h + 1) * N):
-                share += r[b, c] * k[b, c] * bonus[c]
+                score += r[b, c] * k[b, c] * bonus[c]
             for c in range(h * N, (h + 1) * N):
-                o[b, c] = (o[b, c] + share * v[b, c]) * gate[b, c]
+                o[b, c] = (o[b, c] + score * v[b, c]) * gate[b, c]
 
 
 # -- a step -----------------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, 
     sigmoid_in_place(low[3][0])  # the gate's
     up = matrices[DECAY_UP], matrices[ICL_UP], matrices[GATE_UP], matrices[VALUE_UP]
     y = products(multiply, board, up, (low[1], low[2], low[3], low[4]))
-    w, icl, gate, opening = y[0][0], y[1][0], y[2][0], y[3][0]
+    w, icl, gate, value_logits = y[0][0], y[1][0], y[2][0], y[3][0]
     biased_sigmoid(w, vectors[DECAY_BASE], -DECAY)
     biased_sigmoid(icl, vectors[ICL], 1.0)
     if layer:
-        residual_value(v, first_v, opening, vectors[VALUE])
+        residual_value(v, first_v, value_logits, vectors[VALUE])
     else:
         first_v = v
     kappa = keys(k, icl, vectors[REMOVAL], vectors[REPLACEMENT], wkv.shape[1])

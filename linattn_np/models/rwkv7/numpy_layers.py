@@ -46,15 +46,15 @@ class MixOperations(numpy_layers.MixOperations):
 
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
         heads = (array.reshape(len(array), *layer.bonus.shape) for array in (r, w, k, v, -kappa, kappa * icl))
-        return self.recurrence_of(rwkv7, rwkv7_step, tuple(heads), (), wkv)
+        return self.recurrence_of(rwkv7, rwkv7_step, tuple(heads), vectors=(), wkv=wkv)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
         """The group norm of o over each head, plus the bonus, times the output gate."""
         weight, bias = layer.ln_x
         normed = array_math.normalize(o, self.layers.group_eps).reshape(gate.shape)
         heads = len(o), *layer.bonus.shape
-        share = (r.reshape(heads) * k.reshape(heads) * layer.bonus).sum(axis=-1, keepdims=True)
-        bonus = (share * v.reshape(heads)).reshape(gate.shape)
+        score = (r.reshape(heads) * k.reshape(heads) * layer.bonus).sum(axis=-1, keepdims=True)
+        bonus = (score * v.reshape(heads)).reshape(gate.shape)
         return (normed * weight + bias + bonus) * gate
 
 
