@@ -31,25 +31,26 @@ def writes(problem, S, q, k, v, *gates):
 
 
 def step_vjp(problem, state, q, k, v, *gates_and_gradients):
-    """The gradients of `step`: (that of the state before it, dq, dk, dv, maybe dg, dbeta)."""
+    """The gradients of `step`: (that of the state before it, dq, dk, dv, maybe dg, dbeta). decayed_S is S' there; the
+    residual is v_t - S'^T k_t, and `callers` are q and k as the call has them, before `keys`."""
     *g, beta, (dS,), do = gates_and_gradients
-    (S,), do, given, beta = state, problem.scale * do, (q, k), beta[..., None]
+    (S,), do, callers, beta = state, problem.scale * do, (q, k), beta[..., None]
     q, k = keys(problem, q), keys(problem, k)
-    found = decayed(problem, S, *g)
-    unknown = v - read(k, found)
-    dq = read_vjp(found + outer(k, beta * unknown), do)
+    decayed_S = decayed(problem, S, *g)
+    residual = v - read(k, decayed_S)
+    dq = read_vjp(decayed_S + outer(k, beta * residual), do)
     dS = dS + outer(q, do)
-    dk, dwritten = write_vjp(k, beta * unknown, dS)
+    dk, dwritten = write_vjp(k, beta * residual, dS)
     dv = beta * dwritten
-    dk -= read_vjp(found, dv)
+    dk -= read_vjp(decayed_S, dv)
     dS -= outer(k, dv)
     dg = []
     if g:
-        kept = (found * dS).sum(-1)
-        dg = [kept if g[0].ndim == kept.ndim else kept.sum(-1)]
+        gate_terms = (decayed_S * dS).sum(-1)
+        dg = [gate_terms if g[0].ndim == gate_terms.ndim else gate_terms.sum(-1)]
         dS = decayed(problem, dS, *g)
-    dq, dk = (keys_vjp(problem, x, dx) for x, dx in zip(given, (dq, dk)))
-    return (dS,), dq, dk, dv, *dg, (dwritten * unknown).sum(-1)
+    dq, dk = (keys_vjp(problem, x, dx) for x, dx in zip(callers, (dq, dk)))
+    return (dS,), dq, dk, dv, *dg, (dwritten * residual).sum(-1)
 
 
 def of_every_head(problem):
