@@ -120,7 +120,7 @@ struct Lengths {
 template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows(const T* tile, int row) {
   const int lane = own_lane();
   float d[2][4] = {};  // sums of every other 16 numbers
-  // With 16 rows a left operand has words of rows g and g + 8; here the latter's are any, and so are their products.
+  // A left operand has 16 rows, in words of rows g and g + 8; here rows 8 to 15 are any: their products are not used.
   if constexpr (sizeof(T) == 4) {
     const RowsReader<COLS, T> reader;
 #pragma unroll
@@ -148,7 +148,8 @@ template <int BK, int TILES, typename T>
 __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES],
                                             bool normalized) {
   const BlockTask<BK> task;
-  // A lane has row g of one of the tiles, whose sum is in the lane with another t.
+  // Lane 4 g + t sets the length of row g of tile own_tile = t XOR g / 2. The lane that has its sum, 4 g + g / 2, is
+  // own_tile away by XOR, so that the shuffle of that tile brings it.
   const int lane = own_lane(), g = lane >> 2, own_tile = (lane & 3) ^ g >> 1, row = task.first & ~7, i = row + g;
   float squares = 0.f;
 #pragma unroll
@@ -161,10 +162,11 @@ __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* 
   __syncwarp();
 }
 
-// The sums over LANES neighbouring lanes, 16 or 32, of each of PAIRS numbers, which are added one after the other.
-// After the last one lane l holds `sum` of number l % 16. In each step two lanes keep one of two numbers each.
+// The sums over LANES neighbouring lanes, 16 or 32, of each of PAIRS numbers, which `add` gets one after the other.
+// After the last one lane l holds `sum` of number l % 16. Two numbers that have taken the same steps take the next one
+// together: of two lanes each keeps one number, and adds the other lane's share of it.
 template <int LANES> struct SumsOfPairs {
-  float waiting[4], sum;  // waiting[s]: for the next number with as many steps behind it
+  float waiting[4], sum;  // waiting[s]: a number that has taken s steps, and waits for another one
   int count = 0;
 
   __device__ __forceinline__ void add(float x) {
@@ -261,7 +263,7 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
     const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
     float d[2][4] = {};
     multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);
-    // A tile has every other `half` tokens: rows those after a border, columns those before it.
+    // A tile has every other run of `half` tokens: rows those after a border, columns those before it.
     const int half = BLOCK << level, row = 8 * left + (lane >> 2), column = 8 * right + 2 * (lane & 3);
     if ((row ^ column) < half)  // otherwise they belong to different borders
       // multiply_rows leaves each score as the sum of d[0] and d[1].

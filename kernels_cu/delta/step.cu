@@ -22,6 +22,8 @@
 
 // From the includes:
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
+//   FloatOrDouble<T>: double if T is, else float; widened, narrowed: from T to it and back
+//   TokenScalars: inverse lengths of q and k, q . k and q . b
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;

@@ -20,8 +20,8 @@ __device__ __forceinline__ float grown(float x, float sum) {
 constexpr float FORGOTTEN_NATS = -48.f;
 
 // Whether `kept`, a number of a state, hides what is forgotten, which would add `decay` times an earlier number of the
-// state: if that number is 1, at most 5e-7 of `kept`. Later gates, also those above 0, multiply both alike, so that it
-// stays hidden. NaN hides all.
+// state: an earlier number of 1 would add at most 5e-7 of `kept`. Later gates, also those above 0, multiply both alike,
+// so that it stays hidden. NaN hides all.
 __device__ __forceinline__ bool hides_forgotten(float kept, float decay) { return !(fabsf(kept) < 0x1p21f * decay); }
 // Whether `number` is large enough that a token whose key and value have such numbers alone writes what hides a decay
 // of e^FORGOTTEN_NATS: the square of 2^-24 is 2^21 times that decay.
