@@ -4,8 +4,7 @@
 //           row, column) is a number's address; Readers load operands of tensor cores from it. A Matrix is [BT, BT], in
 //           16 bits the sum of two numbers, a rounded one and its rounding error. T: the type of data; Word<T>: two
 //           neighbouring numbers
-// numerics  products of T are summed in float32; matrices of tokens are, for 16-bit data, the sum of two
-//           numbers of T
+// numerics  products of T are summed in float32; matrices of tokens are, for 16-bit data, the sum of two numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N, the inverse
 //           in prepare.cu, multiplies the rows that read and write a state, which N does not enlarge, and not the
 //           residuals
@@ -19,7 +18,8 @@
 // From the includes:
 //   Word<T>: two neighbouring numbers
 //   LeftReader, RowsReader, RightReader: operands from a tile
-//   Matrix: [32, 32] numbers, each the sum of two for 16-bit data; TokenFactors: decays, betas and inverse lengths;
+//   Matrix: [32, 32] numbers, each the sum of NUMBERS, two for 16-bit data, which are REST apart; LDA: the distance of
+//     its rows; TokenFactors: decays, betas and inverse lengths
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 // A warp's sums [all tokens of a chunk, 16 columns] as tensor cores leave them, in blocks of 16 tokens (first index) by
