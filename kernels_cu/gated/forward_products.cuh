@@ -14,7 +14,8 @@
 //     (A) and RightReader (two B) for sums over rows; load(x, tile, row, col) starts at (row, col)
 //   OperandOf<T>::Type: the type of operands in tiles; MiddleOf: that of operands about a middle
 //   ScoreStorage: the part of shared memory that has scores A and their operands; NUMBERS: how many numbers a score is
-//     the sum of
+//     the sum of; LDA: the distance of A's rows; border: queries, and from row BORDER on keys, decayed to borders
+//   pair_of(lane): the lane's pair, one of the PAIRS = 28 of a query and an earlier key in a sub-chunk
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
@@ -101,7 +102,7 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
   using Storage = ScoreStorage<Schedule, T, BK>;
   using Middle = MiddleOf<Schedule, T>;
   const int query = task.first_row, key = query + 8 * task.n;
-  if constexpr (sizeof(typename Storage::Middle) == sizeof(typename Storage::X)) {  // one place in the program
+  if constexpr (sizeof(typename Storage::Middle) == sizeof(typename Storage::X)) {  // one call, inlined once
     const auto* queries = task.within ? s.middle_q : s.border;
     const auto* keys = task.within ? s.middle_k : s.border + Storage::BORDER * BK;
     score_tile<T, PRODUCTS, BK>(d, queries, keys, query, key);
@@ -112,14 +113,15 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
     score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, query, key);
   }
   if (!task.within) return;
-  // Scores without gates replace products, and later keys have none.
+  // Scores that no gate multiplies come from s.direct: [0] of a query and its own key, [1] of the key before it; each
+  // is the sum of two parts. Scores of later keys are 0.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (!task.has(half)) continue;
     const int i = task.row(half), j = task.column();
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // a score without gates
+      const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // in the same span
       if (j + p >= i || before) {
         const auto& direct = s.direct[j + p != i];
         d[2 * half + p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];

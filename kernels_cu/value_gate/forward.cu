@@ -29,12 +29,14 @@
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
+//   copy_rows, copy_unaligned_rows: rows from memory to a tile; RESIDENT: how many blocks a multiprocessor is to have
 //   WarpShare: a share of a warp, a span of 4 tokens; CHANNEL_PARTS: how many warps share its channels
 //   fetch_chunk_gates: starts copying a thread's gates; store_span_decays: stores the decays of spans, and returns
 //     whether a gate is above GROWTH; TokenDecays: a lane's decays, if kept; make_operands: stores decayed q and k
 //   add_state_outputs_by_columns: o += q S; add_score_outputs_by_columns: o += A v; write_state_by_columns: the new S
 //   OperandOf<T>::Type: the type of operands in shared memory; place: the address of a number in a tile
-//   Tokens: rows in memory, read one number at a time; ColumnsReader: loads pairs of tokens of the warp's columns
+//   Tokens: rows in memory, read one number at a time, from tokens_at; ColumnsReader: loads pairs of tokens of the
+//     warp's columns; four_lane_sums: sums over the 4 lanes that have a column; max_nan: NaN if one number is
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -226,15 +228,12 @@ __global__ void __launch_bounds__(2 * BV,
                                tokens - token, columns, bytes);
     cp_async_commit();
     if (more) fetch(token + BT, stage ^ 1);
-    // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh). The
-    // order for large gates is from the nearest span on.
+    // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh).
+    // Last argument: whether decays are multiplied in the order for large gates, from the nearest span on.
 #pragma unroll
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
       const Share share(x);
-      if (share.exists())
-        make_operands<AfterWrite, PRODUCTS>(
-            s, stage, share, decays,
-            grows || !HAS_OUTPUTS);  // SegmentState: decays in the order for large gates
+      if (share.exists()) make_operands<AfterWrite, PRODUCTS>(s, stage, share, decays, grows || !HAS_OUTPUTS);
     }
     if (more) fetch_next_gates(token + BT);
     cp_async_commit();

@@ -30,6 +30,7 @@
 //   shape.H: heads of values
 //   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
+//   work_tile: the head and tokens of a segment; run_roles: calls the function of each warp's role
 //   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
 //     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
 //   Consumer: a lane of a consumer, and its column
@@ -119,14 +120,14 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
     auto& in = s.stages[ring.stage];
     Operand keys[PANELS];
-    Values z[PANELS], d;
+    Values z[PANELS], scores;
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
     const bool has_scores = (chunk + 2) * CHUNK < tokens;
     if (has_scores) mbarrier_wait(s.full[scores_ring.stage], scores_ring.parity);
     wgmma_fence();
     // Without a branch: the last two chunks compute their own scores again, which are not used.
-    start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
+    start_scores(scores, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
     u64 inverse_to_end = k_major_tile(in.inverse_to_end);
     hide_origin(inverse_to_end);  // see stage_descriptor
@@ -135,12 +136,12 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, OVERWRITE);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_fence_operand(d);
+    wgmma_fence_operand(scores);
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(z[p]), store_transposed(in.Z[p], channel_offset, z[p]);
     fence_proxy_async();
     warp_arrive(s.operands_ready[ring.stage]);
-    if (has_scores) store_scores(s, scores_ring, d, lane, warp, left_offset);
+    if (has_scores) store_scores(s, scores_ring, scores, lane, warp, left_offset);
   }
 }
 

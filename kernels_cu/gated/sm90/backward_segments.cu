@@ -24,11 +24,12 @@
 //
 // From warpgroup.cuh
 //   Operand             a lane's numbers of a chunk in 16 bits
+//   warpgroup_panels    the panels of a tile that have a warpgroup's 64 channels
 // From decays.cuh
 //   LaneChunk           a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token p;
 //                       ldmatrix_offset: where they are in a panel
 //   each_token_pair     calls f(n, h); token_pair_of finds both tokens in an Operand
-//   GateCounts          how often a sum has each gate
+//   LaneGates           the gates of the lane's numbers; GateCounts: how often a sum has each of them
 //   SubChunkDecays      over each sub-chunk, with before(n), after(n), all()
 //   decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk
 //   decay_queries, decay_keys: tokens times decays (IN_FULL: not cut off to tf32)
@@ -40,6 +41,7 @@
 //   exceeds_growth      whether gates are too far above 0 for products; then update_state_by_token and
 //                       update_gradient_by_token compute the chunk
 // From backward_tokens.cuh and warpgroup.cuh
+//   work_tile           the head and the tokens of a block's segment
 //   is_first_segment, is_last_segment: of its sequence, in the direction of the walk
 //   state_index_of      the segment's index in `states`; each_pair_of_state: calls f(x, y, address) for two neighbours
 #include "gated/sm90/growth.cuh"
