@@ -283,12 +283,15 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   cp_async_wait<0>();
   if (first_step) {
     bool hides = true;
+    for (int octet = 0; octet < 2; ++octet) {
+      float least = LARGEST_FLOAT;  // of the magnitudes of the channel's numbers
 #pragma unroll
-    for (int n = 0; n < BV / 8; ++n)
+      for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
-      for (int x = 0; x < 4; ++x)
-        hides &= channel + 8 * (x >> 1) >= K || column + 8 * n + (x & 1) >= V ||
-                 hides_forgotten(S[n / 2][n % 2][x], total_decay[x >> 1]);
+        for (int x = 0; x < 2; ++x)
+          if (column + 8 * n + x < V) least = fminf(least, fabsf(S[n / 2][n % 2][2 * octet + x]));
+      hides &= channel + 8 * octet >= K || hides_forgotten(least, total_decay[octet]);
+    }
     if (__syncthreads_or(!hides)) return false;  // all threads have read the last step
     total_decay[0] = total_decay[1] = 0.f;
   }
@@ -314,16 +317,18 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
     gated_backward_states(const Args<T, G> args) {
   Shared<T, G, BV>& s = *reinterpret_cast<Shared<T, G, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int v_tiles = int((shape.V + BV - 1) / BV), k_tiles = int((shape.K + TILE - 1) / TILE);
-  const bool backwards = blockIdx.x >= gridDim.x / 2;
-  const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
-  StateTile work;
-  work.v_tile = block % v_tiles, work.k_tile = block / v_tiles % k_tiles;
-  work.h = int(args.first) + block / tiles % heads, work.sequence = block / tiles / heads,
-  work.b = work.sequence / int(shape.count);
-  work.span = tokens_of(shape, work.sequence % shape.count);
-  if (!args.chunk_states && work.sequence % args.P == (backwards ? 0 : args.P - 1))
-    return;  // the last segment's summary is not used
-  for (bool may_forget = true; !walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards, may_forget);)
-    may_forget = false;
+  for (bool may_forget = true;; may_forget = false) {
+    const u32 index = opaque(blockIdx.x);  // a second walk computes `work` again, for which the first has no registers
+    const int v_tiles = int((shape.V + BV - 1) / BV), k_tiles = int((shape.K + TILE - 1) / TILE);
+    const bool backwards = index >= gridDim.x / 2;
+    const u32 block = index - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
+    StateTile work;
+    work.v_tile = block % v_tiles, work.k_tile = block / v_tiles % k_tiles;
+    work.h = int(args.first) + block / tiles % heads, work.sequence = block / tiles / heads,
+    work.b = work.sequence / int(shape.count);
+    work.span = tokens_of(shape, work.sequence % shape.count);
+    if (!args.chunk_states && work.sequence % args.P == (backwards ? 0 : args.P - 1))
+      return;  // the last segment's summary is not used
+    if (walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards, may_forget)) return;
+  }
 }

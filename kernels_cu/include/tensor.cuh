@@ -19,6 +19,8 @@ __device__ __forceinline__ float grown(float x, float sum) {
 // it remains: less than float32's rounding (6e-8) of what later tokens have written, unless it was 4e13 times as large.
 constexpr float FORGOTTEN_NATS = -48.f;
 
+constexpr float LARGEST_FLOAT = 0x1.fffffep127f;
+
 // Whether `kept`, a number of a state, hides what is forgotten, which would add `decay` times an earlier number of the
 // state: an earlier number of 1 would add at most 5e-7 of `kept`. Later gates, also those above 0, multiply both alike,
 // so that it stays hidden. NaN hides all.

@@ -244,16 +244,16 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
   wgmma_fence_operand(S);
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= to_border.down[i >> 1 & 1];
+  float least[2] = {LARGEST_FLOAT, LARGEST_FLOAT};  // of the magnitudes of each channel's numbers of S
 #pragma unroll
+  for (int i = 0; i < BV / 2; ++i)
+    if (8 * (i / 4) < args.shape.V) least[i >> 1 & 1] = fminf(least[i >> 1 & 1], fabsf(S[i]));
   for (int h = 0; h < 2; ++h) {
     const float decay = to_border.product(h);
     decays[h] = n < walk.chunks ? 0.f : decay;
     float left_out = n < walk.chunks ? decay : 0.f;  // the largest decay of what is missing in S
     if (IS_FLOAT16<T> && decay <= NEGLIGIBLE && decay > 0.f) left_out = fmaxf(decay, LEAST_FLOAT16_DECAY);
-    if (channel + 8 * h < args.shape.K)
-#pragma unroll
-      for (int i = 0; i < BV / 2; ++i)
-        out_of_range |= (i >> 1 & 1) == h && 8 * (i / 4) < args.shape.V && !hides_forgotten(S[i], left_out);
+    out_of_range |= channel + 8 * h < args.shape.K && !hides_forgotten(least[h], left_out);
   }
   for (int unused = n; unused < walk.copied(n); ++unused) walk.wait(unused);  // until no copies are under way
   return n;
