@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
     erased[i] = sum_of_parts(0, column + i);
-    write[i] = written(erased[i], column + i);
+    write[i] = column + i < columns_left ? written(erased[i], column + i) : R(0);
   }
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
