@@ -29,6 +29,8 @@
 //   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
 //   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
+//   needs_mask, mask_rows: whether scores of a tile are of hidden keys, and those set to a value; copy_bulk: starts a
+//     copy whose bytes the caller announces likewise
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
 //   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
 //     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the

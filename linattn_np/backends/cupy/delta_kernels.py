@@ -43,7 +43,7 @@ from .plan import FLOAT32
 #     F, G                 a segment changes the state S before it to F S + G (`delta_segments`). `starts` has G before
 #                          the join of segments; after it the states before segments, and gradients after them
 #     forgets              of each segment, whether its F is 0: join_segments.cu
-#     normalized           whether, but for `sum_parts`, whose argument of this name is the array itself
+#     normalized           a flag in `arguments`; in `sum_parts` it is the array q or k whose rows were divided
 #     a part of channels   BK < K: the kernels with TILE channels per block
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
@@ -127,7 +127,7 @@ class Walk(ChunkKernel, TiledKernel):
     @property
     def prepared_bytes(self) -> int:
         """Bytes of one prepared chunk. Shared memory consists of `stages` such chunks, each with its v."""
-        # Not of walks with `of` other than "BOTH": their shared memory lacks what one direction does not read.
+        # Wrong for `of` other than "BOTH": with one direction, shared memory lacks what only the other one reads.
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 

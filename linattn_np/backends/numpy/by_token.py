@@ -1,4 +1,4 @@
-"""Rows for which matrix products give wrong results are computed token by token, by `forward` and `backward`.
+"""Computes token by token the rows, pairs of batch entry and head, for which matrix products give wrong results.
 
 Products are wrong in three cases. A decay below the dtype's range becomes 0, although it multiplies large numbers: see
 `underflows`. A value that is not finite reaches tokens before it, since a product multiplies it by their weight 0, and

@@ -13,13 +13,13 @@ otherwise d_i = b_i. A chunk [..., C, K] is computed in one of two ways:
   decayed on to the ends of the whole block. Every factor is a product of decays, so any gate is possible (secondary
   chunking, Yang et al., 2024, section 4.3, in every block).
 
-Large q or k or growing gates may still leave a dtype's range. Then results are not finite, or `underflow` is True, and
-`by_token` computes the row.
+With large q or k, or with growing gates, products may still leave a dtype's range. Then results are not finite, or
+`underflow` is True, and `by_token` computes the row, a pair of batch entry and head, instead.
 
-The gradient of a gate is the sum of all terms q_i dA_ij k_j ... with j before its token and i at or after it. Halved,
-these are sums of such terms alone. Factored, other terms are added and subtracted again, which leaves a rounding error
-of their size. So for gradients chunks are also halved if they have a gate below LEAST, which makes the gradient small,
-or above MOST, which makes those other terms large.
+The gradient of a gate is the sum of all terms q_i dA_ij k_j exp(..) with j before its token and i at or after it.
+Halved, it is a sum of such terms alone. Factored, other terms are added and subtracted again, which leaves a rounding
+error of their size. So for gradients chunks are also halved if they have a gate below LEAST, which makes the gradient
+small, or above MOST, which makes those other terms large.
 """
 
 from functools import wraps
