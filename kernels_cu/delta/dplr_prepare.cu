@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   constexpr int INVERSE_BARRIER = 1;  // a named barrier
   // A warp makes L' (kind 0), the next one N' (1). Which ones depends on the block, since each quarter of a
   // multiprocessor runs every fourth warp.
-  if (const int kind = int(threadIdx.x / 32 + blockIdx.x) % (THREADS / 32); kind < 2) {
+  if (const int kind = int((threadIdx.x / 32 + blockIdx.x) % (THREADS / 32)); kind < 2) {
     const int lane = own_lane(), block = lane & 16;
     const bool inverts = kind;
     Triangle x = identity();
