@@ -30,7 +30,7 @@ template <typename T> struct Stored {
   }
 };
 
-// Load and store eight neighbours, on 16 bytes.
+// Load and store eight neighbours, at addresses that are multiples of 16 bytes.
 template <typename T> __device__ __forceinline__ EightFloats load8(const T* from) {
   Stored<T> stored;
   stored.load(from);
@@ -95,8 +95,9 @@ struct Tokens {
   }
 };
 
-// Dropout of a residual. seeds: two integers on the device that number the step, null: no dropout; site: the number of
-// the residual; both, and the element's index, determine which elements become zero.
+// Dropout of an array, a share `rate` of it. seeds: two integers on the device, of the training and of its step; null:
+// no dropout; site: the number of the array's place in the model. Seeds, site and its index determine whether a number
+// becomes zero.
 struct Dropout {
   const i64* seeds;
   i64 site;

@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
       u32 mixed[2];
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const float2 &m = maa[c][pair], &x = xx[half][pair], &shift = d[half][pair];
+        const float2 &m = maa[c][pair], &x = xx[half][pair], &diff = d[half][pair];
         mixed[pair] =
-            pack<T>(fmaf(shift.x, m.x + sums[pair][2 * half], x.x), fmaf(shift.y, m.y + sums[pair][2 * half + 1], x.y));
+            pack<T>(fmaf(diff.x, m.x + sums[pair][2 * half], x.x), fmaf(diff.y, m.y + sums[pair][2 * half + 1], x.y));
       }
       // Two lanes exchange a pair, so that each stores four neighbouring channels.
       const bool odd = t & 1;

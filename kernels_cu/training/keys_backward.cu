@@ -85,15 +85,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       const EightFloats decay = lanes.load(keys.decay_logits, index), decay_base = lanes.load(keys.decay_base, channel),
                         dgated = lanes.load(args.dgated, index), gate = lanes.load(args.gate, index);
       EightFloats dw = lanes.load(args.w_gradient, index), dv = lanes.load(args.v_gradient, index), v = {},
-                  first_v = {}, share = {}, share_base = {};
+                  first_v = {}, value = {}, value_base = {};
       if (keys.first_v) {  // not the first layer
         first_v = lanes.load(keys.first_v, index), v = lanes.load(keys.v, index);
-        share = lanes.load(keys.value_logits, index), share_base = lanes.load(keys.value_base, channel);
+        value = lanes.load(keys.value_logits, index), value_base = lanes.load(keys.value_base, channel);
       }
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float opening = sigmoid_for<T>(decay.x[n] + decay_base.x[n]);  // s(decay)
-        dw.x[n] *= opening * (1.f - opening) * -DECAY;
+        const float sigmoid = sigmoid_for<T>(decay.x[n] + decay_base.x[n]);  // s(decay)
+        dw.x[n] *= sigmoid * (1.f - sigmoid) * -DECAY;
         ddecay_base.x[n] += dw.x[n];
         dv.x[n] = fmaf(dgated.x[n] * gate.x[n], score.x, dv.x[n]);
       }
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
       if (keys.first_v) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          const float opening = sigmoid_for<T>(share.x[n] + share_base.x[n]);  // s(value), the share of `math`
-          // Until here share has the value's logits, from here on their gradient.
-          share.x[n] = dv.x[n] * (first_v.x[n] - v.x[n]) * opening * (1.f - opening);
-          dvalue_base.x[n] += share.x[n];
-          first_v.x[n] = dv.x[n] * opening;  // the gradient has replaced first_v
-          dv.x[n] *= 1.f - opening;
+          const float share = sigmoid_for<T>(value.x[n] + value_base.x[n]);  // s(value)
+          // Until here `value` has the value's logits, from here on their gradient.
+          value.x[n] = dv.x[n] * (first_v.x[n] - v.x[n]) * share * (1.f - share);
+          dvalue_base.x[n] += value.x[n];
+          first_v.x[n] = dv.x[n] * share;  // the gradient has replaced first_v
+          dv.x[n] *= 1.f - share;
         }
-        lanes.store(args.value_logits_gradient, index, share);
+        lanes.store(args.value_logits_gradient, index, value);
         lanes.store(args.first_v_gradients, index, first_v);
       } else {
 #pragma unroll 4

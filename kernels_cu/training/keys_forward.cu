@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(THREADS) training_keys_forward(const Args<T> a
                       decay_base = lanes.load(keys.decay_base, channel), icl_base = lanes.load(keys.icl_base, channel),
                       removal = lanes.load(keys.removal, channel), replacement = lanes.load(keys.replacement, channel);
     icl = lanes.load(keys.icl_logits, index);
-    EightFloats v = {}, first_v = {}, share = {}, value_base = {};
+    EightFloats v = {}, first_v = {}, value = {}, value_base = {};
     if (keys.first_v) {  // not the first layer
       v = lanes.load(keys.v, index), first_v = lanes.load(keys.first_v, index);
-      share = lanes.load(keys.value_logits, index), value_base = lanes.load(keys.value_base, channel);
+      value = lanes.load(keys.value_logits, index), value_base = lanes.load(keys.value_base, channel);
     }
     EightFloats w, key;
 #pragma unroll
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS) training_keys_forward(const Args<T> a
     if (keys.first_v) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
-        v.x[n] = fmaf(first_v.x[n] - v.x[n], sigmoid_for<T>(share.x[n] + value_base.x[n]), v.x[n]);
+        v.x[n] = fmaf(first_v.x[n] - v.x[n], sigmoid_for<T>(value.x[n] + value_base.x[n]), v.x[n]);
       lanes.store(args.mixed_v, index, v);
     }
   }

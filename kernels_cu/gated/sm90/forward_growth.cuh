@@ -8,9 +8,8 @@
 //           v^T
 // barriers  of a group: the stage's scores are zero; then one a step: the step's operands are in shared memory.
 //           mbarriers, every step: waits for empty (consumers have read the stage), arrives at full
-// numerics  it multiplies by decays of single tokens, never by their inverses, so that results are finite if those of
-//           the recurrence token by token are. But a token's score with itself is stored as T, so that float16 must
-//           hold it
+// numerics  factors are decays of single tokens, never their inverses, so that results are finite if those of the
+//           recurrence token by token are. But a token's score with itself is stored as T, so that float16 must hold it
 // limits    sm_90a. The consumers' products are computed 33 or 65 times for such a chunk. Few models have such gates
 //
 // make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero: 33
