@@ -15,8 +15,9 @@
 // limits    bfloat16; K up to 128 TILES
 //
 // Names. WIDE = 128: channels of a tile; TILE_SIZE: numbers of a tile [CHUNK = 32 tokens, WIDE]; SCORES: numbers of a
-// chunk's scores, whose layout is WideScores; STAGES = 2: chunks in shared memory. copy_tile,
-// copy_rows and copy_unaligned_rows start copies of neighbouring numbers, or of rows; rows after the end become 0.
+// chunk's scores, whose layout is WideScores; STAGES = 2: chunks in shared memory. copy_tile, copy_rows and
+// copy_unaligned_rows start copies of neighbouring numbers, or of rows (PIECE_BYTES = 16 at a time, UNROLL_ROWS times
+// without a loop); rows after the end become 0.
 // With g = lane / 4, t = lane % 4 a lane has, of its warp's 16 columns: State, S[n][2h + p], column g + 8h, channel
 // 8n + 2t + p; Output, o[m][side][2h + p], token 16m + 8h + g, column 8 side + 2t + p. Piece<4, T>: four numbers of a
 // row. chunks_of: a sequence's chunks in its batch row. opaque: keeps the compiler from holding addresses in registers

@@ -21,7 +21,8 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange)
+//   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange: `count` of them, from `from` on)
+//   CHUNK_QUERIES = 64; FloatOrDouble<T>: the type of the arithmetic; widened, narrowed<T>: numbers to it and to T
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
@@ -176,8 +177,7 @@ struct Queries {
 struct Keys {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = FloatOrDouble<T>;
-    const Place place(args.works, args.tiles, args.right,
-                      args.left);  // a key is seen by queries up to `right` before it
+    const Place place(args.works, args.tiles, args.right, args.left);  // queries up to `right` before a key see it
     const Work& work = place.work;
     if (place.row >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32;
