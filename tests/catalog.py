@@ -151,8 +151,7 @@ def delta_rules():
             rooms = (LEAST_SHARED, MOST_SHARED)
             backward = {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
-            for S in FLOATS:
-                yield delta.DeltaStep(rule, T, G, S, size)
+            yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))
     for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
         yield delta.DeltaSmallForward(rule, T, G, size)
     for T in FLOATS:

@@ -68,8 +68,9 @@ def check(backend, op, shape, dtype, state_dtype, rng, gate="logsigmoid", gate_d
 @pytest.mark.pairwise
 @pytest.mark.parametrize("state_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(backend, op, dtype, state_dtype, rng):
-    check(backend, op, (1, 2, 16, 8), DTYPES[dtype], DTYPES[state_dtype], rng)
+@pytest.mark.parametrize("V", (8, 24))  # delta rules have blocks of 16 columns, and of 64
+def test_dtypes(backend, op, V, dtype, state_dtype, rng):
+    check(backend, op, (1, 2, 16, V), DTYPES[dtype], DTYPES[state_dtype], rng)
 
 
 @pytest.mark.pairwise

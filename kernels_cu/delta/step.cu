@@ -5,13 +5,13 @@
 //           If args.normalized (never for Dplr), q and k are the given ones divided by their lengths
 // shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] (GatedDelta) or [B, HV, K], beta [B, HV], state [states, HV,
 //           K, V]; slots [B]: which state a sequence has, or null
-// grid      a block for every (sequence, head of values, 64 columns of V), sequence slowest; a lane has 16 bytes of
-//           columns, of LANE_CHANNELS channels
+// grid      a block for every (sequence, head of values, BV columns), sequence slowest; a lane has 16 bytes of columns,
+//           of LANE_CHANNELS channels
 // smem      Shared: the token, and the warps' parts of S'^T k (Dplr: S^T a) and S'^T q
 // barriers  two: the token is in shared memory | so are the parts, and the token's scalars
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
-// limits    K <= BK; BK of 64, 128, 256; the last axis of the state is contiguous
+// limits    K <= BK; BK of 64, 128, 256, BV of 16, 64; the last axis of the state is contiguous
 //
 // A lane starts all loads of its part of the state before it reads the token, and reads all of the token before the
 // first barrier: that hides the memory's latency.
@@ -26,13 +26,14 @@
 //   TokenScalars: inverse lengths of q and k, q . k and q . b
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
-constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
+constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32;
 // Blocks on a multiprocessor, which bound registers: of half-precision states a lane has twice as many columns, and
-// float64 numbers take two registers each.
-template <typename R, typename S, int BK>
-constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
-                            : BK == 256 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
-                                                                            : 3;
+// float64 numbers take two registers each; of wide blocks a lane has more channels.
+template <class Rule, typename R, typename S, int BK, int BV>
+constexpr int STEP_BLOCKS = BK == 256 && BV == 64 && sizeof(R) == 8                     ? 1
+                            : BK == 256 && BV == 64 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
+                            : BV == 64 || Rule::own_erasure                             ? 3
+                                                                                        : 4;
 template <typename T, typename S>
 using Widest = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());  // double if one of both is
 
@@ -49,27 +50,27 @@ template <typename T, typename G, typename S> struct Args {
   i64 pieces;      // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
-template <class Rule, typename R, int BK> struct Shared {
+template <class Rule, typename R, int BK, int BV> struct Shared {
   R q[BK], k[BK], a[Rule::own_erasure ? BK : 16 / sizeof(R)], b[Rule::own_erasure ? BK : 16 / sizeof(R)];
   R decays[Rule::channel_gates ? BK : 16 / sizeof(R)];
-  R v[STEP_COLUMNS];                     // of the block's columns
-  R parts[STEP_WARPS][2][STEP_COLUMNS];  // the warps' parts, [0] of S'^T k (Dplr: S^T a), [1] of S'^T q
+  R v[BV];                     // of the block's columns
+  R parts[STEP_WARPS][2][BV];  // the warps' parts, [0] of S'^T k (Dplr: S^T a), [1] of S'^T q
   TokenScalars<R> scalars;
 };
 
-template <class Rule, typename T, typename G, typename S, int BK>
-__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>) delta_step(const Args<T, G, S> args) {
+template <class Rule, typename T, typename G, typename S, int BK, int BV>
+__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, S, BK, BV>)
+    delta_step(const Args<T, G, S> args) {
   using R = Widest<T, S>;
-  constexpr int LANE_COLUMNS = 16 / sizeof(S), LANES = STEP_COLUMNS / LANE_COLUMNS,
-                CHANNELS_AT_ONCE = STEP_THREADS / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE;
+  constexpr int LANE_COLUMNS = 16 / sizeof(S), LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = STEP_THREADS / LANES,
+                LANE_CHANNELS = BK > CHANNELS_AT_ONCE ? BK / CHANNELS_AT_ONCE : 1;
   struct alignas(16) Piece {
     S x[LANE_COLUMNS];
   };
-  auto& s = *reinterpret_cast<Shared<Rule, R, BK>*>(dynamic_smem());
-  const u32 tiles = u32((args.V + STEP_COLUMNS - 1) / STEP_COLUMNS), batch_head = blockIdx.x / tiles, H = u32(args.H);
+  auto& s = *reinterpret_cast<Shared<Rule, R, BK, BV>*>(dynamic_smem());
+  const u32 tiles = u32((args.V + BV - 1) / BV), batch_head = blockIdx.x / tiles, H = u32(args.H);
   const u32 h = batch_head % H, b = batch_head / H, head = h / u32(args.group);
-  const int K = int(args.K), first_column = blockIdx.x % tiles * STEP_COLUMNS,
-            columns_left = int(args.V) - first_column;
+  const int K = int(args.K), first_column = blockIdx.x % tiles * BV, columns_left = int(args.V) - first_column;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   // The lane's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
   const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
@@ -90,10 +91,9 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
   }
   // The token: first all of its loads, then what waits for them.
-  static_assert(BK <= STEP_THREADS && STEP_COLUMNS <= STEP_THREADS,
-                "a thread loads one channel and one column at most");
+  static_assert(BK <= STEP_THREADS && BV <= STEP_THREADS, "a thread loads one channel and one column at most");
   const int index = threadIdx.x;
-  const bool has_channel = index < K, has_column = index < STEP_COLUMNS && index < columns_left;
+  const bool has_channel = index < K, has_column = index < BV && index < columns_left;
   T q = {}, k = {}, own_a = {}, own_b = {}, v = {};
   G gate = {}, strength = {};
   if (has_channel) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     if constexpr (Rule::own_erasure) s.a[index] = widened(own_a), s.b[index] = widened(own_b);
     if constexpr (Rule::channel_gates) s.decays[index] = own_decay;
   }
-  if (index < STEP_COLUMNS) s.v[index] = widened(v);
+  if (index < BV) s.v[index] = widened(v);
   __syncthreads();  // the token is in shared memory
 
   if (warp == 0) {
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
     const int c = first_channel + n * CHANNELS_AT_ONCE;
-    if constexpr (Rule::channel_gates) decay = s.decays[c];
     if (c >= K) break;
+    if constexpr (Rule::channel_gates) decay = s.decays[c];
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
       if (column + i >= columns_left) continue;

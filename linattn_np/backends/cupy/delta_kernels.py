@@ -384,14 +384,21 @@ class DeltaStep(Kernel):
         "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
         "group, float64s scale, int64s normalized pieces"
     )
-    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)  # Widest: double if one of both is, else float
+    # Widest: double if one of both is, else float
+    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, {BV}>",)
     threads = 256
-    BV: ClassVar[int] = 64  # columns of the state per block
+    WIDTHS: ClassVar[tuple[int, ...]] = (16, 64)  # the possible BV
     rule: str
     dtype: np.dtype
     gate: np.dtype
     state: np.dtype
     BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, *instance, K, V):
+        """The instance for states of K channels and V columns. `instance`: its other template arguments."""
+        return cls(*instance, channels(K), cls.WIDTHS[V > cls.WIDTHS[0]])
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
