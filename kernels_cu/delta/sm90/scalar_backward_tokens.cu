@@ -75,7 +75,8 @@
 //   RingPosition: a chunk's stage, and the parity to wait for; next() is the next chunk's
 //   sum_of_lower_lanes, sum_of_this_and_higher_lanes: of x over the warp's lanes, which are tokens here
 //   store_split: rounded numbers and errors
-//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles
+//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; BACKWARD_TOKENS: which of the
+//     kernels with these roles this one is; k_major_tile, mn_major_tile: wgmma's descriptors of tiles
 
 template <typename T> struct Args {
   TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled

@@ -41,6 +41,8 @@
 // From warpgroup.cuh
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
+//   warpgroup_panels    a tile's panels of the warpgroup's channels; each_pair_of_state: calls f for numbers of a state
+//   k_major_tile        wgmma's descriptor of a tile; wgmma_fence_operand(d): d is not read before it
 // From decays.cuh
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
@@ -61,7 +63,9 @@
 //   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`
 //   StateOperand        decayed queries as start_state_write takes them
 //   state_values        keys, rounded as they are in a product with a state
-//   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is
+//   scale_state, decay_state: a state times factors of channels, times decays; sum_tokens_by_shuffles: sums over tokens
+//   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes; in_turn: whether the schedule is
+//                       InTurn; checkpoint_at: where a stored state is
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
 //   score_offset        the byte offset in A of a lane's first score; score_value: a score, rounded to tf32

@@ -37,6 +37,7 @@
 // From warpgroup.cuh
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
+//   warpgroup_panels    a tile's panels of the warpgroup's channels; each_pair_of_state: calls f for numbers of a state
 // From decays.cuh
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens
 //   GateCounts          how often a sum has each gate
@@ -47,6 +48,8 @@
 // From states.cuh and backward_tokens.cuh
 //   FloatTile           a tile in float32; start_state_read, start_state_write start products that read S or add to it
 //   StateOperand        decayed keys as start_state_write takes them, set by put(n, h, two tokens)
+//   state_values        keys, rounded as they are in a product with a state; sum_tokens_by_shuffles: sums over tokens
+//   pair_products       a block of dA without `scale`; ChunkPlaces: with InTurn, where the chunks lie that are copied
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is,
 //                       first_checkpoint: a segment's first
 // From query_share.cuh

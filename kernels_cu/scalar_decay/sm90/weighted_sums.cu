@@ -52,10 +52,12 @@
 //   each_transposed(S, state, strides, size, ...): calls f for the lane's numbers of S and their addresses in `state`
 //   wgmma_fence_operand keeps uses of a product's result behind the wait
 //   read_state, write_state: start the product S tokens^T and the decay of S (READ_FIRST: the product with the S before
-//                       the decay); start S += x tokens. multiply_pairs: starts the product with A
+//                       the decay); start S += x tokens. multiply_pairs: starts the product with A [query, key]
+//                       (BY_QUERY)
 //   load_token_factors, decay_tokens: factors of a lane's tokens; tokens times factors. gate_of: a token's log gate
 // From weighted_sums_storage.cuh
 //   first_token_of      the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
+//   IN_CLUSTER          whether the blocks of dk and dv form a cluster
 //   block_serves_gate_gradient(): SERVES_GATE_GRADIENT, and this block computes dq or dk
 //   Registers           registers by role; TWO_BLOCKS: whether a multiprocessor holds two blocks
 // From ptx.cuh: opaque and hide_origin keep the compiler from holding in registers what is computed from their argument
