@@ -44,7 +44,8 @@
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   padded(V): V rounded up to 64
 //   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: adds the product of a Matrix with a tile.
-//     TokenFactors: decays, betas, inverse lengths of the chunk's tokens
+//     TokenFactors: decays, betas, inverse lengths of the chunk's tokens (the latter by set_inverse_lengths)
+//   TokenNumbers: the decay and beta of a lane's token
 //   state_index: where chunk_states has a chunk's state
 //   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
 //     shared memory holds

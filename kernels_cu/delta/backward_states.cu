@@ -41,7 +41,8 @@
 //     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
 //     the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
-//   add_tokens: y += scale M^T x
+//   add_tokens: y += scale M^T x; word_of: two numbers rounded to T
+//   each_number: calls f for a lane's numbers of a state; copy_prepared, copy_chunk: start copies of a chunk, of rows
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S; state_index: where chunk_states has a chunk's state, and state_gradients its

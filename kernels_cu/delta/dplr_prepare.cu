@@ -41,6 +41,8 @@
 //   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
 //     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
+//   ChunkOfBlock: the chunk that the block prepares; blocks_with_room: so many blocks, or what shared memory holds
+//   set_lengths: finds Lengths; clear_rows, clear_padding: zeros in rows of a Matrix, and in the gaps between rows
 //   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
 //     pairs; RowNumbers: of a lane's rows in Accumulators; each_border: calls a function for each level's border, with
 //     the decay between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders:
