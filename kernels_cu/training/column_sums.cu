@@ -1,7 +1,7 @@
 // what      Sums of columns: adds the parts that the blocks of other kernels computed of gradients that all tokens
 //           share.
-// math      for each of `count` sums: first, then rest: [C, D] = sum_p parts[p];  rest += if `add`
-// shapes    parts [P, columns]; first takes `split` columns, rest the others
+// math      for each of `count` sums, column by column: first = sum_p parts[p];  rest = sum_p parts[p], or += if `add`
+// shapes    parts [P, columns]; first [split] has the first columns, rest the others
 // grid      a block for 32 columns of a sum, those of a sum from first_block on; 1024 threads: 32 rows at a time
 // smem      Shared: a sum for every thread
 // barriers  one: the sums are in shared memory

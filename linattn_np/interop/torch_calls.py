@@ -123,7 +123,7 @@ def as_literal(x):
     if isinstance(x, (np.ndarray, np.generic)):
         return x.tolist()
     for symbol, number in SYMBOLS.items():
-        if isinstance(x, symbol):  # torch records that the graph holds for this number alone
+        if isinstance(x, symbol):  # torch then uses the recorded graph for this number only
             return number(x)
     return np.dtype(x).name if isinstance(x, (type, np.dtype)) else x
 
