@@ -124,20 +124,15 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
     cp_async_commit();
     wait_for_previous();
     float2 pairs[PAIRS][MAX_PARTS] = {};  // all loads are issued before the first is used
-    const float* const own = low + first * apart + start + a;
-    // Calls load(pair, its address) for each of the thread's pairs.
-    const auto each_pair = [&](const auto& load) {
+    const float* from = low + first * apart + start + a;
 #pragma unroll
-      for (int n = 0; n < PAIRS; ++n)
+    for (int n = 0; n < PAIRS; ++n, from += AT_ONCE * apart)
 #pragma unroll
-        for (int p = 0; p < MAX_PARTS; ++p)
-          if ((p == 0 || p < parts) && first + n * AT_ONCE < existing)
-            load(pairs[n][p], own + n * AT_ONCE * apart + p * part_apart);
-    };
-    const bool aligned = reinterpret_cast<u64>(own) % sizeof(float2) == 0 && apart % 2 == 0 && part_apart % 2 == 0;
-    if (aligned && a + 1 < rows) each_pair([](float2& pair, const float* from) { pair = load2(from); });
-    else if (a < rows)
-      each_pair([&](float2& pair, const float* from) { pair = {from[0], a + 1 < rows ? from[1] : 0.f}; });
+      for (int p = 0; p < MAX_PARTS; ++p) {
+        if (p > 0 && p >= parts || first + n * AT_ONCE >= existing) continue;
+        if (a < rows) pairs[n][p].x = from[p * part_apart];
+        if (a + 1 < rows) pairs[n][p].y = from[p * part_apart + 1];
+      }
     load_more();
 #pragma unroll
     for (int n = 0; n < PAIRS; ++n) {

@@ -32,7 +32,7 @@ template <typename T> struct Args {
 
 // TERMS: of LowRank; TILES: of 16 tokens in a block.
 template <typename T, int TERMS, int TILES, int MATRICES, int PASS>
-__global__ void __launch_bounds__(THREADS, TILES == 4 ? 2 : 3) rwkv6_openings(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
   auto& s = *reinterpret_cast<LowRank<T, TILES, TERMS, PASS>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
@@ -40,11 +40,8 @@ __global__ void __launch_bounds__(THREADS, TILES == 4 ? 2 : 3) rwkv6_openings(co
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 tiles = (args.tokens + TOKENS - 1) / TOKENS, first = blockIdx.x / across % tiles * TOKENS;
   const i64 tokens = args.tokens - first;
-  // The order is DECAY, GATE, RATE, SHARE. A step's first blocks begin two at a time on multiprocessors that the
-  // previous kernel does not use, the others as its blocks end, first one on each. So no two of the gate's blocks share
-  // a multiprocessor, as their rank is the largest, but each with one of RATE or SHARE, which have no activation.
-  const i64 place = blockIdx.x / across / tiles;
-  const i64 kind = MATRICES == 1 ? DECAY : place == RATE ? GATE : place == GATE ? RATE : place;
+  // The gate's blocks come first: its rank is the largest.
+  const i64 kind = MATRICES == 1 ? DECAY : (blockIdx.x / across / tiles + GATE) % MATRICES;
   const i64 rank = kind == DECAY ? args.W : kind == RATE ? args.A : kind == GATE ? args.G : args.Q;
   const auto activate = [&](float x) {
     return kind == DECAY ? Tanh<T>()(x) : kind == GATE ? 0.5f * Tanh<T>()(0.5f * x) + 0.5f : x;
