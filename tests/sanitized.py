@@ -126,7 +126,7 @@ SMALL_HEADS = (  # as for OPERATORS, and with gradients; in segments, but for th
     ((1, 9, 133, 6, 5), HALF, GROWS, SINGLE, {"cu_seqlens": PACKED}),
 )
 GATED_VALUES = (  # as for OPERATORS, and with gradients
-    ((2, 2, 13, 20, 40), BFLOAT16, GROWS, SINGLE, {}),  # few tokens
+    ((2, 2, 13, 72, 40), BFLOAT16, GROWS, SINGLE, {}),  # few tokens
     ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 1, 37, 136, 40), HALF, "logsigmoid", SINGLE, {}),
     ((1, 1, 133, 20, 9), SINGLE, "some-1e30", None, {"cu_seqlens": PACKED}),

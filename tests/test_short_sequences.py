@@ -15,6 +15,7 @@ from test_value_gate import pulled_back
 
 from linattn_np import vjp
 from linattn_np.array_kinds import BFLOAT16
+from linattn_np.backends.cupy import segments
 from linattn_np.backends.cupy.gated_kernels import GatedShortBackward
 from linattn_np.declarations import GATED_DELTA_RULE, GLA_VALUE_GATE, KDA, RWKV7
 
@@ -48,7 +49,8 @@ def pulled(call, device):
     [("float32", None), ("bfloat16", None), ("float16", "float32")],
 )
 @pytest.mark.parametrize("op", ["gla", "rwkv6"])
-def test_gradients(device, rng, op, dtype, gate_dtype, T, K, V, gate, dht, initial, lengths):
+def test_gradients(device, monkeypatch, rng, op, dtype, gate_dtype, T, K, V, gate, dht, initial, lengths):
+    monkeypatch.setattr(segments, "gains_by_short_backward", lambda problem: True)
     case = Case(
         T=T, K=K, V=V, B=2 - bool(lengths), H=2, dtype=dtype, gate=gate, gate_dtype=gate_dtype, lengths=lengths,
         initial=initial, dht=dht,
@@ -75,6 +77,26 @@ def test_gates_that_cancel(device, rng, nats):
     exact, dh0 = pulled_back(case, arrays, start, None, do, dht)
     for name, x, y in zip((*GLA_VALUE_GATE.arrays, "h0"), (*gradients, *first), (*exact, dh0), strict=True):
         assert_close(f"d{name}", host(x), y, SINGLE, factor=10)
+
+
+@pytest.mark.parametrize(
+    "D, T, initial, dtype, short",
+    [
+        (64, 8, None, "bfloat16", True),
+        (64, 9, None, "bfloat16", False),
+        (64, 9, None, "float32", True),
+        (64, 1, "float32", "float16", False),
+        (128, TOKENS, None, "float16", True),
+        (128, TOKENS + 1, None, "float16", False),
+        (60, TOKENS, "float32", "bfloat16", True),
+        (136, TOKENS, "float32", "bfloat16", True),
+    ],
+)
+def test_hoppers_kernels_compute_what_they_compute_faster(hopper, rng, D, T, initial, dtype, short):
+    """Of rows that they cannot read without copies, the kernel for short sequences computes all."""
+    call = Call("gla", Case(T=T, K=D, V=D, dtype=dtype, gate="weak", initial=initial), rng)
+    plan, _ = pulled(call, hopper)
+    assert (planned.names(plan)[0] == "gated_short_backward") == short
 
 
 @pytest.mark.parametrize("T, kernel", [(TOKENS, "gated_short_backward"), (TOKENS + 1, "gated_backward_states")])
