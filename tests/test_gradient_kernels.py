@@ -509,18 +509,23 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
             assert all(same_bits(card.tohost(x), y) for x, y in zip(found, gradients, strict=True))
 
 
-def least_times(cupy, calls):
-    """Milliseconds of calls in turn, as others may use the card as well."""
+def least_times(cupy, calls, fine):
+    """Milliseconds of calls in turn. As others may use the card as well, these are the least of 25 calls each, or of up
+    to 295 until `fine` says that they are."""
     taken = {name: [] for name in calls}
-    for _ in range(30):
-        for name, call in calls.items():
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            taken[name].append(cupy.cuda.get_elapsed_time(start, stop))
-    return {name: min(times[5:]) for name, times in taken.items()}
+    for _ in range(10):
+        for _ in range(30):
+            for name, call in calls.items():
+                start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record()
+                call()
+                stop.record()
+                stop.synchronize()
+                taken[name].append(cupy.cuda.get_elapsed_time(start, stop))
+        least = {name: min(times[5:]) for name, times in taken.items()}
+        if fine(least):
+            break
+    return least
 
 
 @pytest.mark.parametrize("kernels, dtypes", [("auto", (BFLOAT16, np.float16)), ("portable", (BFLOAT16, np.float32))])
@@ -549,8 +554,12 @@ def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
                 given = q, k, v, g.astype(dtype), *rest
                 _, pull = vjp(function, *given)
                 calls[name] = partial(pull, v) if gradient else partial(function, *given)
-            taken = least_times(cupy, calls)
-        assert taken["trained"] <= 1.25 * taken["weak"] and taken["some grow"] <= 4 * taken["weak"], f"{dtype}: {taken}"
+            taken = least_times(cupy, calls, no_gate_takes_longer)
+        assert no_gate_takes_longer(taken), f"{dtype}: {taken}"
+
+
+def no_gate_takes_longer(taken) -> bool:
+    return taken["trained"] <= 1.25 * taken["weak"] and taken["some grow"] <= 4 * taken["weak"]
 
 
 def test_no_size_takes_much_longer(op, card):
@@ -568,8 +577,12 @@ def test_no_size_takes_much_longer(op, card):
     calls = {
         by: partial(function, *((by * x).astype(BFLOAT16) for x in (q, k)), v, g, *rest) for by in (1, 1e-6, 1e5, 0)
     }
-    taken = least_times(cupy, calls)
-    assert max(taken[1e-6], taken[1e5]) <= 2 * taken[1] and taken[0] <= 1.25 * taken[1], taken
+    taken = least_times(cupy, calls, no_size_takes_longer)
+    assert no_size_takes_longer(taken), taken
+
+
+def no_size_takes_longer(taken) -> bool:
+    return max(taken[1e-6], taken[1e5]) <= 2 * taken[1] and taken[0] <= 1.25 * taken[1]
 
 
 def test_memory_taken_on_a_card(op, card):
