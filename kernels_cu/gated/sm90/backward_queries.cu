@@ -1,6 +1,12 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
 //           Computes dq, du, and query_share: the part of dg, the log gates' gradient, that needs S. The second pass
-//           (backward_keys.cu) adds the part that needs dS, the gradient of S. reads_before_write: RWKV-6, else GLA
+//           (backward_keys.cu) adds the part that needs dS, the gradient of S
+// modes     ReadOrder         template: AfterWrite, GLA, or BeforeWrite, RWKV-6 (reads_before_write)
+//           OneEach, InTurn   template: a block computes one segment, or whole sequences (P = 1), one after the other
+//           joined            of a launch, OneEach with P = 3 only: half of the blocks have two segments, as one
+//           units             of a chunk: query_share is stored in multiples of a power of 2, its unit. G bfloat16:
+//                             unless by_token. G float16: if by_token, or if float16 does not hold it. Float32: never
+//           by_token          of a chunk and a warp's 16 channels: gates grow too much for products (growth.cuh)
 // math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it; i, j and t are its tokens.
 //           Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
 //           those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -9,17 +15,17 @@
 //           query_share_t = sum_{i>=t} q_i (sum_{j<t} dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t), computed as
 //           sum_{i>=t} q_i (sum_j dA_ij D_ij k_j + from_state_i) (RWKV-6: i > t) - sum_{j>=t} k_j sum_i dA_ij D_ij q_i
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
-// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V]; query_share: of g's type, or multiples of a unit in
-//           its place (query_share.cuh). The others are float32. u [H, K]. Each of N sequences has P segments:
+// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V]; query_share: of g's type G; in units float16 numbers
+//           in the same memory. The others are float32. u [H, K]. Each of N sequences has P segments:
 //           initial, dht [N P, H, K, V]: the states at their starts, and the gradients of those at their ends
 //           du, ends [N P, H, K]: their terms of du; sum_v (the state at the end) dht
-//           query_sums [B, H, chunks, K + FLAGS]: first K sums, of each channel sum_i q_i from_state_i, whose 9 lowest
-//           bits hold the unit, a power of 2, if query_share has one; then FLAGS numbers that are bytes, one for each
+//           query_sums [B, H, chunks, K + FLAGS]: K sums, of each channel sum_i q_i from_state_i; in units the 9 lowest
+//           bits of a sum are the unit's exponent. The last FLAGS numbers are bytes, the flags, one for each consumer
 //           warp: 1 if the second pass is to compute the chunk token by token
 //           checkpoints [B, H, T / CHECKPOINT_EVERY + 1, BK, BV]: the states before every CHECKPOINT_EVERY-th token
 //           (states.cuh). BK and BV: K and V rounded up to 64 or 128
-// grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
-//           states.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
+// grid      a block for every segment of a sequence and head, or as many as the card holds (InTurn); see states.cuh. A
+//           warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
 // smem      Stage, STAGES times. Iterations of a block count the chunks of all its segments; an iteration's stage is
 //           its number modulo STAGES, and it waits for phase (number / STAGES) of that stage's barriers
 // barriers  mbarriers of each stage. A chunk's way, in time, and the barrier that ends a step:
@@ -28,23 +34,31 @@
 //           three warps    wait for arrived; store dA and float_do                                dA_stored
 //           consumers      wait for dA_stored and full; store dq over q and query_share over g    done
 //           copying warp   waits for done; copies the results to memory, then the next chunk to the stage
+// order     `consume` must keep: the product that reads S ends before write_state changes S; the one that adds to S
+//           ends before start_chunk reads S for the next chunk. by_token is known before write_state. add_sizes sees
+//           terms of single tokens, before they are summed. A warp has read its q and g before dq and query_share
+//           overwrite them; then the thread arrives at `done`. The rest is ordered for registers and latencies
 // numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. Queries and keys are cut off
-//           to tf32 before both sums that make query_share_t (EXACT), so that pairs with both tokens after t cancel but
-//           for float32's rounding. The state: states.cuh
+//           to tf32 before both sums that make query_share_t (AS_MULTIPLIED), so that pairs with both tokens after t
+//           cancel but for float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K and V of a launch up to 128, multiples of 8; rows start on 16 bytes
+// tests     test_gradient_kernels; test_gradient_segments (joined, InTurn); test_growth_gradients (by_token);
+//           test_gate_paths (units); test_gradient_tiles (args.adds); test_compile (no spills)
 //
 // From warpgroup.cuh
-//   Tile<X, D>          D numbers of type X of each of the chunk's tokens
+//   Tile<X, D>          D numbers of type X of each of the chunk's tokens, in panels of PANEL<X> (128 bytes)
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
-//   warpgroup_panels    a tile's panels of the warpgroup's channels; each_pair_of_state: calls f for numbers of a state
+//   warpgroup_panels    a tile's panels of the warpgroup's channels; WorkTile: batch row, head and tokens of a segment
+//   each_pair_of_state  calls f for numbers of a state; HAS_FULL_PATH: without a branch for each if V is BV
 // From decays.cuh
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens
-//   GateCounts          how often a sum has each gate
+//   ldmatrix_offset()   `offset` below: the byte in a panel of the 16 bytes that a lane gives to ldmatrix and stmatrix
+//   GateCounts          how often a token's sum of gates has each gate: 0, 1, 1/2, or, before a middle, -1
 //   decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys: tokens times these,
 //                       AS_MULTIPLIED: cut off to tf32
-//   PairReader          multiplies numbers of pairs by keys (add_keys) or queries (add_queries), of sub-chunk
-//                       (queries', keys'); Across: operands at borders of sub-chunks
+//   PairReader          add_keys(sums, keys, n, m): sums over keys of sub-chunk m, times pairs, for queries of n;
+//                       add_queries(sums, queries, n, m): over queries of n, for keys of m. Across: operands at borders
 // From states.cuh and backward_tokens.cuh
 //   FloatTile           a tile in float32; start_state_read, start_state_write start products that read S or add to it
 //   StateOperand        decayed keys as start_state_write takes them, set by put(n, h, two tokens)
@@ -53,8 +67,8 @@
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is,
 //                       first_checkpoint: a segment's first
 // From query_share.cuh
-//   IN_UNITS<G>         whether shares have units; units_for chooses them by the magnitudes that add_sizes adds up;
-//                       store_query_share stores shares in units, sum_with_unit puts a unit into a sum's lowest bits
+//   IN_UNITS<G>         G is bfloat16; units_for chooses units by the magnitudes that add_sizes adds up;
+//                       store_query_share stores shares, sum_with_unit puts the exponent into a sum's lowest bits
 // From growth.cuh and ptx.cuh
 //   compute_queries_by_token: a chunk token by token; hide_origin(x): x as a new number, so that what depends on it is
 //                       computed again
@@ -72,7 +86,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;  // segments of a sequence
   // Only if P = 3: whether each sequence and head has two blocks. One computes segment 0, the other segments 1 and 2 as
-  // one; in the second pass one computes 2, the other 0 and 1. So only 0 and 2 are summarised before (states.cuh).
+  // one; in the second pass one computes 2, the other 0 and 1. So backward_segments.cu summarises only 0 and 2.
   i64 joined;
   i64 adds;  // whether dq is added to what dq holds: its sum over the columns of V that earlier launches had
 };
@@ -121,7 +135,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       f(stage.do_, args.do_, args.do_rows, V);
       f(stage.v, args.v, args.v_rows, V);
     });
-    __syncwarp();
+    __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   };
   const auto fetch_channels = [&](int next, const WorkTile& work, int token) {
     Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
@@ -133,7 +147,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   const auto wait_for_results = [&](int iteration) {
     mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, inputs have been read
-    fence_proxy_async();  // orders consumers' stores before this warp's copies; here, since consumers have less time
+    fence_proxy_async();  // orders what consumers did before this warp's copies, and spares them a fence (ptx.cuh)
   };
   if constexpr (Schedule::in_turn) {
     int count = 0;  // of the chunks whose copies have been started
@@ -147,7 +161,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (more) fetch_values(next, place, 0), ++count;
       if (iteration >= 0) store(iteration, s.places.at(iteration), 0);
       if (more) fetch_channels(next, place, 0);
-      __syncwarp();
+      __syncwarp();  // as in fetch_values
     }
   } else {
     const WorkTile segment = segment_of<FORWARDS>(args.shape, args.P, args.joined);
@@ -156,7 +170,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     if constexpr (ReadOrder::reads_before_write) {
       // The segment is in shared memory: RWKV-6's consumers lack registers, and have fewer if this code takes more.
       if ((threadIdx.x & 31) == 0) s.segment = segment_of<FORWARDS>(args.shape, args.P, args.joined);
-      __syncwarp();
+      __syncwarp();  // s.segment may be read
     }
 #pragma unroll 1
     for (int iteration = -STAGES; iteration * CHUNK < tokens; ++iteration) {
@@ -166,7 +180,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (more) fetch_values(next, work, next * CHUNK);
       if (iteration >= 0) store(iteration, work, iteration * CHUNK);
       if (more) fetch_channels(next, work, next * CHUNK);
-      __syncwarp();
+      __syncwarp();  // as in fetch_values
     }
   }
 }
@@ -251,7 +265,7 @@ template <class ReadOrder, typename G, int BV>
 constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
 // Sets `results` to the terms of pairs within sub-chunks, and adds their terms to du. CLAMPED: gates were loaded so;
-// counts: which gates the sum for each decay has (decays.cuh); dA_reader reads `pairs`, the chunk's dA; u, du: those
+// counts: which gates the sum for each decay has (GateCounts); dA_reader reads `pairs`, the chunk's dA; u, du: those
 // of this lane's two channels.
 template <bool CLAMPED, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void set_pairs_within(Gradients& results, const TokenOperands<T, G>& tokens,
@@ -499,7 +513,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       }
       if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.key_terms, sum);
       else sum_tokens_by_shuffles<FROM_TOKEN_ON>(results.query_share, sum);
-      // G is float16: the share has units only if it exceeds float16's range. convert_to_units puts them into `sum`.
+      // G float16: a share beyond float16's range is stored in units, whose exponents convert_to_units puts into `sum`.
+      // Only the second pass's code for chunks token by token reads it: hence the flag, though no gates grow.
       if (IS_FLOAT16<G> && exceeds_float16(results.query_share)) {
         convert_to_units(results.query_share, sum);
         set_flag(true);
