@@ -1,5 +1,9 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
+// modes     ReadOrder, OneEach, InTurn, joined (segments 0 and 1), units: as in backward_queries.cu
+//           BK = 64, 128   consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
+//           by_token       of a chunk and all of the block: a flag of the first pass is set, or dS is too large for
+//                          float16 data. Such a chunk goes through the same phases of all barriers
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
 //           state before it. Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j +
 //           1 to i, E_i over those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -14,9 +18,10 @@
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
 //           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
 //           backward_queries.cu: query_share, which may be dg itself; query_sums [B, H, chunks, K + FLAGS], of each
-//           channel sum_i q_i scale E_i S do_i, with the unit of query_share (query_share.cuh) in the 9 lowest bits;
-//           then a byte for each warp, 1 if the chunk is to be computed token by token; ends [N P, H, K], c of a
-//           segment's last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token (states.cuh)
+//           channel sum_i q_i scale E_i S do_i; if query_share is stored divided by a power of 2, its unit, the sum's 9
+//           lowest bits are the unit's exponent (query_share.cuh); then a byte for each warp, 1 if the chunk is to be
+//           computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S before
+//           every CHECKPOINT_EVERY-th token (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
 //           states.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A and dv; last,
 //           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
@@ -32,11 +37,15 @@
 //           last warpgroup   waits for done; copies the results to memory, and the next chunk to their place
 //           Iterations of a block count the chunks of all its segments; an iteration's stage is its number modulo
 //           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
+// order     The consumers' compute_chunk must keep: q and g are read before put_within overwrites them; s.dS and the
+//           product with v take dS before decay_state changes it; `down` takes back every `up`; dk and dg are stored
+//           after the wait for `within`. The rest saves registers and time
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
 //           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 before chunks with large growth
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+// tests     those of backward_queries.cu
 //
 // From warpgroup.cuh
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens
@@ -47,8 +56,10 @@
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
 //   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
-//   LaneGates           a lane's gates; SECOND_NEGATED: half of an operand's numbers have minus signs: it saves moves
-//   GateCounts          operands that say how often the sum of gates for a token has each gate: 0, 1, -1 or a half
+//   LaneGates           a lane's gates, each twice in an operand; SECOND_NEGATED: the second time negated, here and in
+//                       GateCounts: two equal registers the assembler would copy for each product
+//   GateCounts          how often a token's sum of gates has each gate: 0, 1, -1 (before a sub-chunk's middle), 1/2 or
+//                       -1/2 (GLA's middle halves a gate); `read`, `written`: masks of which operands are made
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
 //                       (IN_FULL: not cut off to tf32); SubChunkDecays: over sub-chunks
 //   Across              operands, or sums, of pairs of tokens in different sub-chunks. by8[x]: queries of sub-chunk
@@ -64,8 +75,9 @@
 //   StateOperand        decayed queries as start_state_write takes them
 //   state_values        keys, rounded as they are in a product with a state
 //   scale_state, decay_state: a state times factors of channels, times decays; sum_tokens_by_shuffles: sums over tokens
-//   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes; in_turn: whether the schedule is
-//                       InTurn; checkpoint_at: where a stored state is
+//   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes. `sequence` numbers segments: P of
+//                       each sequence; in_turn: the schedule is InTurn; checkpoint_at: where a stored state is
+//   ChunkPlaces         InTurn: next(shape, n) stores where the block's next chunk lies, as number n; false: none left
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
 //   score_offset        the byte offset in A of a lane's first score; score_value: a score, rounded to tf32
@@ -74,7 +86,8 @@
 //   computed_entry      offsets and masks of a thread (OFFSETS, FROM_MIDDLE, MASKS); s.lookups has the first LOOKUPS of
 //                       these entries, for which registers are too few; LookedUpCounts: GateCounts made of them
 //   compute_keys_by_token: a chunk token by token
-//   add_query_share(dg, ...): adds query_share, and a term of each channel
+//   add_query_share(dg, ...): adds query_share, and a term of each channel, by a product with an identity matrix, of
+//                       which identity_of_lane() is this lane's register
 // From ptx.cuh: hide_origin(x), opaque(x): x as a new number, so that what depends on it is computed again
 #include "gated/sm90/backward_keys_storage.cuh"
 
@@ -161,8 +174,8 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   float within[2], across[4], self_score = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      // The terms of the channels of warp `other`, [8 lanes g, 8 tokens]; a lane g summed channels g and g + 8. This
-      // lane adds the terms of its token `query` from lanes key_pair and key_pair + 4; channel_sum adds the others.
+      // The terms of warp `other`'s channels as [g][token]: g, 0 to 7, has the sum of channels g and g + 8. This lane
+      // adds those of its token `query` at g = key_pair and key_pair + 4; channel_sum adds those of the other six g.
       const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * key_pair + query;
       self_score += parts[0] + parts[32];
     }
@@ -172,9 +185,9 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   mbarrier_arrive(s.within);  // the operands of pairs within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
-  // A is [key, query] in rows of 128 bytes, swizzled. From the offset of a score with an even key, that of the next key
-  // is the offset XOR 16, plus 128 bytes; that of 8 queries later is the offset XOR 32.
-  int score = score_offset(8 * warp, 8 * warp, lane);  // the offset of the lane's first score
+  // A is [key, query] in rows of 128 bytes, swizzled; of every 8 columns t is query 2t and t + 4 is query 2t + 1. From
+  // byte `score`, of an even key, the next key is at (score XOR 16) + 128, and 8 queries later is score XOR 32.
+  int score = score_offset(8 * warp, 8 * warp, lane);  // of the lane's first score
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
     const float diagonal = ReadOrder::reads_before_write ? scale * self_score : to_scores * within[p];
@@ -183,7 +196,7 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   }
   score = score_offset(queries, keys, lane);
 #pragma unroll
-  for (int p = 0; p < 4; ++p)
+  for (int p = 0; p < 4; ++p)  // not to_scores: operands of T lose no bits in their product
     if (p < 2 || has_16_queries) put((score ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
   fence_proxy_async();
 }
@@ -195,6 +208,7 @@ __device__ __forceinline__ void start_dv(Values& dv, Shared<T, G, BK, BV, Schedu
                                          int panel) {
   const u64 state_tile = k_major_tile(s.dS[0][64 * panel]), keys_tile = k_major_tile(in.k);
   wgmma_fence();
+  // Descriptors count 16 bytes: 16 channels are 32 bytes, 64 a panel of BV, or CHUNK, rows of 128 bytes.
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c)
     wgmma<T, CHUNK, K_MAJOR>(dv, state_tile + (c / 4 * BV * 128 + c % 4 * 32) / 16,
@@ -210,7 +224,7 @@ __device__ __forceinline__ void finish_dv(Values& dv, Shared<T, G, BK, BV, Sched
   u32 columns[NUM_SUBCHUNKS][4];  // do's columns as left operands: a lane's queries 2t and 2t + 1 of each sub-chunk
   Operand do_operand;
   load_operand(do_operand, in.do_[panel], offset);
-  each_token_pair([&](int n, int h) {  // queries in the order of A's columns
+  each_token_pair([&](int n, int h) {  // depths t and t + 4: queries 2t and 2t + 1, as in A's columns
     const float2 two = unpack<T>(token_pair_of(do_operand, n, h));
     columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
   });
@@ -295,7 +309,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // when the bytes are there; store_chunk returns when the tiles may be overwritten.
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
-    if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v and do have more stages, and are copied earlier
+    if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v, do: more stages, copied earlier; `stage` may be negative
     if constexpr (Schedule::in_turn) {
       if (!s.places[warp].next(args.shape, iteration)) return;
       ++count;
@@ -351,7 +365,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
         if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
         return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
       };
-      if (n > warp) continue;
+      if (n > warp) continue;  // keys after this warp's queries: never read, and RWKV-6's self weights lie there
       const float2 two = {value(8 * n, products[4 * n]), value(8 * n + 1, products[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;  // the index of keys 8 n further on (PairReader)
     }
@@ -367,7 +381,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
-  __syncwarp();
+  __syncwarp();  // lanes that fetch_chunk has parted go on together, as wgmma in make_dA needs them
   if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
   // What this warpgroup does while consumers compute the chunk of an iteration. has_next: whether one follows.
   const auto compute_chunk = [&](int iteration, int token, bool has_next) {
@@ -383,7 +397,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     if (has_next) make_dA(iteration + 1, query_sum, flags);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp copies to the memory whose results it has just stored
-    __syncwarp();
+    __syncwarp();               // as above
   };
   if constexpr (Schedule::in_turn) {
 #pragma unroll 1
@@ -425,7 +439,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     __syncwarp();  // all lanes have read `kept_ratio` of the previous segment
     if (lane == 0) kept_ratio = infinity();
   }
-  const bool is_joined = segment.last_sequence_head != segment.sequence_head;  // then a state is stored after it
+  // Segments 0 and 1. After 1 the first pass has stored no `ends`, but S, of which compute_chunk makes c.
+  const bool is_joined = segment.last_sequence_head != segment.sequence_head;
   float dS[BV / 2], u[2] = {}, carried[2] = {};  // carried: c, of this lane's two channels
   load_state<BV>(dS, args.dht ? args.dht + segment.last_sequence_head * K * args.shape.V : nullptr, args.shape,
                  channel);
@@ -604,7 +619,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       });
     };
-    float query_sums[2];                  // of the chunk, from the first pass; their lowest bits hold the unit
+    float query_sums[2];                  // from the first pass; the unit in the lowest bits is < 2^-14 of a sum
     float key_sums[2];                    // sum_j k_j L_j dS v_j
     float state_term[2];                  // D sum_v S dS
     const uint4 masks = entry_of(MASKS);  // x, y: sum_earlier_tokens' operand; z: identity_of_lane()
@@ -658,7 +673,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     while (token >= 0 && compute_chunk(iteration, token)) ++iteration, token -= CHUNK;
     if (token >= 0) compute_by_token(iteration), ++iteration, token -= CHUNK;
   }
-  if (args.dh0 && segment.sequence % args.P == 0) {
+  if (args.dh0 && segment.sequence % args.P == 0) {  // a sequence's first segment
     float* dh0 = args.dh0 + (segment.sequence / args.P * args.shape.H + segment.head) * K * args.shape.V;
     each_pair_of_state<BV>(dS, dh0, args.shape, channel,
                            [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
