@@ -30,7 +30,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P;        // segments of a sequence
-  i64 joined;   // P = 3: whether one block computes the first two segments (states.cuh)
+  i64 joined;   // P = 3: whether one block computes segments 0 and 1, another one segment 2 (states.cuh)
   i64 adds;     // whether dk and dg are added to what they hold, of a launch for other columns of V
   i64 adds_dv;  // whether dv is added to what it holds, of a launch for other channels of K
 };

@@ -21,15 +21,16 @@
 // numerics  S and dS in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+// tests     test_gradient_segments; test_growth_gradients (the second walk)
 //
 // From warpgroup.cuh
 //   Operand             a lane's numbers of a chunk in 16 bits
 //   warpgroup_panels    the panels of a tile that have a warpgroup's 64 channels
 // From decays.cuh
 //   LaneChunk           a lane's numbers of a chunk: x[n][2h + p] is sub-chunk n, the lane's channel h, its token p;
-//                       ldmatrix_offset: where they are in a panel
+//                       ldmatrix_offset: the byte in a panel of the 16 bytes that a lane gives to ldmatrix
 //   each_token_pair     calls f(n, h); token_pair_of finds both tokens in an Operand
-//   LaneGates           the gates of the lane's numbers; GateCounts: how often a sum has each of them
+//   LaneGates           the gates of the lane's numbers; GateCounts: how often a token's sum of gates has each: 0 or 1
 //   SubChunkDecays      over each sub-chunk, with before(n), after(n), all()
 //   decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk
 //   decay_queries, decay_keys: tokens times decays (IN_FULL: not cut off to tf32)
@@ -142,7 +143,7 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
       f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first_channel);
       f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
     });
-    __syncwarp();
+    __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   };
   if (!walk.chunks) return 0;
 #pragma unroll 1

@@ -339,7 +339,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);
     }
-    __syncwarp();
+    __syncwarp();                           // thread 0's warp goes on together, as stmatrix and wgmma need
     if constexpr (Schedule::has_outputs) {  // o overwrites v, which is in registers
       wgmma_wait<1>();                      // o is complete; the products of S may be under way
       wgmma_fence_operand(o);

@@ -18,6 +18,7 @@
 // numerics  Products on tensor cores need the decay between two tokens as two factors, for which growth is too much: a
 //           gate counts as LEAST_GATE = -16 at least within a sub-chunk, so e^(growth - 16) of a token would outlast a
 //           gate of -inf; and float16 ends at e^11. The results here overflow only where the recurrence itself does.
+// tests     test_growth_gradients, test_growth
 //
 // From the includes:
 //   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels
@@ -288,7 +289,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
         if (i > j) key_terms[m] = fmaf(query(i), x, key_terms[m]);
         if (i > j + BEFORE) gate_terms += key_terms[m];
       }
-      __syncwarp();
+      __syncwarp();  // lanes that `continue` has parted go on together: channel_sum shuffles
       gate_terms = channel_sum(gate_terms);
       if (j + 1 < CHUNK && (j + 1) % 4 == t) query_share[(j + 1) / 4] = gate_terms;
     }

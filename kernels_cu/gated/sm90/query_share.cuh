@@ -82,7 +82,7 @@ __device__ __forceinline__ bool exceeds_float16(const LaneChunk& x) {
 }
 
 // Stores this lane's share x of a chunk whose gates do not grow. panels: the warpgroup's tile of dg in shared memory;
-// offset: the byte, swizzled, at which this lane's rows begin in a panel. unit_exponent is not read unless IN_UNITS.
+// offset: ldmatrix_offset(), a byte in a panel (decays.cuh). unit_exponent is not read unless IN_UNITS.
 template <typename G>
 __device__ __forceinline__ void store_query_share(G (*panels)[CHUNK][PANEL<G>], const LaneChunk& x,
                                                   const u32 (&unit_exponent)[2], int offset) {

@@ -15,6 +15,7 @@
 //           by a power of 2 that depends on the chunk's first gate (QueryScale). And dS is multiplied by a power of 2
 //           that depends on its largest value before a product reads it (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
+// tests     those of backward_queries.cu
 //
 // From wgmma.cuh: wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in
 // registers and b the descriptor of a swizzled tile, [N, depth] if K_MAJOR, else [depth, N]; adding bytes / 16 to b
@@ -39,7 +40,10 @@ template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float
 
 // The segment of a sequence that a block of a pass computes; WorkTile::sequence counts segments, P of each sequence.
 // `joined`: a sequence has three segments. One block computes the segment that the pass starts with, another block the
-// other two as one. So only the pass's first segment needs a summary: the state that it leaves if it starts from zero
+// other two as one:
+//   first pass, forwards       0 | 1 2
+//   second pass, backwards     0 1 | 2
+// So only the pass's first segment needs a summary: the state that it leaves if it starts from zero
 // (backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the sequence_head of
 // the block's last segment in time; WorkTile::sequence_head: that of its first one.
 struct Segment : WorkTile {
@@ -65,9 +69,9 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   return work;
 }
 
-// Two schedules. OneEach: a block computes one segment. InTurn, for whole sequences: as many blocks as the card holds
-// compute several sequences one after the other, and copy a sequence's first chunks while they compute the last chunks
-// of the one before.
+// Two schedules. OneEach: a block computes one segment, or two joined ones. InTurn, for whole sequences (P = 1, never
+// joined): as many blocks as the card holds compute several sequences one after the other, and copy a sequence's first
+// chunks while they compute the last chunks of the one before.
 struct OneEach {
   static constexpr bool in_turn = false;
 };

@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
         f(in.keys, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first_channel);
         f(in.values, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
-      __syncwarp();
+      __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together: sums are shuffled next
       // The logarithm to base 2 of the decay over the gates up to this token's (backwards), or from this token's on.
       float sum = LOG2E * gates[stage];
 #pragma unroll
