@@ -8,16 +8,21 @@
 //           by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in the later
 //           half and decayed from the border, the column is in the earlier half and decayed to it. A tile is [BT, BK]
 //           in shared memory, swizzled: place<BK>(tile, i, c) is the address of channel c of token i. float32 data are
-//           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh)
-// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2); squares of lengths are products of
-//           tokens as they are. Pairs of one block are multiplied in float32; the kernels decay the column token by
-//           token, as the recurrence does. Of 16-bit data, rows and columns of other pairs are rounded to float16, and
-//           so are keys decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so
-//           that any gate is exact
+//           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh). In code g is lane / 4
+//           and t lane % 4, but for a pointer g to log gates
+// order     In a kernel: set_lengths; a block's own pairs (SumsOfPairs) and, by each_border, store_level; a barrier;
+//           score_borders; a barrier; solve, put_transposed; a barrier; multiply_triangles
+// tests     test_delta_kernels; test_compile (no spills)
+// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). The squares of lengths, from which
+//           these powers come, are sums over tokens that have not been divided. Pairs of one block are multiplied in
+//           float32; the kernels decay the column token by token, as the recurrence does. Of 16-bit data, rows and
+//           columns of other pairs are rounded to float16, and so are keys decayed to the chunk's end. A decay is a
+//           product of the decays of the tokens in between, so that any gate is exact
 #include "delta/chunk.cuh"
 
 // From chunk.cuh:
 //   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
+//   RowsReader: loads 8 rows of a tile as right operands; Reader(row, piece): what address a lane gives to ldmatrix
 //   Matrix: [32, 32] numbers, each the sum of NUMBERS: two for 16-bit data, REST apart. LDA: the distance of its rows;
 //     LD: that of a float matrix. put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
@@ -132,7 +137,9 @@ template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows
         mma_m16n8k16(d[n], {r[2 * n], r[2 * n], r[2 * n + 1], r[2 * n + 1]}, {r[2 * n], r[2 * n + 1]}, T{});
     }
   } else {
-    const Reader<COLS, T> reader(lane & 7, (lane + 8) >> 4 & 1);  // pieces 0, 1, 1, 0 of the rows
+    // The four matrices of ldmatrix are pieces 0, 1, 1, 0 of the 8 rows: so r[0] and r[2] are rows g of a left operand,
+    // and r[0] and r[1] the same rows as a right one.
+    const Reader<COLS, T> reader(lane & 7, (lane + 8) >> 4 & 1);
 #pragma unroll
     for (int c = 0; c < COLS; c += 16) {
       u32 r[4];
@@ -159,12 +166,12 @@ __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* 
   }
   // A warp with one block has half of the rows.
   if (own_tile < TILES && (task.LANES < 32 || i / BLOCK == task.block)) lengths[own_tile].set(i, squares, normalized);
-  __syncwarp();
+  __syncwarp();  // the lengths of the warp's blocks are in shared memory
 }
 
-// The sums over LANES neighbouring lanes, 16 or 32, of each of PAIRS numbers, which `add` gets one after the other.
-// After the last one lane l holds `sum` of number l % 16. Two numbers that have taken the same steps take the next one
-// together: of two lanes each keeps one number, and adds the other lane's share of it.
+// The sums over LANES neighbouring lanes, 16 or 32, of each of PAIRS numbers, which `add` gets one after the other; all
+// lanes of a warp call it together. After the last one lane l holds `sum` of number l % 16. Two numbers that have taken
+// the same steps take the next one together: of two lanes each keeps one number, and adds the other lane's share of it.
 template <int LANES> struct SumsOfPairs {
   float waiting[4], sum;  // waiting[s]: a number that has taken s steps, and waits for another one
   int count = 0;
@@ -186,7 +193,7 @@ template <int LANES> struct SumsOfPairs {
 };
 
 // The pair (i, j) of a block's tokens with number n of PAIRS: for each i, for each j <= i, that pair and, if j < i, the
-// same as a strict one.
+// same as a strict one: (0, 0) | (1, 0), strict (1, 0), (1, 1) | (2, 0), ... Those of i begin with number i^2.
 struct PairOfBlock {
   bool strict;
   int i, j;
@@ -198,6 +205,11 @@ struct PairOfBlock {
 
 // ---- decays ---------------------------------------------------------------------------------------------------------
 
+// The blocks before (c: columns) and after (r: rows) the borders of each level, which are at `|`:
+//   block      0   1   2   3   4   5   6   7
+//   level 0    c | r   c | r   c | r   c | r
+//   level 1    c   c | r   r   c   c | r   r
+//   level 2    c   c   c   c | r   r   r   r
 // For the thread's block and channels: at each level calls rows(level, decays from the border to the block's start) if
 // the block is after the level's border, else columns(level, decays from the block's end to the border). Sets `before`
 // and `after` to the decays from the chunk's start to the block's start, and from its end to the chunk's end.
@@ -219,8 +231,8 @@ __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][
 }
 
 // Stores the 4 tokens x of the thread's block, rows or columns of a level, times `decay`. A tile has the 16 tokens of
-// one side of the level's borders, in their order. 8 tokens of kind 0, the same 8 tokens of kind 1, and so on for KINDS
-// kinds, follow each other; then the other 8 tokens.
+// one side of the level's borders, in their order; rows of level 1: blocks 2, 3, 6, 7. 8 tokens of kind 0, the same 8
+// tokens of kind 1, and so on for KINDS kinds, follow each other; then the other 8 tokens.
 template <int KINDS, int BK, typename X>
 __device__ __forceinline__ void store_level(X* tile, int level, int kind, const BlockTask<BK>& task,
                                             const float4 (&x)[BLOCK], float4 decay) {
@@ -290,7 +302,8 @@ __device__ __forceinline__ Triangle identity() {
 // x <- X = N x, N = (I - diag(weight) M)^-1, where of M only numbers below the diagonal are read; for one warp. Of
 // blocks such as X21 (rows 2, columns 1), 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward
 // substitution, in float32; X21 is N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two
-// blocks are stored transposed: X11 in `room`, where the caller may store the result, and N22 above M's diagonal.
+// blocks are stored transposed: X11 in `room`, where the caller may store the result afterwards, and N22 above M's
+// diagonal.
 // inverts: x is the identity, so that X22 is N22; else another warp stores N22. `wait` waits until both are stored.
 constexpr bool INVERTS = true;
 template <typename T, class Wait>
@@ -425,6 +438,7 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 8; task += WARPS * TOGETHER) {
     const int column = task % 4 * 8;
+    // The lane's row of ldmatrix in a transposed Y: of rounded numbers, then of errors; of 8 tokens, then the next 8.
     const int from = (lane >> 4) * Matrix<T>::REST + (column + (lane & 7)) * Matrix<T>::LDA + (lane >> 3 & 1) * 8;
 #pragma unroll
     for (int n = 0; n < TOGETHER; ++n) {
@@ -477,7 +491,7 @@ struct RowNumbers {
 template <int BK, typename T> __device__ __forceinline__ void store_channels(T* to, const T* tile) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
   const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % ACROSS * PIECE;
-  __syncwarp();
+  __syncwarp();  // the warp's channels of `tile` are in shared memory
 #pragma unroll
   for (int n = 0; n < BT; n += 32 / ACROSS) {
     const int row = n + lane / ACROSS;
