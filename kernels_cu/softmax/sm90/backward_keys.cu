@@ -18,12 +18,18 @@
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
 //           product to the next in registers
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128
+// order     `consume`: a tile is released after the wait for the product that reads it. Waits are where the assembler
+//           lets products run beside other work
+// tests     test_softmax_attention; test_compile (no spills)
 #include "softmax_sm90.cuh"
 
 // From the includes:
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
-//   consume_and_produce: two warpgroups call the first function, one more thread the second, with so many registers
+//   consume_and_produce<2, n, m>: two warpgroups, of n registers a thread, call the first function; one more thread, of
+//     m registers, the second
+//   k_major_tile(tile), mn_major_tile(tile, panel): wgmma's descriptor of a tile of which columns, or rows, are summed.
+//     panel: the bytes from a panel of 64 columns to the next
 //   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
 //     caller announces at the barrier; load_operand_rows: 64 rows as operands
 //   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows

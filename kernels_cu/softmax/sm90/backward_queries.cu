@@ -19,18 +19,25 @@
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128
+// order     `consume`: a tile is released after the wait for the product that reads it. Waits are where the assembler
+//           lets products run beside other work, in branches of their own if need be (wait_for_dq)
+// tests     test_softmax_attention; test_compile (no spills)
 #include "softmax_sm90.cuh"
 
 // From the includes:
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
-//   consume_and_produce: two warpgroups call the first function, one more thread the second, with so many registers
+//   consume_and_produce<2, n, m>: two warpgroups, of n registers a thread, call the first function; one more thread, of
+//     m registers, the second
+//   k_major_tile(tile), mn_major_tile(tile, panel): wgmma's descriptor of a tile of which columns, or rows, are summed.
+//     panel: the bytes from a panel of 64 columns to the next
 //   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
 //     caller announces at the barrier; load_operand_rows: 64 rows as operands
 //   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
-//   logarithm_or_infinity: L, or infinity if L is -infinity (the query sees no key) or too large to be accurate
+//   logarithm_or_infinity: L; or infinity, so that weights are 0, if the query sees no key (L is -infinity) or if |L|
+//     is above 2^24: its rounding would then change weights by more than 2^2
 //   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0
 //   store_rows(map, rows, width, x, factor0, factor1, tile, ...): stores x, times these factors for a lane's two rows,
 //     by way of `tile`, here that of o

@@ -12,6 +12,7 @@
 // numerics  sums in float32
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 21
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K <= D; D of 64, 128
+// tests     test_softmax_attention; test_compile (no spills)
 #include "softmax_sm90.cuh"
 
 // From the includes:
@@ -22,7 +23,8 @@
 //     tile's first chunk of ds; `ds_index`: the sequence's first key tile of 128 in ds_offsets
 //   prefetch_work, take_prefetched_work: copy the block's next Work ahead, and take it; start_tile_copy: copies a tile
 //   consume_and_produce: gives warpgroups their roles and registers; store_rows: stores a warp's 16 rows of dq
-//   RingPosition: a place in the ring of stages; mn_major_tile: wgmma's descriptor of a tile whose rows are summed over
+//   RingPosition: a place in the ring of stages; mn_major_tile(tile, panel): wgmma's descriptor of a tile whose rows
+//     are summed over; panel: the bytes from a panel of 64 columns to the next
 //   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
 constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
@@ -155,7 +157,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     }
     const float scale = float(args.scale);
     if (lane == 0) tensor_store_wait();  // the copy engine has read this warp's dq of the previous tile
-    __syncwarp();
+    __syncwarp();                        // all lanes may overwrite it
 #pragma unroll
     for (int n = 0; n < 2; ++n)
       store_rows(args.dq, args.out, args.K, dq[n], scale, scale, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
