@@ -38,8 +38,8 @@
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
-//     the other segments have no tokens, and `to` is null
+//     its last state goes, null for nowhere. With its last argument true the walk's first segment has all
+//     tokens and is its last one, too; the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   add_tokens: y += scale M^T x; word_of: two numbers rounded to T
 //   each_number: calls f for a lane's numbers of a state; copy_prepared, copy_chunk: start copies of a chunk, of rows

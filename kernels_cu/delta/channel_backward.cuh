@@ -20,9 +20,10 @@
 //             sum_{i >= t} row_i (row i's term of S) + sum_{j < t} column_j (column j's term of dS)
 //             + sum_{j < t <= i} row_i pair_ij D_ij column_j + (the chunk's decay) (the sum over V of S dS)
 //           (RWKV-7's a: i > t). All gates of a block get the same sum from another block: from a later one its
-//           row_sums, from an earlier one its column_sums, or end_sums where pairs of two other blocks count
-//           (add_terms_of_blocks).
-// smem      The caller's struct, S in this file, is derived from BlockSums and has besides:
+//           row_sums, from an earlier one its column_sums. Pairs of an earlier with a later block span the blocks
+//           between, whose gates get end_sums instead, which include these pairs (add_terms_of_blocks).
+// tests     test_delta_kernels; test_compile (no spills)
+// smem      The caller's struct, S in the code of this file, is derived from BlockSums and has besides:
 //             tokens, g             the chunk's rows and columns, and its log gates, in tiles: place<TILE>(tile, i, c)
 //             states[2]             64 columns of S and of dS
 //             values[kind]          for a kind of rows the gradients of what the rows read, which S is multiplied with;
@@ -38,8 +39,8 @@
 
 // From the includes:
 //   BT = 32 tokens, TILE = 64
-//   single: float32 as a struct {float x}, by which functions know a type of operands; Matrix<T>::NUMBERS: 1 of these,
-//     2 of 16-bit T, make a number
+//   single: float32 data as a struct {float x}, so that overloads for operands do not take sums, which are floats;
+//     Matrix<T>::NUMBERS: 1 of these, 2 of 16-bit T, make a number
 //   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair<T, REST> rounds them to T and
 //     stores their rounding errors REST numbers later
 //   LeftReader: left operands from a tile; StateReader: operands from matrices of a state; its first(n, lane): the
@@ -202,7 +203,7 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
 // rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed, "other" kinds
 // those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]: d[kind][across][2 down +
 // p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
-constexpr bool OF_ROWS = false, OF_COLUMNS = true;
+constexpr bool OF_ROWS = false, OF_COLUMNS = true;  // values of the template parameter, which has the second's name
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   using Number = typename S::Number;
@@ -304,8 +305,9 @@ __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int col
   }
 }
 
-// The 8 tokens of block `block` in channels c and c + 1, copied from KINDS arrays s.tokens to registers, and their
-// decays exp g from s.g. token(kind, n): token n as floats; decay(): the product of all 8.
+// The 8 tokens of block `block` in channels c and c + 1, copied from the KINDS arrays s.tokens to registers, and their
+// decays exp g from s.g. KDA has two arrays, q and k, RWKV-7 four, one a kind. token(kind, n): token n of array `kind`
+// as floats; decay(): the product of all 8.
 template <typename T, int KINDS> struct BlockTokens {
   Word<T> tokens[KINDS][BLOCK];
   float2 decays[BLOCK];
@@ -351,6 +353,7 @@ template <class S, class Tokens>
 __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, int block, int c) {
   const int start = block * BLOCK;
   const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
+  // kind % ROWS: the number among the kinds of rows, or, as COLUMNS is at most ROWS, among those of columns.
   const auto store_decayed = [&](int kind, int n, float2 x) {
     put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % S::ROWS][0], start + n, c), x.x, x.y);
   };

@@ -31,6 +31,7 @@
 //           segment computes the whole sequence, and the blocks of its other segments compute nothing
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
+// tests     test_delta_kernels
 #include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
@@ -40,16 +41,20 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
-//     V from first_column on
+//   BlockWork work: n, the segment's number over the batch, P of each sequence (if P = 1 the sequence's); b, the batch
+//     row; h, the head of values; span, the tokens; the columns of V from first_column on
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
 //   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
-//   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
+//   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys; bytes,
+//     16, 8, 4 or 2: every row starts on a multiple of it, and is a multiple long
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
-//     the other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//     its last state goes, null for nowhere. The walk's first segment starts from dht. If the first argument is true,
+//     the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
+//     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
+//     other segments have no tokens, and `to` is null
+//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments; of the
+//     block's columns only, since columns do not depend on each other
 //   FloatOrDouble<T>: the type of sums; converted_once: a conversion that the compiler does not repeat; narrowed<T>: a
 //     sum rounded to T; load_neighbours, store_neighbours: neighbouring numbers at once
 //   THREADS = 128
@@ -59,7 +64,7 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<T> dv;                        // this, kept, parts and token_parts: null without OUTPUTS
   StridedRows<const FloatOrDouble<T>> dht;  // null where it is 0
   StridedRows<FloatOrDouble<T>> dh0;        // or null
-  const FloatOrDouble<T>* kept;  // null with OUTPUTS: sequences have at most TOKENS tokens, and start from `initial`
+  const FloatOrDouble<T>* kept;  // if null though OUTPUTS, sequences of at most TOKENS tokens start from `initial`
   FloatOrDouble<T>*parts, *token_parts;
 };
 

@@ -39,15 +39,16 @@
 //   FloatOrDouble<T>: double if T is, else float; widened, narrowed: from T to it and back; load_neighbours,
 //     store_neighbours: so many neighbouring numbers at once
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   BlockWork work: n, the sequence or segment over the batch; b, the batch row; h, the head of values; the columns of
-//     V from first_column on. Its last argument: more tiles of columns after those of V, whose first_column counts on
+//   BlockWork work: n, the number over the batch of the segment, or of the sequence if P = 1; b, h: its batch row and
+//     head of values; span: its tokens; the columns of V from first_column on. Its last argument: more tiles of columns
+//     after those of V, whose first_column counts on
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
 //   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
 //   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too;
-//     the other segments have no tokens, and `to` is null
+//     its last state goes, null for nowhere. With its last argument true the walk's first segment has all
+//     tokens and is its last one, too; the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   THREADS = 128
 

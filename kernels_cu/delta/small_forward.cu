@@ -29,13 +29,14 @@
 
 // From the includes:
 //   Tile: tokens of a warp's heads in shared memory
-//   Work, work_of: a head, its sequence and tokens; LaneCoord: the lane's head of the warp, its number in that head
+//   Work, work_of: a head, its tokens, and n, the number of its sequence or segment, -1 if the lane has no head;
+//     LaneCoord: the lane's head of the warp, its number in that head
 //   fetch, store: copy a step's rows; put_decays: stores e^g of gates g; HEADS = 32 / D: heads of a warp
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
 //   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
-//     state goes, null for nowhere. `whole`: the walk's first segment has all tokens and is its last one, too; the
-//     others have none
+//     state goes, null for nowhere. With its last argument true the walk's first segment has all tokens and is its
+//     last one, too; the others have none
 
 constexpr int TOKENS = 16;  // of a step
 template <typename E, int D> using StepTile = Tile<E, D, D, TOKENS>;

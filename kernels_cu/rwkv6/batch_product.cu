@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
   if (warp >= WARPS) {
     if (lane == 0 && warp == WARPS) copy_weights(s, stack, tile);
     if (lane == 0 && warp > WARPS) copy_vectors(s, stack, tile);
-    __syncwarp();
+    __syncwarp();  // the warp goes on together, to the block's barriers
   } else {
     const int row = warp % (ROWS / 16) * 16 + (lane >> 2);
     float scales[2] = {1.f, 1.f};

@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAG
           mbarrier_arrive_and_expect(s.full[stage], bytes);
           copy_bulk_evict_first(to, rows + i64(lane) * K + k, bytes, s.full[stage]);
         }
-        __syncwarp();
+        __syncwarp();  // lanes that copied and lanes that did not go on together; no data depend on it
         if (++stage == STAGES) stage = 0, parity ^= 1;
         if (++latest == STAGES) latest = 0;
       }

@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
   if (warp >= S::WARPS) {
     if (lane == 0 && warp == S::WARPS) copy_weights<S>(s, stack, tile);
     if (lane == 0 && warp > S::WARPS) copy_vectors<S>(s, stack, tile);
-    __syncwarp();
+    __syncwarp();  // the warp goes on together
   } else {
     float sums[ROWS / 2] = {};
     multiply(s, tile.steps.count, sums);

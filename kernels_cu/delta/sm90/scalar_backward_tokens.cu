@@ -198,7 +198,7 @@ __device__ __forceinline__ void copy_chunks(S& s, const Args<typename S::T>& arg
           tensor_load(s.state_gradient[panel][column], args.state_gradients, s.state_gradient_full, 64 * panel,
                       i32(work.chunk_row + token / CHUNK) * S::BV + column, 0, 0);
     }
-    __syncwarp();
+    __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   };
   for (int stage = 0; stage < S::STAGES; ++stage) fetch_keys(stage * CHUNK, stage);
   fetch_values(0), fetch_values(CHUNK), fetch_gradients(0);

@@ -152,7 +152,7 @@ template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded
 // wgmma, ldmatrix, stmatrix or copies of boxes. If they touch it by loads, stores or copies of single threads, each
 // lane must arrive: racecheck, a tool that finds races, orders by an arrival only what that lane itself has done.
 __device__ __forceinline__ void warp_arrive(MBarrier& barrier) {
-  __syncwarp();
+  __syncwarp();  // all lanes have made their accesses
   if ((threadIdx.x & 31) == 0) mbarrier_arrive(barrier);
 }
 
@@ -224,7 +224,7 @@ __device__ __forceinline__ void move_chunks(S& s, const Args& args, const Tensor
     if (token < work.tokens)
       fetch_chunk(s.values_full[ring.stage], work, first_token<S>(work, token),
                   [&](auto f) { f(stage.values, in, in_rows, args.shape.V, column); });
-    __syncwarp();
+    __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   }
 }
 
@@ -294,7 +294,7 @@ __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64],
       norms[row + 8 + g] = inverse_root((g & 1 ? d[1][3] : d[1][2]) + 1e-6f);
     }
   }
-  __syncwarp();
+  __syncwarp();  // the norms of all tokens are in shared memory
   return norms[lane];
 }
 
@@ -319,7 +319,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
         s.upcoming.beta[n][lane] = beta.value(n, is_float32[1], T{});
       }
       g.load(args.g, is_float32[0], work, next, T{}), beta.load(args.beta, is_float32[1], work, next, T{});
-      __syncwarp();
+      __syncwarp();  // s.upcoming has the next chunks, of all lanes
     }
     if (chunk >= S::STAGES) mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
     auto& to = s.gates[ring.stage];
@@ -489,7 +489,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
             *reinterpret_cast<uint4*>(at_byte_offset(in.inverse, offset)) = {0, 0, 0, 0};
         }
     }
-    __syncwarp();
+    __syncwarp();  // N11 and N22 are in shared memory: all lanes read them
     // FORWARD: (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T; the last factor has the beta of
     // M21's rows. Other passes: the same product of what is stored.
     u32 left[2][4], right[2][4];

@@ -98,7 +98,7 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
     if (has_values)
       fetch_chunk(s.values_full[ring.stage], work, token,
                   [&](auto f) { f(stage.values, args.v, args.v_rows, args.shape.V, column); });
-    __syncwarp();
+    __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   }
 }
 
