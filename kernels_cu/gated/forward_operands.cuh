@@ -23,13 +23,14 @@
 // shuffles. BK: the channels of a tile. PRODUCTS: 1 or 3 tf32 products for a product of float32 data. grows: whether a
 // gate of the chunk is above GROWTH or NaN. stage: the chunk's index in s.q and s.k.
 //
-// From forward_storage.cuh: Shared; Schedule; CHUNK; MiddleOf, for operands about a middle: `Type`, that in shared
-// memory, and `Product` and `PRODUCTS`, with which they are multiplied; s.direct, see store_direct_scores; s.BORDER,
-// the rows of queries in s.border, which its rows of keys follow. From forward_tiles.cuh: OperandOf<T>::Type, the type
-// of other operands in shared memory; operand_value, a number as it is stored there; Piece, neighbouring values of a
-// row in 32-bit `words`; Spot and PairedSpot, below. From elsewhere: LEAST_DECAY = e^-20; inverse(x) = 1 / x;
-// max_nan(x, y), the larger one, or NaN if one is NaN, max_nan<G> for each half of two words; cp_async: a copy to
-// shared memory.
+// From forward_storage.cuh: Shared; CHUNK; Schedule, a launch's kind: if not has_outputs, it computes states only, from
+// keys alone; s.direct, see store_direct_scores; s.BORDER, the rows of queries in s.border, which its rows of keys
+// follow; MiddleOf, for operands about a middle: `Type`, their type in shared memory; `Product`, the type of data as
+// which tensor cores read them; PRODUCTS<N>, the products that they take where other operands take N.
+// From forward_tiles.cuh: OperandOf<T>::Type, the type of other operands in shared memory; operand_value, a number as
+// it is stored there; Piece, neighbouring values of a row in 32-bit words; Spot and PairedSpot, below. From elsewhere:
+// LEAST_DECAY = e^-20; inverse(x) = 1 / x; max_nan(x, y), the larger one, or NaN if one is NaN, max_nan<G> for each
+// half of two words; cp_async: a copy to shared memory.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
@@ -247,7 +248,8 @@ __device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
 
 // Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each group of 8 rows of a tile;
 // get and put add the group and a row of the span. A PairedSpot is a Spot in the layout of state_q: each 8 floats of a
-// row are in the order 0 2 4 6 1 3 5 7; bfloat16 are in the usual order.
+// row are in the order 0 2 4 6 1 3 5 7, so that lane 4g + t loads columns 2t and 2t + 1, which it has of the
+// accumulators that they are multiplied by; bfloat16 are in the usual order.
 template <int BK, class WarpShare, typename T>
 __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&rows)[SPAN], const T* tile,
                                           const WarpShare& coord) {
@@ -273,7 +275,7 @@ __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, in
 
 // Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. AFTER_MIDDLE:
 // the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are. The two constants are
-// what callers pass for the template parameter.
+// what callers pass for the template parameter, as BEFORE_SPAN and AFTER_SPAN are for BEFORE.
 constexpr bool AFTER_MIDDLE = true, BEFORE_MIDDLE = false;
 template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
@@ -364,7 +366,7 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   const PairedSpot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> paired(coord.row(0), coord.channel);
   Piece<LANE_CHANNELS, T> q[SPAN];
   load_span<BK>(q, s.q[stage], coord);
-  // The warp has read its rows. state_q may be the same memory as s.q, and a PairedSpot is where another lane reads.
+  // The warp has read its rows: state_q may be the same memory as s.q, and a PairedSpot is where another lane reads.
   __syncwarp();
   const BorderDecays<LANE_CHANNELS, BEFORE_SPAN> before(s.span_decays, coord, other, grows);  // from the starts
   float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];

@@ -19,11 +19,14 @@
 // numerics  float32 throughout; the gates' gradient is a sum without subtractions
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
+// tests     test_small_heads, test_gradient_kernels
 //
 // Names (small_heads.cuh). A step is STEP = 8 tokens. Tile: a step's rows of all heads of a warp; load_row and `put`
-// read and write a row of one head as floats. LaneCoord: a lane's head and its number in it; Work: that head's tokens;
-// HEADS: heads of a warp; largest_of_warp: the most tokens of a head. fetch and store copy a lane's pieces of a step;
-// lane_rows: where they are in memory; put_decays: exp of the gates that a lane has copied
+// read and write a row of one head as floats. LaneCoord: a lane's head and its number in it; Work: that head's tokens,
+// and n, the number of its sequence or segment over the batch, -1 if the lane has no head. shape.count: sequences, or
+// segments, of a batch row. HEADS: heads of a warp; largest_of_warp: the most tokens of a head. fetch and store copy a
+// lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp of the gates that a lane has copied.
+// opaque(x): x, its origin hidden from the compiler, so that what depends on it is computed again
 #include "gated/small_heads.cuh"
 #include "lanes.cuh"
 
@@ -110,10 +113,11 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
     fetch(to, lane_rows(to, rows, work, coord.lane), coord.head, coord.lane, token, work.tokens - token, width, bytes);
   };
-  // Start copying of the step that starts at `token` what the walk forwards needs, or all inputs and the stored state.
+  // Starts copying k, v and g, which the walk forwards needs, of the step that starts at `token`.
   const auto fetch_keys = [&](Stage<T, G, D>& to, int token) {
     fetch_rows(to.k, args.k, token, K), fetch_rows(to.v, args.v, token, V), fetch_rows(to.g, args.g, token, K);
   };
+  // Starts copying all inputs of the step, and the state stored before it; closes the group of copies.
   const auto fetch_all = [&](Stage<T, G, D>& to, int token) {
     fetch_keys(to, token);
     fetch_rows(to.q, args.q, token, K), fetch_rows(to.do_, args.do_, token, V);

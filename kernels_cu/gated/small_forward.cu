@@ -12,9 +12,10 @@
 // limits    K, V <= D; D of 8, 16
 //
 // Names (small_heads.cuh). Tile: a step's rows of all heads of a warp; load_row and `put` read and write a row of one
-// head as floats. LaneCoord: a lane's head and its number in it; Work: that head's tokens; HEADS: heads of a warp;
-// largest_of_warp: the most tokens of a head. fetch and store copy a lane's pieces of a step; lane_rows: where they are
-// in memory; put_decays: exp of the gates that a lane has copied
+// head as floats. LaneCoord: a lane's head and its number in it; Work: that head's tokens, and n, the number of its
+// sequence or segment over the batch, -1 if the lane has no head; HEADS: heads of a warp; largest_of_warp: the most
+// tokens of a head. fetch and store copy a lane's pieces of a step; lane_rows: where they are in memory; put_decays:
+// exp of the gates that a lane has copied
 #include "gated/small_heads.cuh"
 #include "forward_arguments.cuh"
 

@@ -4,8 +4,8 @@
 //           operand overflows. If one operand is EXACT and the other 16-bit data, two products.
 #include "tf32.cuh"
 
-// An operand's registers: a lane's N values as tf32 numbers (4 of a left operand, 2 of a right one); if SPLIT, also
-// what rounding to them left.
+// An operand's registers: a lane's N values, ROUNDED to tf32 numbers (4 of a left operand, 2 of a right one); if SPLIT
+// (tf32.cuh: true), also what rounding to them left. EXACT: SPLIT, for code that has only the type.
 template <bool SPLIT, int N> struct Operand {
   static constexpr bool EXACT = SPLIT;
   u32 high[N];
