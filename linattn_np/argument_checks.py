@@ -30,7 +30,7 @@ class Declaration:
     gates: tuple[str, ...] = ()  # arrays that may be float32 if the others are in half precision
     strengths: tuple[str, ...] = ()  # gates that say how strongly a token is written
     computed: tuple[str, ...] = ()  # arrays that an earlier stage has returned: float32, or float64 if the others are
-    modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
+    modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")  # staged: "chunk" by its five public stages
     state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
     feature: str = "K"  # the axis whose size ** -0.5 is the default scale
@@ -68,8 +68,8 @@ class Declaration:
 
     def native(self, name, x, use="computed"):
         """(`x` as a NumPy or CuPy array over the same memory, the library of `x`). `use`: what the call does with it,
-        "computed", "written" or only "copied". An error recommends the function of linattn_np.interop, if there is one;
-        the name of an operator's gradient is the operator's, and a word more."""
+        "computed", "written" or only "copied". An error recommends the function of linattn_np.interop, if there is one:
+        that of the name's first word, which for "gla with gv", gla with its optional array, is gla."""
         try:
             return accepted_arrays.accepted(name, x, use, self.name.split()[0] if self.differentiable else None)
         except accepted_arrays.Refusal as refusal:

@@ -30,6 +30,7 @@ def label_ends(axis, ends):
 
     ends : [(name, colour, x, y)] of the lines
     """
+    # heights, places, highest: in points from the picture's lower edge
     gap = 13  # the least distance of two names, in points
     axis.figure.draw_without_rendering()  # computes the positions of the axes
     scale = axis.figure.dpi / 72

@@ -17,7 +17,8 @@ LENGTHS: WeakKeyDictionary = WeakKeyDictionary()  # engine -> {header: the token
 
 
 def agree(comm, name, check):
-    """(what this rank's check() returned, [the tokens of every rank]), once all ranks make the same call."""
+    """(the result, the first of what this rank's check() returns; [the tokens of every rank]), once all ranks make the
+    same call."""
     comparison = CallComparison(comm, name, lambda _: check())
     return comparison.check_result, comparison.agreed_lengths()
 
@@ -33,23 +34,24 @@ class CallComparison:
 
     def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
-        begin(comm, name)
+        begin(comm, name)  # messages from here on belong to the operation `name`, until another one begins
         self.check_result, self.error, self.lengths = None, None, None
-        headers = remembered(HEADERS, comm)
-        self.header, self.text = headers.get(key, (None, None))
+        known_headers = remembered(HEADERS, comm)
+        self.header, self.text = known_headers.get(key, (None, None))
         try:
             self.check_result, tokens, values = check(self.header is None)
             if self.header is None:
                 values = {CALL: name} | {what: str(value) for what, value in values.items()}
                 self.header, self.text = header_and_text(tokens, values)
                 if key is not None:
-                    remember(headers, key, (self.header, self.text))
+                    remember(known_headers, key, (self.header, self.text))
         except ContractError as refusal:
             self.error = refusal
             self.header, self.text = header_and_text(0, {"refused": f"{type(refusal).__name__}: {refusal}"})
+        # all_gather returns a function, which waits for the headers of all ranks [ranks, 32].
         self.headers = comm.all_gather(np.frombuffer(self.header, np.uint8).copy())
         if self.error is not None:
-            self.agreed_lengths()
+            self.agreed_lengths()  # raises the error, after the other ranks have been told
 
     def remembered_lengths(self):
         """[The tokens of every rank] in the last call of this rank with the same values, or None."""

@@ -10,8 +10,9 @@ class SequencePiece:
     sequence: int  # its number in the call
     start: int  # its first token, counted in the segment
     stop: int  # its last token + 1
-    has_predecessor: bool  # another segment, before this one in the order of the pass, has tokens of the sequence
-    has_successor: bool  # another segment, after this one in the order of the pass, has tokens of the sequence
+    # Whether a segment before, or after, this one in the order of the pass (`Cut.reverse`) has tokens of the sequence.
+    has_predecessor: bool
+    has_successor: bool
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Cut:
         self.segments = []
         first = 0
         for rank, length in enumerate(lengths):
-            step = size or max(length, 1)
+            step = size or max(length, 1)  # a rank without tokens gets an empty segment
             for slot, start in enumerate(range(0, max(length, 1), step)):
                 stop = min(start + step, length)
                 pieces = tuple(self.pieces(bounds, first + start, first + stop))

@@ -99,7 +99,9 @@ def step(operator, declared: Op, kind: str):
         for name, x in zip((*declared.arrays, "state"), (*arrays, state)):
             if not hasattr(x, "ndim"):
                 declared.refuse(name, f"is a {kind_of(x)}, expected an array", ContractTypeError)
-        inputs = [  # arrays of a token, those with an axis B, as [B, H, 1, ...]; others, such as u [H, K], as they are
+        # Arrays of a token, those with an axis B, as [B, H, 1, ...]; `logical` checks how many axes they have. Others,
+        # such as u [H, K], as they are.
+        inputs = [
             declared.logical(name, x, axes, "bhtd")[:, :, None] if axes.startswith("B") else x
             for (name, axes), x in zip(declared.arrays.items(), arrays)
         ]
@@ -117,8 +119,8 @@ def outline(declared, arrays, state, arguments, library: str):
 
     library : the name of the caller's array library, for the advice in errors
     """
-    declared, arrays = declared.fitting(arrays)
-    # For its error alone: `bind` would raise it without this library's advice.
+    declared, arrays = declared.fitting(arrays)  # the declaration with the optional array only if it was passed
+    # Called to raise an error with the advice for `library`: that of `bind`, below, has none.
     declared.dtype(dict(zip(declared.arrays, arrays)), library)
     options = {name: x for name, x in arguments.items() if name != "backend"}
     problem = declared.bind(arrays, initial_state=state and tuple(state), **options)

@@ -17,9 +17,9 @@ arrays; use `jax.shard_map` there.
 
 Under `jax.shard_map` arrays may be sharded along batch and heads, and, if ``axis_name=`` names a mesh axis, along the
 tokens. The initial and final states are then those of the whole sequence, the same on every device of that axis;
-devices exchange only states, K * V + K floats per head. With ``axis_name=`` the backward pass costs two backward passes
-of the operator, and `cu_seqlens` is refused. (`retention`'s default decays depend on the number of heads on the device:
-pass `gamma` if heads are sharded.)
+devices exchange only states, K * V + K floats per head. With ``axis_name=`` the operator is called twice, so that the
+backward pass costs two of its backward passes, and `cu_seqlens` is refused. (`retention`'s default decays depend on the
+number of heads on the device: pass `gamma` if heads are sharded.)
 
 Example
 -------
@@ -76,8 +76,8 @@ def differentiable(op: Op):
 
         def run(arrays, state, arguments):
             inputs = arrays, state and tuple(state)
-            # So that JAX sums an array's gradients over the mesh axes over which others vary and it is replicated: the
-            # transpose of this marking is such a sum.
+            # An array may be replicated over a mesh axis over which others vary. Its gradients are then to be summed
+            # over that axis: the transpose of this marking is that sum.
             arrays, state = varying(inputs, *jax.tree.leaves(inputs))
             results = result_shapes(declared, arrays, state, arguments)
             compute = cached_function(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
@@ -89,7 +89,7 @@ def differentiable(op: Op):
                 raise
 
         results = None
-        if axis_name is not None:
+        if axis_name is not None:  # `along` always returns results
             problem, _ = on_blanks(declared, arrays, state, arguments)
             results = along(axis_name, run, problem, arrays, state, arguments)
         elif any(map(sharding_of, jax.tree.leaves((arrays, state)))):
@@ -97,7 +97,7 @@ def differentiable(op: Op):
             results = over_devices(lambda arrays, state: run(arrays, state, arguments), problem, arrays, state)
         if results is None:  # `over_devices` gives none if no array is sharded along an axis
             results = run(arrays, state, arguments)
-        return as_returned(results, is_pair(arguments))
+        return as_returned(results, is_pair(arguments))  # o, or (o, final state) if the call asks for both
 
     return operator.document(public, "JAX arrays")
 
@@ -107,7 +107,7 @@ def as_jax(declared, name, x):
     if not isinstance(x, jax.core.Tracer):
         if kind(x) != "jax":
             x, _ = declared.native(name, x)
-        elif found := REFUSALS["jax"](x, "computed", None):  # why not, such as that x is deleted
+        elif found := REFUSALS["jax"](x, "computed", None):  # why it cannot be computed with; None: no advice
             declared.refuse(name, found, ContractTypeError)
     if not isinstance(x.dtype, np.dtype) or x.dtype.kind in "OSUMm":
         declared.refuse(name, f"has dtype {x.dtype}, expected floats", ContractTypeError)
@@ -239,6 +239,7 @@ def single(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+# The module also has the gates of layers, gdn_gate, kda_gate and rwkv7_gate, for arrays of these libraries.
 GATES = Gates(("jax", "numpy"), exp=jnp.exp, softplus=jax.nn.softplus, sigmoid=jax.nn.sigmoid, single=single)
 
 

@@ -46,9 +46,9 @@ def over_devices(run, problem, arrays, state):
 
 def sharding_of(x):
     """The NamedSharding of a sharded array; None for any other array, and inside of `jax.shard_map`."""
-    sharding = getattr(jax.typeof(x), "sharding", None)  # all that a tracer has: its mesh axes of type Explicit
+    sharding = getattr(jax.typeof(x), "sharding", None)  # a tracer's type knows its Explicit axes only
     if not isinstance(x, jax.core.Tracer) and not any(getattr(sharding, "spec", ())):
-        sharding = x.sharding  # an array's own, which has mesh axes of type Auto, too
+        sharding = x.sharding  # an array's own, which has axes of type Auto, too
     # `shard_map` makes its mesh axes manual.
     if not isinstance(sharding, NamedSharding) or not any(sharding.spec) or getattr(sharding.mesh, "manual_axes", ()):
         return None

@@ -41,7 +41,7 @@ class RWKV6(Model):
     progress : function of (bytes of the weights that are on the device, bytes in all)
         Called while they are loaded.
     state_dtype : float32, on CUDA also bfloat16 or float16
-        Of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
+        Of the recurrent state, which is rounded to it after every decoded token, and after every prompt.
     config : mapping
         What Hugging Face's or fla's `config.json` says of weights with their names: the norms' eps, whether norms have
         biases, whether embedding and head are tied. `from_file` reads it.

@@ -70,11 +70,12 @@ def one_mix(mix):
 
 
 def mix_down(x):
-    """fla's array in the official order and layout; so does `mix_up`."""
+    """fla's array of the first matrices, in the official order and layout."""
     return x.reshape(5, -1, x.shape[-1])[OFFICIAL_ORDER].reshape(x.shape).T  # [5A, D] -> [D, 5A]
 
 
 def mix_up(x):
+    """The same of the second matrices."""
     return x.reshape(len(x), 5, -1)[:, OFFICIAL_ORDER].transpose(1, 2, 0)  # [D, 5A] -> [5, A, D]
 
 
@@ -99,7 +100,8 @@ FLA_NAMES = {
 
 
 def web_rwkv_naming(name):
-    """web-rwkv's naming: its low-rank matrices are (out, in), and its vectors [D]."""
+    """(web-rwkv's name of an official one, the conversion of its array): its low-rank matrices are (out, in), and its
+    vectors [D]."""
     part = name.split(".")[-1]
     convert = identity
     if part.endswith(("_w1", "_w2")) or part == "time_state":
@@ -135,16 +137,16 @@ def naming(weights: Mapping):
 
 VERSION = Version(  # its fields are explained in `rwkv.version`
     number=6,
-    owner="RWKV6",
+    owner="RWKV6",  # the class of models
     title="RWKV-6 x060",
     block=BLOCK,
-    layer=LAYER,
+    layer=LAYER,  # the arrays of a layer, each made of parameters of a block
     naming=naming,
     foreign_parts=lambda weights: {} if is_web_rwkv(weights) else OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
     fla_sizes=FLA_SIZES | {"num_heads": "H", "proj_low_rank_dim": "A", "gate_low_rank_dim": "W"},
     fla_eps=1e-6,
-    fla_group_eps_factor=lambda weights: 1,
+    fla_group_eps_factor=lambda weights: 1,  # the group norm has the eps of the layer norms
 )
 
 

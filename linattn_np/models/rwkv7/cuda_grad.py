@@ -6,8 +6,9 @@ gradient of the loss with respect to k. `grads` has the fields of `layer`, for t
 sums over tokens writes partial sums, `parts`, which ``step.sum`` has added up before the layer is done.
 
 From `rwkv.cuda_grad`: `step` is the `TrainingStep`, which launches kernels; a `Change` is what a mix adds to the
-residual, "Added" an array; `site` is the index of its dropout. `InputGradients` are those of a mix's inputs: of xx, of
-d = (previous token's xx) - xx, and of the mixes xx + d maa.
+residual, of the kind "Added" an array as it is; `site` is the index of its dropout. xx is a mix's normed input, and
+`InputGradients` are those of xx, of d = (previous token's xx) - xx, and of the mixes xx + d maa. `previous_xx`: of the
+tokens before each sequence's first ones, [sequences, D], if another rank has computed them, else None.
 """
 
 from functools import partial
@@ -27,7 +28,9 @@ from .names import VERSION
 MOST_IN_A_HEAD = 8 * kernels.OfHeads.WIDTHS[-1]  # a lane has eight channels
 # Products of low rank, and which of the six mixes w a g k v r each takes. icl: the in-context learning rate
 LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}
-PLAIN = 3  # the first of the mixes k v r, which are written; those of products of low rank are in `TimeMix.joint`
+# The first of the mixes k v r, which are computed as arrays, `mixed`. Those that products of low rank take are not:
+# their weights are part of `TimeMix.joint`, by which xx and d are multiplied.
+PLAIN = 3
 GATE = ("gate",)  # a group of one product
 
 
@@ -47,7 +50,7 @@ class TimeMix(Mix):
     gated : the input of the output matrix
     """
 
-    NORM, MIX, TAKES = "ln1", "mix", 2
+    NORM, MIX, TAKES = "ln1", "mix", 2  # 2: `forward` needs xx and d, side by side in `normed`
 
     def __init__(self, step, layer):
         super().__init__(step, layer)
@@ -82,6 +85,7 @@ class TimeMix(Mix):
         w, self.key, self.mixed_v, a, b = self.recurrence_arguments()
         heads = -1, step.context, self.H, self.N
         arrays = (x.reshape(heads) for x in (self.r, w, self.key, self.mixed_v, a, b))
+        # From a trained initial state, `layer.start`, if there is one. cut: how ranks share the tokens of sequences.
         o, self.pull_recurrence = vjp_from_start(step.cut, layer, rwkv7, *arrays, scale=1.0)
         self.o = o.reshape(step.tokens, step.D)
         self.gated = self.gated_norm()
@@ -111,6 +115,7 @@ class TimeMix(Mix):
         self.joint_matrix_backward(djoint, grads)
         both = step.device.view(dlow, (2, *dlow.shape), (0, *dlow.strides), dlow.dtype, 0)
         dxx, dd = step.product(both, transposed(self.joint))
+        # adds: joint_matrix_backward has written terms of the gradient of all mixes' weights; others are added to them.
         return InputGradients(dxx, dd, dmixed, self.maa, grads.mix[PLAIN:], self.previous_xx, adds=True)
 
     def columns_of(self, group, low):
@@ -197,8 +202,8 @@ class TimeMix(Mix):
         """
         step, kernel = self.step, kernels.KeysBackward.fitting(self.step.dtype, self.N)
         summed = [name for name in kernel.PARAMETERS if hasattr(grads, name)]  # the first layer has no "value"
-        parts, (dr, dw, dkey, dv, da, db) = step.partial_sums(kernel, len(summed), self.H), pulled
-        dkvr = step.empty(3, *dv.shape)
+        parts, (dr, dw, dkey, dmixed_v, da, db) = step.partial_sums(kernel, len(summed), self.H), pulled
+        dkvr = step.empty(3, *dmixed_v.shape)
         by_name = dict.fromkeys(("decay", "icl", "value"))
         for group, gradient in dhigh.items():
             by_name |= zip(group, gradient if group[1:] else [gradient])
@@ -215,7 +220,7 @@ class TimeMix(Mix):
             r_gradient=dr,
             w_gradient=dw,
             key_gradient=dkey,
-            v_gradient=dv,
+            v_gradient=dmixed_v,
             a_gradient=da,
             b_gradient=db,
             first_v_gradients=self.first_v_gradients(),
@@ -226,7 +231,7 @@ class TimeMix(Mix):
             **{f"{name}_logits_gradient": gradient for name, gradient in by_name.items()},
             parts=parts,
         )
-        # the gradients of these parameters are neighbours in one vector
+        # the gradients of these parameters are neighbours in one vector, in the order of PARAMETERS: decay's is first
         out = step.device.view(grads.decay, (len(summed), step.D), (4 * step.D, 4), FLOAT32, 0)
         step.sum(parts, out)
         return dkvr

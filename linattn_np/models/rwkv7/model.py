@@ -20,7 +20,7 @@ class RWKV7(Model):
             v = v + (v of the first layer - v) sigmoid(v0 + xv v1 v2)                in all layers but the first
             kappa = k k_k / |k k_k| head by head,   k = k (1 + (icl - 1) k_a)
             S <- diag(exp w) S - (kappa icl) (S^T kappa)^T + k v^T,   o = r^T S      `linattn_np.rwkv7`, scale 1
-            x = x + W_o ((GroupNorm_H(o; ln_x) + (sum_N r k r_k) v) g)
+            x = x + W_o ((GroupNorm_H(o; ln_x) + (sum_N r k r_k) v) g)               sum_N over a head's N channels
         with xx = LN(x; ln2) and d again:
             x = x + W_v' relu(W_k' (xx + d x_k'))^2
         logits = head LN(x; ln_out)
@@ -37,7 +37,7 @@ class RWKV7(Model):
         Numba on the CPU; int8 on CUDA needs a Hopper card.
     progress : function of (bytes of the weights that are loaded, bytes in all)
     state_dtype : float32 (the default); on CUDA also bfloat16 or float16
-        The dtype of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
+        The dtype of the recurrent state, which is rounded to it after every decoded token, and after every prompt.
     config : mapping
         What fla's `config.json` says of weights with its names; `from_file` reads it.
 
@@ -60,6 +60,7 @@ class RWKV7(Model):
     ((1, 15, 256), (2, 1, 4, 8, 8))
     """
 
-    # What `Model` asks of a subclass; `folder`: the package that has this version's Numba and CUDA layers.
+    # What `Model` asks of a subclass; `folder`: the package that has this version's Numba and CUDA layers; `title`: the
+    # name of what is trained, in files of trainings.
     version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
     title = VERSION.title
