@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
   constexpr int AT_ONCE = THREADS / ACROSS;
   static_assert(THREADS % ACROSS == 0);
-  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;
+  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;  // opaque: no register holds it
   const int first_row = thread / ACROSS;
   T* const to = place<COLS>(tile, first_row, col);
   from += first_row * stride + col;

@@ -241,7 +241,7 @@ __device__ __forceinline__ void add_state_outputs(Output<T>& o, const State<BK>&
 template <int PRODUCTS, typename T, int BK, int BV>
 __device__ __forceinline__ void update_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
                                              const float* decay, int column) {
-  const int t = opaque(threadIdx.x & 3);
+  const int t = opaque(threadIdx.x & 3);  // opaque: computed again, not held in a register
   const TransposedReader<BV, T> values(column);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
 #pragma unroll

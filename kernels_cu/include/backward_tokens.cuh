@@ -43,7 +43,7 @@ __device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>
 // sums, from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half
 // each. Recursive, since the compiler unrolls such a loop too late.
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
-  const bool upper = opaque(threadIdx.x) & LANES;
+  const bool upper = opaque(threadIdx.x) & LANES;  // opaque: computed again, not held in a register
 #pragma unroll
   for (int i = 0; i < COUNT / 2; ++i) {
     const float first = x[i], second = x[i + COUNT / 2];

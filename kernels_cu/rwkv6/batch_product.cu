@@ -153,7 +153,7 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
       mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < S::DEPTH / 16; ++k)
+      for (int k = 0; k < S::DEPTH / 16; ++k)  // 16 numbers are 32 bytes; descriptors count by 16 bytes
         wgmma<X, N, K_MAJOR>(sums, a[k], k_major_tile(vectors[k / IN_BOX]) + k % IN_BOX * 32 / 16, ACCUMULATE);
     } else {
       mbarrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);

@@ -19,7 +19,7 @@ template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 
 template <int BYTES, int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
-  const u32 thread = opaque(threadIdx.x);
+  const u32 thread = opaque(threadIdx.x);  // opaque: computed again, not held in a register
   const int row = thread / ACROSS;
   rows -= row;
 #pragma unroll 1

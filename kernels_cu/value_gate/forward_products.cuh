@@ -97,7 +97,7 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
                                                        const ColumnsReader<BV, T>& values,
                                                        const float (&sub_chunk_decays)[2][NUM_SUBCHUNKS]) {
   static_assert(NUM_SUBCHUNKS == CHUNK<T> / SUB_CHUNK);
-  const int t = opaque(threadIdx.x & 3);
+  const int t = opaque(threadIdx.x & 3);  // opaque: computed again, not held in a register
   const RightReader<BK, typename OperandOf<T>::Type> keys;
   const float chunk_decays[2] = {product_over(sub_chunk_decays[0], 0, NUM_SUBCHUNKS),
                                  product_over(sub_chunk_decays[1], 0, NUM_SUBCHUNKS)};  // of the lane's columns

@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < PANELS * 4; ++c) {
-    const int step = (c / 4 * CHUNK * 128 + c % 4 * 32) / 16;
+    const int step = (c / 4 * CHUNK * 128 + c % 4 * 32) / 16;  // to the next 16 columns; descriptors count 16 bytes
     wgmma<T, CHUNK, K_MAJOR>(d, queries + step, keys + step, c > 0);
   }
   wgmma_commit();

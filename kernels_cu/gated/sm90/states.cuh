@@ -401,7 +401,7 @@ __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
 // they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
 constexpr bool FROM_TOKEN_ON = true, BEFORE_TOKEN = false;
 template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(LaneChunk& x, float (&all)[2]) {
-  const int t = opaque(threadIdx.x) & 3;
+  const int t = opaque(threadIdx.x) & 3;  // opaque: computed again, not held in a register
   // Of the four lanes with a channel, the neighbour is lane t ^ 1. Whether its tokens count in this lane's sums, and
   // whether those of the other two lanes do.
   const bool neighbour_counts = t % 2 == !FROM_TOKEN_ON, other_two_count = t / 2 == !FROM_TOKEN_ON;

@@ -381,7 +381,7 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
                   swizzled(in.q[c / 4][0], 8 * block_of(warp, lane >> 3 & 1) + (lane & 7), c % 4 * 2 + (lane >> 4)));
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < BK / 16; ++c)
+    for (int c = 0; c < BK / 16; ++c)  // 16 numbers are 32 bytes; descriptors count by 16 bytes
       wgmma<bf16, CHUNK, K_MAJOR>(d, q[c], k_major_tile(in.k[c / 4]) + c % 4 * 32 / 16, c > 0);
     wgmma_commit();
     wgmma_wait<0>();

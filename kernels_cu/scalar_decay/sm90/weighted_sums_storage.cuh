@@ -42,7 +42,7 @@ constexpr int CLUSTER_LEAD = 2;  // one block requests at most this many chunks 
 
 // Whether this block's sum has terms of dg: dq and dk have, dv, the second sum of GatedKeys, has not.
 template <class Pass> __device__ __forceinline__ bool block_serves_gate_gradient() {
-  return SERVES_GATE_GRADIENT<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;
+  return SERVES_GATE_GRADIENT<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;  // opaque: no register holds it
 }
 
 // One sum: its arrays by their roles (see the head of weighted_sums.cu). K is the width of q and k, V that of v and o.
