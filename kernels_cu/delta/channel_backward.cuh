@@ -22,6 +22,9 @@
 //           (RWKV-7's a: i > t). All gates of a block get the same sum from another block: from a later one its
 //           row_sums, from an earlier one its column_sums. Pairs of an earlier with a later block span the blocks
 //           between, whose gates get end_sums instead, which include these pairs (add_terms_of_blocks).
+// barriers  of the caller: for every 64 columns of V two, states and values have arrived | they have been read. Before
+//           add_pairs_of_blocks, which has four, one: terms of S and dS, pairs, block_decays and state_product are
+//           stored, and all threads have read their tokens
 // tests     test_delta_kernels; test_compile (no spills)
 // smem      The caller's struct, S in the code of this file, is derived from BlockSums and has besides:
 //             tokens, g             the chunk's rows and columns, and its log gates, in tiles: place<TILE>(tile, i, c)
