@@ -17,7 +17,7 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
 //           columns of V, BK and BV 64 or 128; rows start on 16 bytes
-// tests     test_contract, test_segments, test_gate_paths; test_growth_on_hopper (token by token); test_compile (no spills)
+// tests     test_contract, test_segments, test_gate_paths; test_growth_on_hopper (by token); test_compile (no spills)
 //
 // Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
 // that make chunks in turn; rank_in_cluster, the block's number in its cluster. Of Shared: GROUPS, producer groups;
