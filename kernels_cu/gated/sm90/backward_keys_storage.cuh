@@ -18,8 +18,8 @@
 #include "gated/sm90/backward_lookups.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, query_share, dk, dv, dg;  // boxes: a chunk's tokens, 128 bytes each, swizzled
-  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;
+  TensorMap q, k, v, do_, g, query_share, dk, dv, dg;    // boxes: a chunk's tokens, 128 bytes each, swizzled
+  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;  // the same arrays, for chunks that boxes cannot copy
   StridedRows<const G> g_rows, query_share_rows;
   StridedRows<T> dk_rows, dv_rows;
   StridedRows<G> dg_rows;

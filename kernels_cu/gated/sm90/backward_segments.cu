@@ -48,8 +48,8 @@
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g;  // boxes: a chunk's tokens, 128 bytes each, swizzled
-  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;
+  TensorMap q, k, v, do_, g;                             // boxes: a chunk's tokens, 128 bytes each, swizzled
+  StridedRows<const T> q_rows, k_rows, v_rows, do_rows;  // the same arrays, for chunks that boxes cannot copy
   StridedRows<const G> g_rows;
   const float *initial, *dht;  // or null
   float *states, *decays;
