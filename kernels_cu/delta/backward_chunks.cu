@@ -23,9 +23,9 @@
 //           also: inverse lengths are in shared memory) | they have been read. Then: gate_terms, the matrices of tokens
 //           and `pairs` are in shared memory | pair_terms are. Three more if rows are normalized and parts are not
 //           stored: gate_terms have been read | dot products of a warp's channels are in shared memory | `parallel` is
-// numerics  products of T (operands.cuh) are summed in float32. Of 16-bit data e in dA and dM, and the matrices of
-//           tokens that multiply q and k, are the sum of two T; dS e takes e rounded to T, as dS is. No division by a
-//           decay or by beta
+// numerics  products of T (operands.cuh) are summed in float32. With 16-bit T, e (in dA and dM) and the matrices of
+//           tokens that multiply q and k are each kept as the sum of two T; dS e takes e rounded to T, as dS is. No
+//           division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; tokens and columns past the end are zeros in
 //           shared memory
@@ -36,6 +36,7 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens, TILE = 64; LD: the distance of rows of a float matrix [BT, BT], so that rows are in different banks
+//   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
 //   own_lane(): the lane, computed again at each use, which saves a register
 //   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
 //     operands of tensor cores
@@ -47,8 +48,7 @@
 //     TokenFactors: decays, betas, inverse lengths of the chunk's tokens (the latter by set_inverse_lengths)
 //   TokenNumbers: the decay and beta of a lane's token
 //   state_index: where chunk_states has a chunk's state
-//   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
-//     shared memory holds
+//   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, do_, e, w;     // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
@@ -56,7 +56,7 @@ template <typename T, typename G> struct Args {
   const T *chunk_states, *state_gradients;  // S and dS: backward_storage.cuh
   StridedRows<T> dq, dk;
   float* parts;                  // null if a head of queries has one head of values
-  StridedRows<float> dbeta, dg;  // of each token a row of one number; dg null without gates
+  StridedRows<float> dbeta, dg;  // of each token a row of one number; dg.p is null without gates
   Shape shape;                   // H: heads of values
   i64 group;                     // heads of values that share a head of queries and keys
   double scale;
@@ -249,8 +249,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   __syncthreads();  // q and k have arrived; decays are in shared memory
   set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);  // 1 / |k_i|, 1 / |q_i|; or ones
 
-  // Of 8 x 8 numbers of a product a lane has row g, columns 2t and 2t + 1. Accumulators x [32 tokens, the warp's 16
-  // channels]: x[m][across][2 down + n] is token 16 m + 8 down + g, channel 8 across + 2t + n.
+  // Of 8 x 8 numbers of a product a lane has row g, columns 2t and 2t + 1.
   Accumulators dq = {}, dk = {}, dS_e = {};  // dq and dk begin as S do and S w
   float products[TASKS][2][4] = {};          // of the warp's tasks: [0] do . e and [1] w . e; or [0] <S, dS>
 #pragma unroll 1
@@ -355,8 +354,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     }
     s.pair_terms[warp][lane] = dg;
   }
-  // d[16 tokens from 16 m on, the warp's 16 channels] += a matrix of tokens times k or q. LOWER, UPPER: blocks of 16 x
-  // 16 tokens on the other side of the diagonal are left out, as they are 0.
+  // d[16 tokens from 16 m on, the warp's 16 channels] += a matrix of tokens times k or q. LOWER, UPPER: the block of
+  // 16 x 16 tokens on the diagonal's other side would be 0; it is left out, and must be: no task has stored it.
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) {
     multiply_tokens<LOWER, BK>(dq[m], s.dq_from_k, s.k, 16 * m, channel);

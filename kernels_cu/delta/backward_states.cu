@@ -34,12 +34,15 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
 //   BT = 32 tokens, TILE = 64
+//   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. With its last argument true the walk's first segment has all
-//     tokens and is its last one, too; the other segments have no tokens, and `to` is null
+//     its last state goes, null for nowhere. The walk's first segment starts from the given state. With OUTPUTS the
+//     others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
+//     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
+//     other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   add_tokens: y += scale M^T x; word_of: two numbers rounded to T
 //   each_number: calls f for a lane's numbers of a state; copy_prepared, copy_chunk: start copies of a chunk, of rows
@@ -54,7 +57,7 @@ template <typename T> struct Args {
   StridedRows<float> final, dh0;              // null: not wanted
   StridedRows<T> o, dv, residual, dresidual;  // null without OUTPUTS; o: of ONLY_FORWARDS
   T *chunk_states, *state_gradients;          // null without OUTPUTS
-  float *starts, *F;                          // null if no sequence is cut into segments; F: also with OUTPUTS
+  float *starts, *F;                          // null if no sequence is cut into segments; F is null with OUTPUTS, too
   const void* prepared;                       // PreparedForGradients of each chunk
   Shape shape;                                // H: heads of values; segments are sequences here
   i64 P;                                      // segments of a sequence

@@ -15,13 +15,15 @@
 //                        writes)
 //           The chunk has 4 blocks of 8 tokens. Pairs within a block are added up one by one. A pair of two blocks is
 //           computed by way of the *border* between them: that after 16 tokens of the chunk, or after 8 of 16. The row
-//           is decayed from the border, and the column up to it.
+//           is decayed from the border, and the column up to it. Terms, too, are kept without the decay between their
+//           token and a border: first the chunk's start or end, then nearer ones (table at add_pairs_of_blocks).
 //           dg_t adds up, channel by channel, all that gate t multiplies:
 //             sum_{i >= t} row_i (row i's term of S) + sum_{j < t} column_j (column j's term of dS)
 //             + sum_{j < t <= i} row_i pair_ij D_ij column_j + (the chunk's decay) (the sum over V of S dS)
 //           (RWKV-7's a: i > t). All gates of a block get the same sum from another block: from a later one its
-//           row_sums, from an earlier one its column_sums. Pairs of an earlier with a later block span the blocks
-//           between, whose gates get end_sums instead, which include these pairs (add_terms_of_blocks).
+//           row_sums, from an earlier one its column_sums. A pair of two blocks also spans the blocks between: block 2
+//           is between block 3's rows and earlier columns, block 1 between block 0's columns and later rows. There
+//           end_sums, which include these pairs, take the place of row_sums or column_sums (add_terms_of_blocks).
 // barriers  of the caller: for every 64 columns of V two, states and values have arrived | they have been read. Before
 //           add_pairs_of_blocks, which has four, one: terms of S and dS, pairs, block_decays and state_product are
 //           stored, and all threads have read their tokens
@@ -43,7 +45,7 @@
 // From the includes:
 //   BT = 32 tokens, TILE = 64
 //   single: float32 data as a struct {float x}, so that overloads for operands do not take sums, which are floats;
-//     Matrix<T>::NUMBERS: 1 of these, 2 of 16-bit T, make a number
+//     Matrix<T>::NUMBERS: how many T a value is stored as the sum of, 1 `single` or 2 of 16 bits
 //   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair<T, REST> rounds them to T and
 //     stores their rounding errors REST numbers later
 //   LeftReader: left operands from a tile; StateReader: operands from matrices of a state; its first(n, lane): the
@@ -57,7 +59,7 @@ constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks o
 
 // Shared memory for pairs of two blocks and for sums over blocks. Number: the type of pairs, and of decayed rows and
 // columns; NUMBERS: how many Numbers a value is the sum of, 2 of 16 bits or 1 of 32. Kinds are numbered: first the ROWS
-// kinds of rows, then the COLUMNS kinds of columns.
+// kinds of rows, then the COLUMNS kinds of columns: ROWS and COLUMNS are numbers of kinds.
 template <int COLUMN_KINDS, typename X> struct BlockSums {
   using Number = X;
   static constexpr int NUMBERS = Matrix<Number>::NUMBERS;
@@ -200,12 +202,12 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
   else store_across(1, row / 2, column / 2, x, y);
 }
 
-// For the border after TOKENS = 16 tokens, or the two borders after TOKENS = 8 of 16: multiplies the terms of the rows
-// after it, or, OF_COLUMNS, of the columns before it, by the decay between their former border (see
-// add_pairs_of_blocks) and this one, and adds the terms of the pairs over it. A warp has 16 channels. s.decayed has the
-// rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed, "other" kinds
-// those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]: d[kind][across][2 down +
-// p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
+// For the border after TOKENS = 16 tokens, or the two borders after TOKENS = 8 of 16: moves the terms of the rows after
+// it, or, OF_COLUMNS, of the columns before it, from their former border to this one, by a product with the decay
+// between both (table at add_pairs_of_blocks). Then adds the terms of the pairs over it. A warp has 16 channels.
+// s.decayed has the rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed,
+// "other" kinds those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]:
+// d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
 constexpr bool OF_ROWS = false, OF_COLUMNS = true;  // values of the template parameter, which has the second's name
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
@@ -309,8 +311,8 @@ __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int col
 }
 
 // The 8 tokens of block `block` in channels c and c + 1, copied from the KINDS arrays s.tokens to registers, and their
-// decays exp g from s.g. KDA has two arrays, q and k, RWKV-7 four, one a kind. token(kind, n): token n of array `kind`
-// as floats; decay(): the product of all 8.
+// decays exp g from s.g. KINDS and `kind` count arrays here: KDA has two, q and k, for its three kinds, RWKV-7 four.
+// token(kind, n): token n of array `kind` as floats; decay(): the product of all 8.
 template <typename T, int KINDS> struct BlockTokens {
   Word<T> tokens[KINDS][BLOCK];
   float2 decays[BLOCK];

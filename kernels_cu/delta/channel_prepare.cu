@@ -22,7 +22,7 @@
 // numerics  M' and N' in float32. Of 16-bit data they, and A', are the sum of two float16 as operands, and B of two T;
 //           E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 

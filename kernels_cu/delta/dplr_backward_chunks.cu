@@ -23,7 +23,7 @@
 //           sums of two bfloat16 numbers (channel_backward.cuh). A decay is a product of the decays of the tokens in
 //           between, so that any gate is exact
 // source    Peng et al., 2025 (2503.14456), eq. 17
-// limits    T of bfloat16, float16, single
+// limits    T of bfloat16, float16, single (float32: operands.cuh)
 #include "cards.cuh"
 #include "delta/channel_backward.cuh"
 
@@ -37,8 +37,7 @@
 //   multiply_states: adds the products with 64 columns of S and dS; store_diagonals: the sum of S dS;
 //     add_terms_of_blocks: dg's sums over other blocks; term_at: two channels of s.terms
 //   SINCE_SM100: whether the kernel is translated for such cards, whose assembler needs more registers
-//   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
-//     shared memory holds
+//   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four

@@ -27,7 +27,7 @@
 //           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
 //           grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -41,7 +41,7 @@
 //   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
 //     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   ChunkOfBlock: the chunk that the block prepares; blocks_with_room: so many blocks, or what shared memory holds
+//   ChunkOfBlock: the chunk that the block prepares; blocks_with_room: so many blocks, or fewer if memory holds fewer
 //   set_lengths: finds Lengths; clear_rows, clear_padding: zeros in rows of a Matrix, and in the gaps between rows
 //   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
 //     pairs; RowNumbers: of a lane's rows in Accumulators; each_border: calls a function for each level's border, with

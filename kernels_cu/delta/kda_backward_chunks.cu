@@ -26,7 +26,7 @@
 //           bfloat16 numbers (channel_backward.cuh). A decay is a product of the decays of the tokens in between, so
 //           that any gate is exact
 // source    Kimi Team, 2025 (2510.26692), eq. 1
-// limits    T of bfloat16, float16, single
+// limits    T of bfloat16, float16, single (float32: operands.cuh)
 #include "cards.cuh"
 #include "delta/channel_backward.cuh"
 
@@ -43,8 +43,7 @@
 //   multiply_states: adds the products with 64 columns of S and dS; store_diagonals: the sum of S dS;
 //     add_terms_of_blocks: dg's sums over other blocks; term_at: two channels of s.terms
 //   SINCE_SM100: whether the kernel is translated for such cards, whose assembler needs more registers
-//   blocks_with_room(n): for how many blocks of a multiprocessor launch bounds leave registers: n, or as many as its
-//     shared memory holds
+//   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 template <typename T, typename G> struct Args {

@@ -19,7 +19,7 @@
 // numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
 //           growth that float32 holds. E, W and Z in T, matrices that make them of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256
 #include "cards.cuh"
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"

@@ -41,8 +41,8 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   BlockWork work: n, the segment's number over the batch, P of each sequence (if P = 1 the sequence's); b, the batch
-//     row; h, the head of values; span, the tokens; the columns of V from first_column on
+//   BlockWork work: n, the segment's index (if P = 1 the sequence's), counted through all batch rows, P of each
+//     sequence; b, the batch row; h, the head of values; span, the tokens; the columns of V from first_column on
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
 //   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b

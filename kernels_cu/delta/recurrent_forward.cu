@@ -20,10 +20,10 @@
 //           registers
 // smem      Shared: two stages of tokens as they are in memory, zeros beyond K, V and the sequence; and decays and
 //           scalars (`TokenScalars`) of the tokens of one stage
-// barriers  one in is_whole, if sequences have segments: whether the state from which the last segment starts is
-//           finite. Two for each stage of tokens. First: the tokens have arrived, and no thread reads the previous
-//           stage's tokens, decays or scalars any more, which are then overwritten. Second: decays and scalars of this
-//           stage are written
+// barriers  one in is_whole, if sequences have segments: threads agree whether the state from which the last segment
+//           starts is finite, since join_segments.cu marks there that numbers grew out of range. Two for each stage of
+//           tokens. First: the tokens have arrived, and no thread reads the previous stage's tokens, decays or scalars
+//           any more, which are then overwritten. Second: decays and scalars of this stage are written
 // numerics  float32; float64 for float64 data. S^T a or S'^T k, and S'^T q, are summed over lanes in the same shuffles,
 //           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
@@ -39,18 +39,20 @@
 //   FloatOrDouble<T>: double if T is, else float; widened, narrowed: from T to it and back; load_neighbours,
 //     store_neighbours: so many neighbouring numbers at once
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   BlockWork work: n, the number over the batch of the segment, or of the sequence if P = 1; b, h: its batch row and
-//     head of values; span: its tokens; the columns of V from first_column on. Its last argument: more tiles of columns
-//     after those of V, whose first_column counts on
+//   BlockWork work: n, the segment's index (if P = 1 the sequence's), counted through all batch rows; b, h: its
+//     batch row and head of values; span: its tokens; the columns of V from first_column on. Its last argument: more
+//     tiles of columns after those of V, whose first_column counts on
 //   Tokens::fetch starts copies; TokenGates: gates and betas on their way; store: writes them to TokenScalars
 //   prepare_tokens: writes decays of channels, and the other members of TokenScalars: the inverse lengths of q and k, 1
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
 //   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. With its last argument true the walk's first segment has all
-//     tokens and is its last one, too; the other segments have no tokens, and `to` is null
+//     its last state goes, null for nowhere. The walk's first segment starts from the initial state. If the first
+//     argument is true, the others start from `starts`, and only the walk's last one has `to`; else they start from
+//     zeros, and `to` is in `starts`. If the last argument is true, the walk's first segment has all tokens and is its
+//     last one, too; the other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
-//   THREADS = 128
+//   converted_once: a conversion that the compiler does not repeat for every token; THREADS = 128
 
 constexpr int CHANNELS = 16;  // of a lane
 // Tokens of a stage: so many that the stage's q, and its k, have at most 4 KB for every type and BK.

@@ -23,16 +23,19 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
 //   BT = 32 tokens
+//   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. With its last argument true the walk's first segment has all
-//     tokens and is its last one, too; the other segments have no tokens, and `to` is null
+//     its last state goes, null for nowhere. The walk's first segment starts from the initial state. With OUTPUTS
+//     the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
+//     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
+//     other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
-//   decay_state: S <- diag(decay) S
+//   decay_state: S <- diag(decay) S; each_number<BK>(S, row, ...): calls f for a lane's numbers of S; row: S's first
 //   copy_prepared, copy_chunk: start to copy a prepared chunk, a chunk's rows; BYTES_FOR_STATES: of a prepared chunk,
 //     what a walk without outputs reads; store_tokens: stores a warp's columns of o; word_of: two numbers rounded to T
 
@@ -41,7 +44,7 @@ template <typename T> struct Args {
   StridedRows<T> o;                  // null without OUTPUTS
   StridedRows<const float> initial;  // null: zeros
   StridedRows<float> final;          // null: not wanted
-  float *starts, *F;                 // null if no sequence is cut into segments; F: also with OUTPUTS
+  float *starts, *F;                 // null if no sequence is cut into segments; F is null with OUTPUTS, too
   const void* prepared;              // Prepared of each chunk
   Shape shape;                       // segments are sequences here
   i64 P;                             // segments of a sequence
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 head = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = head / H, h = head % H, b = n / count;
+  const u32 n = head / H, h = head % H, b = n / count;  // head: counted through all segments
   const bool computes_F = !OUTPUTS && tile >= value_tiles;
   const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
   // Whether the sequence is computed as one segment, since joining segments has left float32's range (segments.cuh).
@@ -101,7 +104,8 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
     }
     cp_async_commit();
   };
-  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
+  // `opaque` hides where the number comes from: else the compiler converts it again for every chunk.
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
   for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
 #pragma unroll 1
   for (int token = 0, chunk = 0, stage = 0; token < tokens; token += BT, ++chunk) {
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
       multiply_packed(o, prepared.B, v);
       store_tokens<T>(
           args.o.row(b, h, span.start + token) + first_column, args.o.token_stride,
-          [&](int i, int across) {
+          [&](int i, int across) {  // across: 0 or 8, the first column of 8
             const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
             return word_of<T>(scale * pair[0], scale * pair[1]);
           },

@@ -42,7 +42,7 @@ template <typename T, typename G, typename S> struct Args {
   StridedRows<const G> g, beta;        // beta: only for GatedDelta and Kda
   StridedRows<T> o;
   StridedRows<S> state;  // rows are channels
-  const i64* slots;      // null: sequence b has state b
+  const i64* slots;      // all different, since states change in place; null: sequence b has state b
   i64 H, K, V;           // H: heads of values
   i64 group;             // heads of values that share a head of queries and keys
   double scale;
@@ -50,6 +50,7 @@ template <typename T, typename G, typename S> struct Args {
   i64 pieces;      // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
+// Arrays that the rule does not use have 16 bytes, since an array must not be empty.
 template <class Rule, typename R, int BK, int BV> struct Shared {
   R q[BK], k[BK], a[Rule::own_erasure ? BK : 16 / sizeof(R)], b[Rule::own_erasure ? BK : 16 / sizeof(R)];
   R decays[Rule::channel_gates ? BK : 16 / sizeof(R)];
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
         if (exists && column + i < columns_left) state[n].x[i] = from[i];
     }
   }
-  // The token: first all of its loads, then what waits for them.
+  // The token: first all of its loads, then what waits for them. own_a, own_b, own_decay: of this thread's channel.
   static_assert(BK <= STEP_THREADS && BV <= STEP_THREADS, "a thread loads one channel and one column at most");
   const int index = threadIdx.x;
   const bool has_channel = index < K, has_column = index < BV && index < columns_left;
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
     return Rule::own_erasure ? s.v[index]
                              : scalars.inverse_k_length * beta * (s.v[index] - scalars.inverse_k_length * erased);
   };
-  R write[LANE_COLUMNS];  // `written` of each column; `erased` is now the sum over all channels
+  R write[LANE_COLUMNS];  // what `written` returns for each column; `erased` is now the sum over all channels
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
     erased[i] = sum_of_parts(0, column + i);
