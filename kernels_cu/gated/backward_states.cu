@@ -20,8 +20,8 @@
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
 //           (FORGOTTEN_NATS) or less, and none of these is positive. The segment's decays are then stored as 0. If a
-//           number of the result does not hide what was left out, whatever grows later (hides_forgotten), the block
-//           walks once more, and leaves out nothing
+//           number of the result is below 2^21 times the decay of what was left out, it may not hide that
+//           (hides_forgotten; later gates multiply both alike): the block walks once more, and leaves out nothing
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 //
@@ -31,14 +31,15 @@
 //   Left, RightData    a lane's pairs of A, of B as data are in memory; set_unrounded: stores floats that products may
 //                      cut off
 //   load_right         two B side by side, from a tile [depth, column] (AS_STORED)
-//   TF32_CORRECTION<M, E>  the factor that makes up for one operand, stored as E, that tf32 products cut off; 1 if they
-//                      cut off nothing
-//   load_channels      x[p] is of channel g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk p / 2 of 16 tokens
+//   TF32_CORRECTION<M, E>  the factor that makes up for one operand, stored as E (by default M::Stored), that tf32
+//                      products cut off; 1 if they cut off nothing
+//   load_channels      16 tokens, two sub-chunks, of a warp's 16 channels: with g = lane / 4, t = lane % 4, x[p] is of
+//                      channel g + 8 (p % 2), tokens 2t and 2t + 1 of the sub-chunk p / 2
 // From decays.cuh. a: the decays of a lane's two tokens
 //   PairDecays(a)      the decays from the sub-chunk's start (`start`), to its end (`end`) and over it (`whole`)
 //   decays_of(g)       the decays of the log gates of a lane's two tokens
 //   product_over(x, first, end) = x[first ... end - 1] multiplied
-//   four_lane_sums(x)  over the four lanes of a channel
+//   four_lane_sums(x)  sums over the four lanes of a channel; its `all`: over all four
 // From backward.cuh
 //   fetch_rows         starts copying rows of an array to a tile, zeros where there are none
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; TILE = 64 channels or columns

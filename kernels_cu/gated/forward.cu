@@ -172,13 +172,13 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     update_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     __syncthreads();  // the scores are in shared memory
     add_score_outputs<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
-    // `opaque`: computed here, not held in registers since the start.
+    // `opaque` hides where a number comes from: computed here, not held in registers since the start.
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
     T* to = args.o.row(b, h, span.start + token + g) + first_column + column;
     const int rows = tokens - token - g;
     const bool first = Schedule::all_channels || args.channel == 0;
     const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
-    // `opaque`: converted once, not for every output.
+    // Likewise: else the compiler converts it again for every output.
     const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
     float* sums = nullptr;
     if (!Schedule::all_channels)

@@ -5,15 +5,16 @@
 //           so that S itself never decays
 // shapes    k g [B, H, T, K], v [B, H, T, V]; of N segments states [N, parts, H, K, V] and decays [N, parts, H, 2, K]
 //           float32. A segment's state is the sum of its parts' states. The product of both rows of `decays` over all
-//           parts is the segment's decay: it is in the first row of the first part, all others are ones
+//           parts is the segment's decay: it is in the first row of the first part, all others are ones, since
+//           scan_segments.cu takes two rows from every kernel of summaries
 // grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
 //           for every 16 of them. A step is STEP tokens; steps are counted from the segment's last one back, and so
 //           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
 // barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: whether
 //           no gate read so far is above 0, and they sum to -48 (FORGOTTEN_NATS) or less in all channels. If so,
-//           another vote: the block stops if each number of S hides what is left out, whatever grows later
-//           (hides_forgotten in tensor.cuh)
+//           another vote: the block stops if each number of S is at least 2^21 times the decay of what is left out, and
+//           so hides it (hides_forgotten in tensor.cuh; gates of later segments multiply both alike)
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
@@ -23,8 +24,9 @@
 // limits    BK and BV of 64, 128; a launch for every BK channels
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
-// Left and RightData are a lane's part of A and B; set(p, pair) rounds a pair. four_lane_sums(x) (decays.cuh): the sums
-// of x over the four lanes with one lane / 4: `all`, and `after`, of the lanes with a larger lane % 4
+// Left and RightData are a lane's part of A and B; set(p, pair) sets the p-th of its pairs of numbers, rounded.
+// four_lane_sums(x) (decays.cuh): the sums of x over the four lanes with the same lane / 4: `all`, and `after`, of the
+// lanes with a larger lane % 4
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"
@@ -126,7 +128,7 @@ __device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], con
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {
     static_assert(LANE_TOKENS<T> == 8);
-    u32 r[4];
+    u32 r[4];  // r[m], of matrix m: tokens 2m and 2m + 1 of this lane. Lane 8m + i gives the address of row i of it
     ldmatrix_x4_trans(r, tile.x + tile.place(lane >> 1 & 3, (lane >> 3) * 2 + (lane & 1), col));
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -161,7 +163,7 @@ template <class R, typename T, int COLS>
 __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& tile, int m, int col) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(T) == 2) {
-    u32 r[4];
+    u32 r[4];  // r[0], r[1]: tokens 4m, 4m + 1 and 4m + 2, 4m + 3 of this lane; r[2], r[3]: of the column 8 further
     const int n = (lane >> 3 & 1) * 2 + (lane & 1);
     ldmatrix_x4_trans(r, tile.x + tile.place(lane >> 1 & 3, n + 4 * m, col + (lane >> 4) * 8));
 #pragma unroll
@@ -175,8 +177,8 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
-// What a block computes: part `part` of a segment (its number over the batch) of head h, columns from first_column on.
-// result: the index [segment, part, h] of its results.
+// What a block computes: part `part` of a segment (counted through all batch rows) of head h, columns from first_column
+// on. result: the index [segment, part, h] of its results.
 template <int BV> struct SegmentTile {
   u32 segment, part, h, result;
   int first_column;

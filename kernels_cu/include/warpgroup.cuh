@@ -82,8 +82,8 @@ __device__ __forceinline__ bool fills_boxes(const WorkTile& work, int token) {
   return work.tokens - token >= CHUNK || work.start + work.tokens == work.T;
 }
 
-// Whether an array has a negative stride of tokens, which tensor maps do not allow. each_array: the each_input or
-// each_output of the functions below.
+// Whether an array has a negative stride of tokens, which tensor maps do not allow. each_array: each_input or
+// each_output of the functions below, which say what it calls.
 template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
   bool found = false;
   each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.token_stride < 0; });
@@ -242,7 +242,7 @@ __device__ __forceinline__ auto warpgroup_panels(X (&tile)[PANELS][CHUNK][PANEL<
 // 8, so that both or neither do. `state`: the state in memory; `channel`: the first of this lane's two channels, 64
 // warpgroup + 16 warp + g; the other one is 8 later. S[4n + 2h], S[4n + 2h + 1] are columns 8n + 2t and the next of
 // channel + 8h. HAS_FULL_PATH: if V is BV, code without a branch for each pair is used.
-constexpr bool HAS_FULL_PATH = true;
+constexpr bool HAS_FULL_PATH = true;  // the template parameter's value, by its name; so READ_FIRST and BY_KEY below
 template <int BV, bool HAS_FULL_PATH = false, typename P, class F>
 __device__ __forceinline__ void each_pair_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
@@ -336,8 +336,8 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
 }
 
 // Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller calls wgmma_fence
-// before, wgmma_commit after, and waits: it may put several such products into one group, where read_state closes its
-// groups itself. MN_MAJOR: the tile's rows are what is summed over; a step takes 16 of them.
+// before, wgmma_commit after, and waits, so that it may put several such products into one group. read_state commits
+// its groups itself. MN_MAJOR: the tile's rows are what is summed over; a step takes 16 of them.
 template <int BV>
 __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x, bf16 (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = mn_major_tile(tokens, CHUNK * 128);
@@ -348,7 +348,7 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
 // Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller fences, commits and waits,
 // as for write_state. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i
 // x[channel, i] pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may
-// have the remainders of the pairs in columns 0 to 31.
+// have the remainders of the pairs in columns 0 to 31. wgmma takes BY_KEY for MN_MAJOR (true) or K_MAJOR (false).
 constexpr bool BY_QUERY = false, BY_KEY = true;
 template <bool BY_KEY, bool REMAINDERS = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {

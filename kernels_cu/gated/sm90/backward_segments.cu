@@ -6,8 +6,8 @@
 //           the chunk and the segment's border, which is its end for S, its start for dS.
 //           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D C, until D is almost 0.
 //           dS, from the first chunk to the last: dS += scale sum_i D E_i q_i do_i^T, D <- D C.
-//           If gates are too far above 0, or S or dS does not hide what is left out, whatever grows later
-//           (hides_forgotten in tensor.cuh), a second walk in the other direction, to the border:
+//           If gates are too far above 0, or a number of S or dS is below 2^21 times the decay of what is left out, so
+//           that it may not hide that (hides_forgotten), a second walk in the other direction, to the border:
 //           S <- C S + sum_j L_j k_j v_j^T, or dS <- C dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: first S, then dS, with which each of
 //           the N segments starts in its direction; decays [2, N, H, K]. A sequence has P segments. The first one in a

@@ -29,11 +29,14 @@
 //   work: the block's head, columns and tokens; its states `initial` and `final`, null if there is none
 //   Operands: of each stage q, k and the scores' tiles, one for each of K_RANKS blocks; scores_offset: the byte offset
 //     of a stage's scores in a tile that two stages share, else 0
-//   GATES_PER_TOKEN: 4, or 1 for ScalarDecay. SPLIT_SCORES: whether a score is stored as two numbers
+//   GATES_PER_TOKEN: how many a producer's thread has for a token: of its 4 channels, or 1 for ScalarDecay; consumers
+//     ask only whether it is 1. SPLIT_SCORES: whether a score is stored as two numbers
 //   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first; for ScalarDecay, too, producers store
 //     one for every channel. headers[stage].row[0]: WHOLE_CHUNK; or the row of the one token whose operands the stage
 //     holds, plus MORE_FILLS if the stage will be filled again for this chunk
-//   scan.skipped_decay: 0 if tokens before this part are skipped, since they decay to nothing; else 1
+//   scan: of SegmentState, which reads a segment's gates from the end before the chunks are computed, and skips tokens
+//     that decay to nothing; blocks share the others in parts. scan.skipped_decay: 0 if tokens right before this
+//     block's part are skipped; else 1
 //   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
 //     else the tensor maps `v` and `o_boxes` do
 //   args.channel: the launch's first channel
@@ -139,7 +142,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   u32 state[2][PART_OPERANDS][4];    // operands of this part and of the next
   u64 panels = k_major_tile(operands.q[stage]);
   hide_origin(panels);
-  // Copies a part of S to operands, and decays S.
+  // Copies a part of S to operands, and decays S. `channels`: this lane's numbers of an operand's channels.
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART_OPERANDS; ++n) {
