@@ -133,8 +133,8 @@ struct RowMaximum {
   }
 };
 
-// L of a query for `statistics`: infinite, so that weights are 0, if the query sees no key or if L is above 2^24: its
-// rounding would change weights by more than 2^2.
+// L of a query for `statistics`: infinite, so that weights are 0, if the query sees no key or if |L| is above 2^24: the
+// roundings of lse, of log2(e) and of their product then add up to about 2, which is a factor of 2^2 of a weight.
 __device__ __forceinline__ float logarithm_or_infinity(float L) { return fabsf(L) > 0x1p24f ? -minus_infinity() : L; }
 
 // A row's results: the factor for its sums of weighted values, and log2 of the sum of all weights. `maximum` is the

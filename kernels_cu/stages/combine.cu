@@ -5,7 +5,8 @@
 // grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a warp has 16 rows
 // smem      STAGES times 64 x 32 of a left factor, 32 x 64 of a right one
 // barriers  one for every 32 of the inner axis: the tiles have been copied, and the previous ones have been read
-// numerics  products: see copies.cuh; for 16-bit data qg, h and A are rounded to tf32 here, for the first time
+// numerics  products: see copies.cuh. qg, h and A are float32, not rounded before: beside 16-bit v they are rounded to
+//           tf32 here; beside float32 v an operand is two tf32 numbers
 // source    Yang et al., 2024, eq. 5
 // limits    none
 #include "ptx.cuh"
@@ -40,7 +41,7 @@ template <typename T> struct Shared {
 
 // sums[16 rows of the warp, 64] += left[64, 32] right[32, 64], of left the warp's 16 rows. sums[n] is columns 8n to 8n
 // + 7: with g = lane / 4 and t = lane % 4, [0] and [1] are row g and columns 2t and 2t + 1, [2] and [3] row g + 8.
-// load_rounded (copies.cuh) sets operands from 16 x 16 numbers.
+// load_rounded (copies.cuh) sets operands from 16 x 16 numbers of a tile, which is AS_STORED: not transposed.
 template <typename T, typename E>
 __device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Stage<T>& in, const E* right) {
   const int warp = threadIdx.x >> 5;
@@ -61,7 +62,8 @@ __device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Sta
 template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combine(const Args<T> args) {
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  // groups: how many groups of 64 rows a chunk has; chunk: the number among all batches and heads, c: in its batch row
+  // groups: how many groups of 64 rows a chunk has; v_tile: the block's first column; chunk: the number among all
+  // batches and heads, c: in its batch row. THREADS = 128 (copies.cuh)
   const u32 v_tiles = u32(shape.V + TILE - 1) / TILE, groups = u32(shape.chunk + TILE - 1) / TILE;
   const u32 NC = u32(shape.NC), H = u32(shape.H), chunk = blockIdx.x / v_tiles / groups, c = chunk % NC;
   const u32 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;
@@ -70,7 +72,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   const i64 first_row = span.start + group * TILE;
   if (first_row >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
 
-  // Steps over the channels, then over the tokens up to the last row's. A is zero for tokens after its row.
+  // Steps over the channels, then over the tokens up to that of the last row. A is zero for tokens after its row.
   const i64 stop = first_row + TILE < span.stop ? first_row + TILE : span.stop;
   const int channel_steps = int((shape.K + STEP - 1) / STEP),
             steps = channel_steps + int((stop - span.start + STEP - 1) / STEP);

@@ -2,12 +2,12 @@
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
-//           cap)^2.  o is the forward pass's output, do, dv, dlse ... are gradients of v, o, lse.  Code: `scores` holds
-//           q . k, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta). A query sees the keys from
-//           `left` tokens before its own position to `right` tokens after it
+//           cap)^2.  o is the forward pass's output; dk, dv, do, dlse are gradients of k, v, o, lse.  Code: `scores`
+//           holds q . k, then p, with keys as rows; dp holds do_i . v_j; ds = p (dp - delta). A query sees the keys
+//           from `left` tokens before its own position to `right` tokens after it
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
 //           64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2, then delta; ds: DsEntry
-//           (softmax_sm90.cuh), for query_gradient.cu, or null
+//           (softmax_sm90.cuh), for query_gradient.cu; null if backward_queries.cu computes dq
 // grid      as many blocks as multiprocessors; a block computes the key tiles (Work in softmax_work.cuh) of its column
 //           of `works`, in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
@@ -35,12 +35,13 @@
 //   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
 //   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
-//   needs_mask, mask_rows: whether scores of a tile are of hidden keys, and those set to a value; copy_bulk: starts a
-//     copy whose bytes the caller announces likewise
+//   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0. Rows are
+//     keys here: a key is seen from `right` tokens before its position to `left` after it, hence the arguments' order
+//   copy_bulk: starts a copy whose bytes the caller announces likewise
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
 //   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
 //     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the
-//     sequence's first chunk in `statistics`; `ds_index`: plus a chunk, the number of an entry of a head's ds
+//     sequence's first chunk in `statistics`; `ds_index` + c: the entry of chunk c in a head's ds
 //   Tile: panels of PANEL = 64 columns, swizzled; ScoreGradients: ds of 64 keys and 64 queries
 
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES, BOX_TOKENS = 64;
@@ -78,8 +79,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   while (true) {
     Work work = take_prefetched_work(s.prefetched, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
-    // From ds_offsets (see Work) to an index in all of args.ds: of the entry of the key tile with query tile 0 of the
-    // sequence and the first head that shares the keys.
+    // ds_index, so far within a head, becomes an index in all of args.ds: of the entry of this key tile, query tile 0
+    // of the sequence, and the first head that shares the keys.
     work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
     mbarrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_proxy_async();  // consumers' accesses to k and v, which `empty` waits for, precede the copies
@@ -161,15 +162,15 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     skip_hidden_tiles();
   };
   // Issues a product of 16 columns, from 16 n on, of keys or values with a tile of q or do. The keys or values are the
-  // registers `a` if IN_REGISTERS, otherwise the tile described by `a_tile`.
+  // registers `a` if IN_REGISTERS, otherwise the tile described by `a_tile`. Descriptors count 16 bytes: the next 16
+  // columns are 2 on, the next panel of 64 columns KEYS * 128 / 16 on in tiles of k and v, QUERIES * 128 / 16 on in
+  // tiles of q and do.
   auto multiply_columns = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 a_tile, u64 b_tile, int n) {
     const u64 b = b_tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
     if constexpr (IN_REGISTERS) wgmma<T, QUERIES, K_MAJOR>(sum, a, b, n > 0);
     else wgmma<T, QUERIES, K_MAJOR>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
-  // Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16 on in tiles
-  // of k and v, QUERIES * 128 / 16 on in tiles of q and do. A sequence's last tile has rows of the next sequence, which
-  // become zeros. Their L is infinite, their delta is 0.
+  // A sequence's last tile has rows of the next sequence, which become zeros. Their L is infinite, their delta is 0.
   auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
     const u64 k_tile = k_major_tile(s.k[kv.stage][0] + warpgroup_row * PANEL),
@@ -188,7 +189,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < D / 16; ++n) multiply_columns(dp, v[IN_REGISTERS ? n : 0], v_tile, do_tile, n);
     wgmma_commit();
   };
-  // Issues sum = a tile, or sum += a tile if `accumulates`, for a tile of q or do.
+  // Issues the product of the operand `a` and a tile of q or do: sum = a @ tile, or sum += a @ tile if `accumulates`
+  // (OVERWRITE is false).
   auto multiply_tile = [&](float (&sum)[D / 2], const u32(&a)[QUERIES / 16][4], const T* tile, bool accumulates) {
     const u64 b = mn_major_tile(tile, QUERIES * 128);
     wgmma_fence();
@@ -336,7 +338,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 2; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);
+    for (int n = 0; n < 2; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);  // consuming warps
     for (int n = 0; n < S::STAGES; ++n) {
       mbarrier_init(s.q_full[n], 1), mbarrier_init(s.q_empty[n], 8);
       mbarrier_init(s.do_full[n], 1), mbarrier_init(s.do_empty[n], 8);

@@ -37,7 +37,8 @@
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
 //   logarithm_or_infinity: L; or infinity, so that weights are 0, if the query sees no key (L is -infinity) or if |L|
-//     is above 2^24: its rounding would then change weights by more than 2^2
+//     is above 2^24: the roundings of lse, of log2(e) and of their product then add up to about 2, which is a factor of
+//     2^2 of a weight
 //   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0
 //   store_rows(map, rows, width, x, factor0, factor1, tile, ...): stores x, times these factors for a lane's two rows,
 //     by way of `tile`, here that of o
@@ -76,6 +77,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       prefetch_tensor_map(args.do_), prefetch_tensor_map(args.dq);
   RingPosition<S::K_STAGES> k;
   RingPosition<S::V_STAGES> v;
+  // parity: of the phase before the first, which counts as ended, so that the first waits return at once; and the index
+  // in s.works, which is the opposite of the consumers' parity for this tile.
   for (u32 parity = 1;; parity ^= 1) {
     const Work work = take_prefetched_work(s.prefetched, next);
     mbarrier_wait(s.empty, parity);
@@ -121,7 +124,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   RingPosition<S::V_STAGES> v;
   u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
-  u32 parity = 0;              // of `full` for the current query tile
+  u32 parity = 0;              // of `full` for the current query tile, works[parity ^ 1]; works[parity]: the one before
   bool store_pending = false;  // lane 0: the copy engine may still read this warp's dq, which has overwritten o
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
