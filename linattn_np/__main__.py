@@ -22,7 +22,7 @@ def main(arguments=None) -> int:
             top_level.error(f"{arguments[0]} is no command, expected one of {', '.join(COMMANDS)}")
         return run(command, f"{NAME} {command}", arguments[1:])
 
-    return guarded(NAME, work)
+    return guarded(NAME, work)  # the code that `work` returns, or that of the error or signal that ends it
 
 
 def parser() -> Parser:

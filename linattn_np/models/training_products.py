@@ -38,7 +38,8 @@ class CudaProducts:
         """a b for matrices a [M, K] and b [K, N], or C of each: [C, M, K] and [C, K, N]. In each of a, b and `out` the
         numbers of a row or those of a column must be neighbours in memory.
 
-        `out` has `dtype` or float32; without it, the result is a new float32 array. `add`: out + a b, in `out`.
+        `out` has `dtype` or float32; without it, the result is a new float32 array. `add`: out + a b, in `out`, which
+        must be given.
         """
         if out is None:
             out = self.device.empty((*a.shape[:-1], b.shape[-1]), np.float32)

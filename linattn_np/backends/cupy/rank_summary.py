@@ -14,7 +14,9 @@ from .plan import FLOAT32, Array
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
 #
-# Arguments: state_stride, decays_stride: numbers from a sequence's state, or decays, to the next one's
+# Arguments: state_stride, decays_stride: numbers from a sequence's state, or decays, to the next one's; parts: those
+# into which a sequence was cut; factors: rows of `decays` for a part, whose product is its decay; channels: of the
+# message's product of decays, the first ones of K: all K, 1 if all channels of a head have one gate, 0 if none decays
 
 
 class Message(Kernel):
@@ -53,7 +55,7 @@ class RankSummary:
         state : the state [N, H, K, V], which is copied to the buffer; None if kernels have written it there
         """
         if self.decay is None and state is None:
-            return (self.state,), None
+            return (self.state,), None  # a tuple: of some operators the state has two parts
         (N, H, K, V), factors = self.sizes, decays.shape[-2]
         parts = decays.size // (N * H * factors * K)
         sizes = {"parts": parts, "factors": factors, "N": N, "H": H, "K": K, "V": V}

@@ -2,6 +2,8 @@
 
 o_i = sum_j exp(s_ij - L_i) v_j,        s_ij = scale q_i . k_j,     L_i = log sum_j exp(s_ij)
 
+With a softcap, s_ij is softcap tanh(scale q_i . k_j / softcap); a sink adds its exp to L's sum; a window limits j.
+
 Of the T x S scores only one tile per task is in memory at a time. A tile's rows are queries of all the heads that share
 a key head; its columns are keys. Where scores could exceed the range of the dtype, a row's scores and their maximum m
 are stored divided by 2^exponent, with an exponent for each row.
@@ -36,13 +38,14 @@ def run(problem, o):
 
 
 def vjp(problem, o):
-    """Fills o; returns ((L,) or (), pull). pull(do, (dL,) or None) gives gradients; it computes scores again."""
+    """Fills o; returns ((L,) or (), pull). pull(do, (dL,) or None) gives (gradients, None), as there is no initial
+    state; it computes scores again."""
     dtype = problem.compute_dtype
     attention, precise = Attention(problem, Scratch(dtype)), np.empty(o.shape, dtype)
     attention.forward(precise)
     assign(o, precise)
 
-    def pull(do, dht):
+    def pull(do, dht):  # dht: (dL,) or None; recurrent operators have the final state's gradient here
         do = cast(do, precise.dtype)
         delta = np.vecdot(do, precise)
         return attention.backward(do, delta - dht[0].astype(delta.dtype) if dht else delta), None
@@ -76,14 +79,15 @@ class Attention:
     """
 
     def __init__(self, problem, scratch):
-        self.problem, self.dtype, self.range = problem, problem.compute_dtype, np.finfo(problem.compute_dtype)
+        self.problem, self.dtype, self.finfo = problem, problem.compute_dtype, np.finfo(problem.compute_dtype)
         self.scratch = scratch
         self.q, self.k, self.v = map(self.multipliable, "qkv")
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
+        # size: keys of a tile; columns, below: keys of a panel; group: query heads that share a key head
         self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
         self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile, in each head
-        rows = self.group * min(self.count, T)
+        rows = self.group * min(self.count, T)  # of a tile
         self.is_few = rows <= FEW_ROWS and S >= T
         width = max(problem.shape("K V"))
         self.columns = self.size if self.is_few else max(16, min(ROWS, self.size, PRODUCT // (ROWS * width) // 16 * 16))
@@ -111,7 +115,7 @@ class Attention:
         return np.sqrt(np.vecdot(self.k, self.k))
 
     def log_sums(self):
-        """(L,), with L = m + log l, m without its exponent, if the problem asks for it, else ()."""
+        """(L,), with L = m + log l, m being multiplied by 2^exponent again, if the problem asks for it, else ()."""
         if not self.problem.output_final_state:
             return ()
         return ((self.m if self.softcap else np.ldexp(self.m, self.exponents)) + np.log(self.l),)
@@ -210,13 +214,13 @@ class Attention:
     def fits(self, q, block, keys):
         """Whether no partial sum of a score can overflow: |q| |k|, by Cauchy-Schwarz, is in range. False for NaN."""
         lengths = np.sqrt(np.vecdot(q, q)).max() * self.lengths[(*block, keys)].max(initial=0)
-        return lengths < self.range.max / 2
+        return lengths < self.finfo.max / 2
 
     def exponents_of(self, q, k):
         """The exponent of each row [b, h, rows, 1]: dividing by 2^exponent brings every finite score into range."""
         q, k = (finite_largest(q, -1), np.maximum(finite_largest(k, (-2, -1)), 1))
         bound = sum(np.frexp(x)[1] for x in (q, k, self.problem.scale, self.q.shape[-1]))
-        return np.maximum(bound - self.range.maxexp + 1, 0)
+        return np.maximum(bound - self.finfo.maxexp + 1, 0)
 
     def scores(self, q, k, exponents):
         """The scores [b, h, rows, keys] of scaled rows q and transposed panels k [b, h, n, K, columns].
@@ -266,7 +270,7 @@ class Attention:
         tasks = [
             (block, queries) for sequence in self.sequences() for queries in reversed(sequence) for block in self.blocks
         ]
-        in_parallel(task, *zip(*tasks), caller=True)
+        in_parallel(task, *zip(*tasks), caller=True)  # caller: this thread takes tasks, too
 
     def attend(self, block, queries, keys, margin=0.0, exponents=None):
         """(o, m, l, exponents) of the rows of `queries`: running sums over the tiles of keys.
@@ -310,9 +314,9 @@ class Attention:
         """(m, l) of some rows before the first key: (sink, 1), or without a sink (the lowest number, 0)."""
         if self.sinks is None:
             m = self.rows(self.m[..., None], block, tokens)
-            return np.full_like(m, self.range.min), np.zeros_like(m)
+            return np.full_like(m, self.finfo.min), np.zeros_like(m)
         sinks = self.rows(self.sinks, block, tokens)
-        return np.maximum(self.in_units(sinks, exponents), self.range.min), (sinks > -np.inf).astype(self.dtype)
+        return np.maximum(self.in_units(sinks, exponents), self.finfo.min), (sinks > -np.inf).astype(self.dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward(self, do, delta):
@@ -410,19 +414,19 @@ class Compiled:
         """Fills o, m and l; returns a mask [B, H, T] of the rows that NumPy must compute ([False] if none)."""
         attention, loops = self.attention, self.loops
         sinks = np.full(1, -np.inf) if attention.sinks is None else attention.sinks[..., 0]
-        attention.m[...], attention.l[...] = np.maximum(sinks, attention.range.min), sinks > -np.inf
+        attention.m[...], attention.l[...] = np.maximum(sinks, attention.finfo.min), sinks > -np.inf
         o_float32 = o if o.dtype == np.float32 and o.flags.c_contiguous else attention.scratch("o", o.shape)
         m, l, o_rows = (self.by_head(x) for x in (attention.m, attention.l, o_float32))
-        group, count, tasks = o_rows.shape[1], len(o_rows), self.tasks(o_rows.shape[:2])
+        group, count, task_count = o_rows.shape[1], len(o_rows), self.task_count(o_rows.shape[:2])
         tile = max(1, loops.TILE // group)
-        queries_per_task = -(-self.T * count // (tasks * tile)) * tile
-        heads_per_task = max(1, count // tasks) if queries_per_task >= self.T else 1
+        queries_per_task = -(-self.T * count // (task_count * tile)) * tile
+        heads_per_task = max(1, count // task_count) if queries_per_task >= self.T else 1
 
         def task(head, first):
             heads = head, min(head + heads_per_task, count)
             arrays = self.q, self.keys, self.values, self.first_key, self.last_key
-            queries = first, min(first + queries_per_task, self.T), self.softcap, self.scale
-            return loops.attention_forward(heads, *arrays, *queries, o_rows, m, l)
+            queries = first, min(first + queries_per_task, self.T)
+            return loops.attention_forward(heads, *arrays, *queries, self.softcap, self.scale, o_rows, m, l)
 
         tasks = [
             (n, first)
@@ -434,7 +438,7 @@ class Compiled:
             assign(o, o_float32)
         return np.zeros(1, bool) if all(done) else ~np.isfinite(o_float32).all(-1)
 
-    def tasks(self, heads):
+    def task_count(self, heads):
         """The number of tasks: TASKS per core, but fewer if a task would have less than LEAST_SCORES scores."""
         most = prod(heads) * self.T * self.S // LEAST_SCORES
         return max(1, min(TASKS * workers(), most))
@@ -499,7 +503,7 @@ def multiply_panels(x, panels, scratch, name):
 def product(W, panels, seen):
     """Weights W [b, h, rows, n * columns] times panels [b, h, n, columns, D]: partial products [b, h, n, rows, D].
 
-    Keys not seen add nothing, even if they are NaN (n is 1 then).
+    Keys not seen add nothing, even if they are NaN; if any product is not finite, the result has n = 1.
     """
     out = split(W, panels.shape[3]) @ panels
     if seen is None or is_finite(out):

@@ -1,8 +1,9 @@
 """Decodes one token of an RWKV model for B sequences on the GPU, nearly as fast as memory delivers the weights.
 
 With up to eight sequences a step reads each weight once and multiplies it by float32 vectors. cuBLAS computes the
-products of more than eight sequences, on Hopper those of more than 256 (int8: 128). All arrays of a step are allocated
-in advance, and a step does not synchronise, so that it can be captured in a CUDA graph.
+products of more than eight sequences; on Hopper, but for float32, `BatchProduct` and `WideProduct` do up to 256 (int8:
+128) where they are faster. All arrays of a step are allocated in advance, and a step does not synchronise, so that it
+can be captured in a CUDA graph.
 
 Sizes: L layers, D channels, F channels of the channel mix, H heads of N channels, V tokens of the vocabulary. Words:
 
@@ -10,7 +11,7 @@ Sizes: L layers, D channels, F channels of the channel mix, H heads of N channel
     X, terms    a vector of a product is the sum of `terms` arrays of dtype X
     parts       arrays whose sum is a product: a kernel may divide the K columns among blocks. P is their number
     added       the parts [P, B, D] of a mix's product, which the next norm adds to the residual x
-    pool        states with more rows than sequences; of a state's array, P is the number of rows
+    pool        states with more rows than sequences. Of a state's array P is another number, that of rows
     draft       the plan that is being written: the launches of a step in their order; "adds" means to this plan
     fitting     (of a kernel's class) the best instance of its template for the arguments, or None if there is none
 """
@@ -88,7 +89,9 @@ class CudaDecoder(NotCopied):
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = checked_sizes(version, self.default_sizes | sizes, self.matrices, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
-        load = partial(stacked, device, version, weights, loaded)  # copies weights to the device
+        # `array_of` copies a weight by `load`, an int8 matrix as (numbers, scales): two fields after `split_scales`.
+        # The first axis is layers: L with `blocks`, whose prefixes are left out (""), else 1, dropped by `first_of`.
+        load = partial(stacked, device, version, weights, loaded)
         self.model_weights = split_scales(
             version.model_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight)))
         )
@@ -168,11 +171,12 @@ class CudaDecoder(NotCopied):
     def words(self, **shapes) -> dict:
         """The arrays of these shapes, and xx, y and `activated`, by which the blocks of the kernel of all layers
         exchange numbers, by argument. Each number is a word that also holds the epoch in which it was written: the
-        number of layers computed so far, 0 at first. `arrived` has each block's epoch. `likeliest` and `brought`: the
-        most likely token among the blocks that have brought theirs, and how many have."""
+        number of layers computed so far, 0 at first. xx: the normed x of both mixes, x after each, and, in 8 bytes a
+        number, x after the last layer. `arrived` has each block's epoch. `likeliest` and `brought`: the most likely
+        token among the blocks that have brought theirs, and how many have."""
         shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
-        word = INT64 if self.dtype == FLOAT32 else UINT32  # the last layer's x takes two of these per number
+        word = INT64 if self.dtype == FLOAT32 else UINT32  # 4 bytes hold only the epoch's last bit
         words = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
         words |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
         return words | {"likeliest": self.device.zeros((1,), INT64)}
@@ -254,7 +258,7 @@ class CudaDecoder(NotCopied):
 
     def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
         """The plan of a step, and the arrays that its launches take."""
-        parts, given, arrays = describe_parts(
+        parts, descriptions, arrays = describe_parts(
             self.device,
             model=vars(self.model_weights),
             layers=vars(self.all_layers),
@@ -262,7 +266,8 @@ class CudaDecoder(NotCopied):
             state={name: getattr(state, name) for name in STATE},
             call={"tokens": tokens, "slots": slots},
         )
-        return Plan((), self.step_class(self, parts).steps(greedy, layers), None, given=given), arrays
+        steps = self.step_class(self, parts).steps(greedy, layers)
+        return Plan(buffers=(), steps=steps, results=None, given=descriptions), arrays
 
     def compile(self):
         """Starts to compile the kernels of a step in the background."""
@@ -413,7 +418,7 @@ class DecodingStep:
         mixed : the array of the mixes, [terms, C, B, D]; without `maa` and `shift` the normed x itself
         shift : the previous token's normed x, replaced by this one's
         after_channel_mix : whether `added` is the channel mix's product: the kernel multiplies it by that mix's gate,
-            if there is one, and by `version.unit_of_squares`
+            if there is one, and by `version.unit_of_squares`, by which kernels have divided the mix's squares
         xx : the array for the normed x, or None if only the mixes are needed; with xx the kernel also writes the
             previous token's less xx to the buffer `d`
         """
@@ -436,7 +441,7 @@ class DecodingStep:
             mixed=mixed,
             C=C,
             P=parts,
-            squares=after_channel_mix,
+            squares=after_channel_mix,  # whether `value` is in that unit
             shares=shares,
             eps=self.decoder.layer_eps,
         )
@@ -463,7 +468,8 @@ class DecodingStep:
 
     def product_of_batch(self, matrices, B, K, in_parts=False, early=False) -> tuple | None:
         """(a function that adds the launch of products with these matrices by one of Hopper's kernels, how many parts
-        they leave), or None on other cards and if cuBLAS is faster. `in_parts`: whether they may leave parts."""
+        they leave), or None on other cards and if cuBLAS is faster. `in_parts`: whether they may leave parts.
+        `WideProduct` serves half precision and 56 to 64, or 129 to 256, vectors."""
         decoder, rows = self.decoder, [w.shape[:2] for w in matrices]
         if wide := model_products.WideProduct.fitting(decoder.matrices, B, K, rows, in_parts, decoder.device, early):
             kernel, parts = wide
