@@ -128,8 +128,9 @@ def check(root, path) -> int:
 def counts(report) -> dict:
     """What a junit report says: passed, failed (errors too), skipped, seconds; and which have failed, as pytest names
     them, unless a worker crashed, which leaves other cases out."""
-    suites = list(xml.parse(report).getroot().iter("testsuite"))
-    failures = [case for case in xml.parse(report).iter("testcase") if {"failure", "error"} & {x.tag for x in case}]
+    root = xml.parse(report).getroot()
+    suites = list(root.iter("testsuite"))
+    failures = [case for case in root.iter("testcase") if {"failure", "error"} & {x.tag for x in case}]
     crashed = any("crashed while running" in (x.get("message") or "") for case in failures for x in case)
     total, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped"))
     failed = sum(int(suite.get(key, 0)) for suite in suites for key in ("failures", "errors"))
@@ -210,7 +211,9 @@ def sanitize(root, sanitizer, tools) -> dict | None:
         return None
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
     # Alone, each tool would compile all kernels, one after the other, which takes longer than all else that it does.
-    run_sanitized(root, [], ["--compile"])
+    compiled = run_sanitized(root, [], ["--compile"])
+    if compiled.returncode:
+        print(compiled.stderr)
     with ThreadPoolExecutor(len(tools)) as pool:
         found = pool.map(lambda tool: run_sanitizer(root, sanitizer, tool), tools)
     return {"version": re.search(r"Version (\S+)", version)[1], "tools": dict(zip(tools, found))}
