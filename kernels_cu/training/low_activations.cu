@@ -1,15 +1,16 @@
-// what      The activations between the two matrices of RWKV-7's products of low rank, in place, or their gradients:
-//           the decay's and the gate's; the others have none.
-// math      forward: y = tanh(y) in the decay's columns, sigmoid(y) in the gate's;  backward: dy <- dy f'(x), which is
-//           1 - y^2 or y (1 - y), as a function of y = f(x)
-// shapes    y dy [tokens, ranks]; the decay's columns are 0 ... decay_end - 1, the gate's gate_begin ... gate_end - 1;
-//           dy null: forward
+// what      In place: forward the activations between the two matrices of RWKV-7's products of low rank, backward
+//           dy through them. Only the decay's and the gate's products have one there.
+// math      forward: y <- f(y), f being tanh in the decay's columns, sigmoid in the gate's;  backward: dy <- dy f'(x)
+//           by the y = f(x) that forward has left, f' being 1 - y^2 or y (1 - y); y stays
+// shapes    y dy [tokens, ranks], ranks being the columns of all products' first matrices, side by side; the decay's
+//           are 0 ... decay_end - 1, the gate's gate_begin ... gate_end - 1, behind them. dy null: forward
 // grid      a thread for 8 elements; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    y and dy start on 16 bytes; fast where `ranks` and the bounds of columns are multiples of 8
+// limits    y and dy start on 16 bytes. Numbers are computed one by one if `ranks` is no multiple of 8; if decay_end,
+//           gate_begin or gate_end is none, the eight that it cuts
 #include "activations.cuh"
 
 // From activations.cuh:
@@ -23,8 +24,8 @@ template <typename T> struct Args {
   i64 tokens, ranks, decay_end, gate_begin, gate_end;
 };
 
-// Of eight numbers from `index` on, or fewer at the end, those in columns begin ... end - 1 have the activation F:
-// forward their y is replaced, backward their dy. column: that of the first.
+// Applies F, backward its slope, to those of the 8 numbers from `index` on, fewer at the end, whose column is one of
+// begin ... end - 1. column: that of number `index`. The 8 may go on in the next row unless ranks is a multiple of 8.
 template <class F, typename T>
 __device__ __forceinline__ void activate(const Args<T>& args, i64 index, i64 column, i64 begin, i64 end) {
   const i64 count = args.tokens * args.ranks;
@@ -32,7 +33,7 @@ __device__ __forceinline__ void activate(const Args<T>& args, i64 index, i64 col
   if (in_one_row && (column + 8 <= begin || column >= end)) return;
   T* y = args.y + index;
   if (in_one_row && column >= begin && column + 8 <= end) {
-    EightFloats x = load8(y);
+    EightFloats x = load8(y);  // forward what F is applied to, backward F's result
     if (args.dy) {
       EightFloats dy = load8(args.dy + index);
 #pragma unroll
@@ -48,7 +49,7 @@ __device__ __forceinline__ void activate(const Args<T>& args, i64 index, i64 col
   for (int n = 0; n < 8 && index + n < count; ++n) {
     const i64 own = (column + n) % args.ranks;
     if (own < begin || own >= end) continue;
-    const float x = to_float(y[n]);
+    const float x = to_float(y[n]);  // as above
     if (args.dy) args.dy[index + n] = from_float<T>(to_float(args.dy[index + n]) * F::template slope<T>(x));
     else y[n] = from_float<T>(F::template value<T>(x));
   }

@@ -1,9 +1,9 @@
-// what      The gradients of training/low_ranks.cu: those of all products' first matrices, and of the mixes' weights
-//           through them.
-// math      ddown = djoint_xx + maa djoint_d for a product's columns; dmaa = sum_R djoint_d down. Mixes without such a
-//           product get 0
-// shapes    djoint [2, D, the sum of all R]: of xx, then of d; down and ddown [D, R] for each product; mix and dmix
-//           [MIXES, D], of which a product has row `mix_row`, another one each
+// what      Backward of training/low_ranks.cu: from the gradient of the joint matrix (training_low_ranks.cuh) those of
+//           all products' first matrices, and of the mixes' weights by way of that matrix. Later kernels add the rest.
+// math      The joint matrix is down, by which xx is multiplied, and maa down, by which d is. So, for a product's
+//           columns, ddown = djoint_xx + maa djoint_d; dmaa = sum_R djoint_d down. Mixes of no product get 0
+// shapes    djoint [2, D, the sum of all R]: the half of xx, then that of d; down and ddown [D, R] for each product;
+//           mix and dmix [MIXES, D], a mix's weights in a row: a product's maa is row `mix_row`
 // grid      a warp a channel of a product; 256 threads
 // smem      none
 // barriers  none
@@ -17,7 +17,7 @@
 //   LowRank: down, ddown, R and mix_row of a product
 //   ChannelOfProduct: what the warp computes
 
-constexpr int MIXES = 6;
+constexpr int MIXES = 6;  // w a g k v r: the inputs of a layer's matrices, xx + maa d
 
 template <typename T> struct Args {
   LowRank<T> products[PRODUCTS];
@@ -35,6 +35,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_low_ra
   const float maa = args.mix[mix_index];
   const T* down = product.down + own.channel * product.R;
   float* ddown = product.ddown + own.channel * product.R;
+  // This channel's and product's numbers in the halves of djoint.
   const float* of_xx = args.djoint + own.channel * own.all + own.first;
   const float* of_d = of_xx + args.D * own.all;
   float dmaa = 0.f;
@@ -46,7 +47,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_low_ra
   dmaa = warp_sum(dmaa);
   if (own.lane == 0) args.dmix[mix_index] = dmaa;
   if (own.product > 0 || own.lane >= MIXES) return;
-  bool has_product = false;  // the mix with the lane's number
+  bool has_product = false;  // whether a product takes the mix with the lane's number; else the lane writes its 0
 #pragma unroll
   for (int p = 0; p < PRODUCTS; ++p) has_product |= args.products[p].mix_row == own.lane;
   if (!has_product) args.dmix[own.lane * args.D + own.channel] = 0.f;
