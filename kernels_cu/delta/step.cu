@@ -76,35 +76,41 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
   // The lane's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
   const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
 
-  // state[n]: channel first_channel + n CHANNELS_AT_ONCE, LANE_COLUMNS columns; numbers outside of K and V are not set.
-  S* const first_piece = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
-  Piece state[LANE_CHANNELS];
+  // state[n]: channel first_channel + n CHANNELS_AT_ONCE, LANE_COLUMNS columns; zeros outside of K and V.
+  S* const first_number = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
+  Piece state[LANE_CHANNELS] = {};
+  // Calls f(piece, its distance in memory from the lane's first one, in pieces) for those of the lane's pieces that
+  // exist. Only of distances in pieces does the compiler see that stores of pieces are stores of 16 bytes.
+  const auto each_piece = [&](auto f) {
 #pragma unroll
-  for (int n = 0; n < LANE_CHANNELS; ++n) {
-    const S* from = first_piece + n * CHANNELS_AT_ONCE * args.state.token_stride;
-    const bool exists = first_channel + n * CHANNELS_AT_ONCE < K;
-    if (args.pieces) {
-      if (exists && column < columns_left) state[n] = *reinterpret_cast<const Piece*>(from);
-    } else {
+    for (int n = 0; n < LANE_CHANNELS; ++n)
+      if (first_channel + n * CHANNELS_AT_ONCE < K && column < columns_left)
+        f(state[n], n * (CHANNELS_AT_ONCE / LANE_COLUMNS) * args.state.token_stride);
+  };
+  if (args.pieces) {
+    each_piece([&](Piece& piece, i64 at) { piece = reinterpret_cast<const Piece*>(first_number)[at]; });
+  } else {
+    each_piece([&](Piece& piece, i64 at) {
 #pragma unroll
       for (int i = 0; i < LANE_COLUMNS; ++i)
-        if (exists && column + i < columns_left) state[n].x[i] = from[i];
-    }
+        if (column + i < columns_left) piece.x[i] = first_number[at * LANE_COLUMNS + i];
+    });
   }
   // The token: first all of its loads, then what waits for them. own_a, own_b, own_decay: of this thread's channel.
   static_assert(BK <= STEP_THREADS && BV <= STEP_THREADS, "a thread loads one channel and one column at most");
   const int index = threadIdx.x;
   const bool has_channel = index < K, has_column = index < BV && index < columns_left;
-  T q = {}, k = {}, own_a = {}, own_b = {}, v = {};
+  T q = {}, k = {}, own_a = {}, own_b = {};
   G gate = {}, strength = {};
+  const T v = args.v.row(b, h, 0)[first_column + (has_column ? index : 0)];  // without a column: not used
+  if constexpr (!Rule::channel_gates) gate = *args.g.row(b, h, 0);
+  if constexpr (!Rule::own_erasure) strength = *args.beta.row(b, h, 0);
   if (has_channel) {
     q = args.q.row(b, head, 0)[index], k = args.k.row(b, head, 0)[index];
     if constexpr (Rule::own_erasure) own_a = args.a.row(b, head, 0)[index], own_b = args.b.row(b, head, 0)[index];
     if constexpr (Rule::channel_gates) gate = args.g.row(b, h, 0)[index];
   }
-  if (has_column) v = args.v.row(b, h, 0)[first_column + index];
-  if constexpr (!Rule::channel_gates) gate = *args.g.row(b, h, 0);
-  if constexpr (!Rule::own_erasure) strength = *args.beta.row(b, h, 0);
+  __syncwarp();  // no load moves behind this; else the compiler puts some behind the first wait
   const R own_decay = decay_of(R(widened(gate))), beta = widened(strength);
   if (index < BK) {
     s.q[index] = widened(q), s.k[index] = widened(k);
@@ -134,12 +140,12 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
     const int c = first_channel + n * CHANNELS_AT_ONCE;
     if (c >= K) break;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
+    const R q = s.q[c], erasing = Rule::own_erasure ? s.a[c] : s.k[c];
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
-      if (column + i >= columns_left) continue;
       const R before = widened(state[n].x[i]), after = decay * before;
-      erased[i] = fma(Rule::own_erasure ? s.a[c] : s.k[c], Rule::own_erasure ? before : after, erased[i]);
-      read[i] = fma(s.q[c], after, read[i]);
+      erased[i] = fma(erasing, Rule::own_erasure ? before : after, erased[i]);
+      read[i] = fma(q, after, read[i]);
     }
   }
 #pragma unroll
@@ -169,24 +175,30 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
     erased[i] = sum_of_parts(0, column + i);
-    write[i] = column + i < columns_left ? written(erased[i], column + i) : R(0);
+    write[i] = written(erased[i], column + i);
   }
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
     const int c = first_channel + n * CHANNELS_AT_ONCE;
     if (c >= K) break;
     if constexpr (Rule::channel_gates) decay = s.decays[c];
-    S* to = first_piece + n * CHANNELS_AT_ONCE * args.state.token_stride;
+    const R k = s.k[c], b = Rule::own_erasure ? s.b[c] : R(0);
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; ++i) {
-      if (column + i >= columns_left) continue;
       R x = decay * R(widened(state[n].x[i]));
-      x = fma(s.k[c], write[i], x);
-      if constexpr (Rule::own_erasure) x = fma(s.b[c], erased[i], x);
+      x = fma(k, write[i], x);
+      if constexpr (Rule::own_erasure) x = fma(b, erased[i], x);
       state[n].x[i] = narrowed<S>(FloatOrDouble<S>(x));
-      if (!args.pieces) to[i] = state[n].x[i];
     }
-    if (args.pieces && column < columns_left) *reinterpret_cast<Piece*>(to) = state[n];
+  }
+  if (args.pieces) {
+    each_piece([&](const Piece& piece, i64 at) { reinterpret_cast<Piece*>(first_number)[at] = piece; });
+  } else {
+    each_piece([&](const Piece& piece, i64 at) {
+#pragma unroll
+      for (int i = 0; i < LANE_COLUMNS; ++i)
+        if (column + i < columns_left) first_number[at * LANE_COLUMNS + i] = piece.x[i];
+    });
   }
   if (has_column) {
     const R p = sum_of_parts(0, index);
