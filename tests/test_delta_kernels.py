@@ -482,6 +482,15 @@ def test_columns_of_a_block(dtype, H, K, V, BV):
     assert plan.tiles["BV"] == BV
 
 
+@pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 4)], ids=["few-blocks", "many-blocks"])
+def test_wide_gradients_leave_no_multiprocessor_idle(H, T, V, tokens):
+    """All heads in one launch; a block of shared memory of its own for as many tokens as fit, or one of several."""
+    shapes = (1, H, T, 256), (1, H, T, V), (1, H, T)
+    k, v, beta = (np.broadcast_to(SINGLE.type(0), shape) for shape in shapes)
+    plan = planned.plan_of(KDA.bind([k, k, v, k, beta], gradient=True), planned.Noting())
+    assert planned.names(plan).count("delta_recurrent_backward") == 1 and plan.tiles["chunk"] == tokens
+
+
 @pytest.mark.parametrize("dtype, K", [(BFLOAT16, 128), (DOUBLE, 64)], ids=["in-chunks", "by-token"])
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):

@@ -371,6 +371,7 @@ class Gradients:
     """
 
     MOST = 6  # 128 channels and columns need 5.1 in chunks; groups of heads would leave multiprocessors without blocks
+    FREE_BYTES = 0  # the arrays may take so many bytes, however small the inputs are
     kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
 
@@ -398,7 +399,7 @@ class Gradients:
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
         self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
         inputs, H, group = self.inputs, problem.sizes["H"], self.inputs.group
-        most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
+        most_bytes = max(self.FREE_BYTES, self.MOST * sum(x.nbytes for x in inputs.arrays.values()))
         heads = H if self.saved else group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
@@ -419,13 +420,19 @@ class GradientsByToken(Gradients):
     that are no longer than the distance of two such states need only their initial states."""
 
     name = TokenByToken.name
+    FREE_BYTES = 1 << 30  # 256 channels and columns need up to 64 times the inputs, and few heads leave a card idle
 
     def why_not(self):
         return None
 
     @cached_property
     def kernel(self):
-        K, shared_bytes = self.problem.sizes["K"], self.device.shared_per_block
+        """That with the most tokens at a time; but two blocks share a multiprocessor if there are more than these."""
+        (N, H, K, V), device = self.problem.shape("N H K V"), self.device
+        kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, K, device.shared_per_block)
+        if N * H * ceil_div(V, kernel.BV) <= device.multiprocessors:
+            return kernel
+        shared_bytes = min(device.shared_per_block, DeltaRecurrentBackward.SHARING)
         return DeltaRecurrentBackward.fitting(*self.inputs.instance, K, shared_bytes)
 
     def bytes_between_kernels(self):

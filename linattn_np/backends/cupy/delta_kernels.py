@@ -332,6 +332,7 @@ class DeltaRecurrentBackward(DeltaKernel):
     file = "delta/recurrent_backward"
     arguments = COMMON_ARGUMENTS + members("strided do_, strided? dv dht dh0, pointers? kept parts token_parts")
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
+    SHARING: ClassVar[int] = 99 << 10  # bytes of shared memory of a block, of which Hopper's multiprocessors hold two
     BK: int
     TOKENS: int
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
