@@ -95,6 +95,8 @@ CASES = {
         options={"cu_seqlens": [0, 0, 33, 34, 70], "qk_l2norm": True, "reverse": True},
     ),
     "gated-256-channels": Case(groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
+    "kda-256-channels": Case(KDA, groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
+    "kda-256-packed": Case(KDA, K=256, V=20, H=1, T=36, dtype=HALF, gate="some-inf", gate_dtype=SINGLE, options=PACKED),
     "kda-wide": Case(KDA, K=100, V=40, H=1, gate="by_channel"),
     "kda-recurrent": Case(KDA, K=100, V=40, H=1, gate="by_channel", mode="recurrent"),
     "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
@@ -160,6 +162,7 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
 
     once = gradients()
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
+    monkeypatch.setattr(delta.GradientsByToken, "FREE_BYTES", 1)
     assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
 
 
@@ -236,14 +239,14 @@ HARD_LIMITS = {BFLOAT16: 4.5e-3, HALF: 4.5e-3 / 8, SINGLE: 2.3 * 48 * 2**-23}
 FEW_TOKENS = 1.4
 
 
-def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
+def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE, K=128):
     """(arrays, the initial state, do, dht) of chunks whose keys resemble each other, or that forget, or erase more than
     there is, or let a state grow: beyond float16 where the data's dtype holds it."""
     gate, cosine, strength = HARD[hard]
     H, groups = (2, 1) if op is RWKV7 else (1, 2)
-    case = Case(op, groups=groups, H=H, T=100, K=128, V=72, dtype=dtype, gate=gate, gate_dtype=SINGLE)
+    case = Case(op, groups=groups, H=H, T=100, K=K, V=72, dtype=dtype, gate=gate, gate_dtype=SINGLE)
     arrays, *rest = case.drawn(rng)
-    arrays, shared = dict(zip(op.arrays, arrays, strict=True)), rng.standard_normal((1, 1, 1, 128))
+    arrays, shared = dict(zip(op.arrays, arrays, strict=True)), rng.standard_normal((1, 1, 1, K))
     k = (1 - cosine) ** 0.5 * unit(double(arrays["k"])) + cosine**0.5 * unit(shared)
     k = unit(k)
     if op is RWKV7:
@@ -263,17 +266,26 @@ def hard_call(hard, qk_l2norm, dtype, rng, op=GATED_DELTA_RULE):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "op, qk_l2norm", [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (KDA, False), (KDA, True), (RWKV7, False)]
+    "op, qk_l2norm, K",
+    [
+        (GATED_DELTA_RULE, False, 128),
+        (GATED_DELTA_RULE, True, 128),
+        (KDA, False, 128),
+        (KDA, True, 128),
+        (KDA, False, 256),
+        (KDA, True, 256),
+        (RWKV7, False, 128),
+    ],
 )
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("hard", HARD)
-def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
+def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, K, dtype, rng):
     """What a chunk's products round is no larger than what is read and written, whatever the keys: whole errors are
     those of five numbers of their dtype in a row, of bfloat16 5^.5 2^-9 / 3^.5, and the output's. Where channels have
     gates, decayed tokens are rounded, too: four numbers more. In float32 what a product loses takes the place of a
     rounding (HARD_LIMITS), and there are as many.
     """
-    arrays, start, *_ = hard_call(hard, qk_l2norm, dtype, rng, op)
+    arrays, start, *_ = hard_call(hard, qk_l2norm, dtype, rng, op, K)
     function = getattr(linattn_np, op.name)
     options = {"initial_state": start, "output_final_state": True} | ({"qk_l2norm": True} if qk_l2norm else {})
     wanted = function(*map(double, arrays), mode="recurrent", **options | {"initial_state": double(start)})
@@ -496,6 +508,7 @@ def test_wide_gradients_leave_no_multiprocessor_idle(H, T, V, tokens):
 def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
     """Groups of heads, one after the other, would each leave more of a card idle."""
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 0)
+    monkeypatch.setattr(delta.GradientsByToken, "FREE_BYTES", 0)
     arrays, *_ = Case(op, H=4, T=64, K=K, V=K, dtype=dtype, gate_dtype=dtype).drawn(rng)
     names = planned.names(planned.plan_of(op.bind(arrays, gradient=True), planned.Noting()))
     assert len([name for name in names if name in ("delta_backward_states", "delta_recurrent_backward")]) == 1
@@ -505,7 +518,7 @@ def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
     "changed, mode, reason",
     [
         ({"dtype": DOUBLE}, "auto", "the data are float64"),
-        ({"op": KDA, "K": 130}, "auto", "K=130 is over 128"),
+        ({"op": RWKV7, "K": 130}, "auto", "K=130 is over 128"),
         ({"dtype": SINGLE, "K": 130}, "auto", "K=130 is over 128"),
         ({}, "recurrent", "mode='recurrent' is token by token"),
         ({"T": 3}, "auto", "sequences of at most 3 tokens"),

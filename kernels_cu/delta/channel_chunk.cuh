@@ -32,7 +32,7 @@ constexpr int PAIRS = BLOCK * BLOCK;  // of a block's tokens: those with j <= i,
 constexpr int BLOCKS = BT / BLOCK, LEVELS = 3;
 
 // A thread's work: block `block` of 4 tokens from token `first` of the chunk on, and 4 channels from c on. lane: the
-// thread's number among the block's LANES threads, which are lanes of one warp.
+// thread's number among the block's LANES threads, which are lanes of one warp, or, if BK is 256, of two.
 template <int BK> struct BlockTask {
   static constexpr int LANES = BK / 4;
   int lane = threadIdx.x & LANES - 1, block = threadIdx.x / u32(LANES), first = BLOCK * block, c = 4 * lane;
@@ -164,14 +164,17 @@ __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* 
     const float sum = __shfl_xor_sync(0xffffffffu, squares_of_rows<BK>(tiles[n], row), n);
     if (n == own_tile) squares = sum;
   }
-  // A warp with one block has half of the rows.
-  if (own_tile < TILES && (task.LANES < 32 || i / BLOCK == task.block)) lengths[own_tile].set(i, squares, normalized);
-  __syncwarp();  // the lengths of the warp's blocks are in shared memory
+  // A warp with one block has half of the rows; of two with the same block the first one has them.
+  if (own_tile < TILES && task.lane < 32 && (task.LANES < 32 || i / BLOCK == task.block))
+    lengths[own_tile].set(i, squares, normalized);
+  if (task.LANES > 32) __syncthreads();
+  else __syncwarp();  // the lengths of the warp's blocks are in shared memory
 }
 
-// The sums over LANES neighbouring lanes, 16 or 32, of each of PAIRS numbers, which `add` gets one after the other; all
-// lanes of a warp call it together. After the last one lane l holds `sum` of number l % 16. Two numbers that have taken
-// the same steps take the next one together: of two lanes each keeps one number, and adds the other lane's share of it.
+// The sums over LANES neighbouring lanes, 16 or all 32, of each of PAIRS numbers, which `add` gets one after the other;
+// all lanes of a warp call it together. After the last one lane l holds `sum` of number l % 16. Two numbers that have
+// taken the same steps take the next one together: of two lanes each keeps one number, and adds the other lane's share
+// of it.
 template <int LANES> struct SumsOfPairs {
   float waiting[4], sum;  // waiting[s]: a number that has taken s steps, and waits for another one
   int count = 0;
@@ -188,7 +191,7 @@ template <int LANES> struct SumsOfPairs {
       const float before = waiting[step];
       x = (upper ? x : before) + __shfl_xor_sync(0xffffffffu, upper ? before : x, 1 << step);
     }
-    sum = LANES == 32 ? x + __shfl_xor_sync(0xffffffffu, x, 16) : x;
+    sum = LANES >= 32 ? x + __shfl_xor_sync(0xffffffffu, x, 16) : x;
   }
 };
 
@@ -249,6 +252,7 @@ template <int BK, typename X> __device__ __forceinline__ void clear_rows(Matrix<
 #pragma unroll
   for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
     const int n = piece + task.lane;
+    if (task.LANES > BLOCK * 8 && n >= BLOCK * 8) break;
     *reinterpret_cast<uint4*>(M.at(task.first + n / 8, n % ACROSS * PIECE) + n / ACROSS % M.NUMBERS * M.REST) = uint4{};
   }
 }
@@ -272,6 +276,7 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
 #pragma unroll
   for (int n = 0; n < 8; n += THREADS / 32) {
     const int task = n + int(threadIdx.x >> 5), level = n >= 4 ? LEVELS - 1 : min(task / 2, LEVELS - 1);
+    if (THREADS / 32 > 8 && task >= 8) break;
     const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
     float d[2][4] = {};
     multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);

@@ -18,11 +18,11 @@
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  six: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) | decayed tokens
 //           | M' and A' | N' and qd | B. Each: these are in shared memory, and their operands have been read and may be
-//           overwritten. One more in prepare_by_tokens, in place of the last four
+//           overwritten. One more in prepare_by_tokens, in place of the last four, and one in set_lengths if BK is 256
 // numerics  M' and N' in float32. Of 16-bit data they, and A', are the sum of two float16 as operands, and B of two T;
 //           E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -159,7 +159,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
 
   set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized);
   BlockOfTokens block;
-  const float score = read_block<BK>(block, s.q, s.k, s.g, s.lengths);
+  float score = read_block<BK>(block, s.q, s.k, s.g, s.lengths);
+  // If a block of tokens has two warps, the second one gives its sums to the first one, in the gaps between M's rows.
+  const int pair_number = task.lane & PAIRS - 1;
+  float& other_half = s.M[task.first + pair_number / 4][BT + pair_number % 4];
+  static_assert(LD == BT + 4 && PAIRS == 4 * BLOCK);
+  if (task.LANES > 32 && task.lane >= 32 && task.lane < 32 + PAIRS) other_half = score;
   *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
   if (__syncthreads_or(block.largest > GROWTH)) {  // decays of blocks are in shared memory; inputs may be overwritten
     // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
@@ -188,6 +193,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   if (task.lane < PAIRS) {
+    if (task.LANES > 32) score += other_half;
     const PairOfBlock pair(task.lane);
     const int i = task.first + pair.i, j = task.first + pair.j;
     if (pair.strict) s.M[i][j] = score;

@@ -19,12 +19,12 @@
 //           Z is that of the chunk's end. The function's argument H is w_scale times beta_j score (KDA) or score (b)
 //           (RWKV-7); what prepared.cuh calls H is B[1].
 //           KDA: E_t = -P_t k_t;   RWKV-7: E_t = P_{t-1} a_t;   both: W_t = w_scale P_t q_t + sum_j H_tj E_j
-// shapes    a warp has one z_j at a time, a lane 4 of its channels. Of E and W a thread has 4 tokens and 4 channels:
-//           those of its BlockTask
+// shapes    a warp has one z_j at a time, a lane 4 of its channels in each PANEL of 128. Of E and W a thread has 4
+//           tokens and 4 channels: those of its BlockTask
 // barriers  one: E and H are written
 // numerics  float32. z_j, scores and reads in the recurrence's order. E and W by P_t, which must be finite in float32.
 //           W is computed from E as stored, in T
-// limits    blocks of 2 BK threads, all of which call it; BK <= 128, the channels of a warp
+// limits    blocks of 2 BK threads, all of which call it
 #include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
@@ -54,7 +54,7 @@ template <bool TWO_WRITES, bool GRADIENT, int BK, typename T, typename G>
 __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_WRITES, GRADIENT>::Type& to, const T* q,
                                                const T* k, const T* a, const T* b, const G* g, const Lengths* lengths,
                                                const float* betas, float (*H)[LD], float w_scale) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32;
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, PANEL = 128, PANELS = BK > PANEL ? BK / PANEL : 1;
   // 1 over the length of token t, or 1 if the call does not normalize. kind: 0 for keys, 1 for queries.
   const auto inverse_length = [&](int kind, int t) {
     return TWO_WRITES ? 1.f : lengths[kind].factor[t] * lengths[kind].power[t];
@@ -75,29 +75,42 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
   }
   if (task.block == BLOCKS - 1) *reinterpret_cast<float4*>(to.decay + task.c) = from_start;
 
-  // From here on a warp has a token j, a lane channels c ... c + 3 of its z_j; lanes with c >= BK have zeros.
+  // From here on a warp has a token j, a lane channels c ... c + 3 of each panel of its z_j; lanes with c >= BK have
+  // zeros.
   const int lane = own_lane(), c = 4 * lane;
-  const auto own_channels = [&](const auto* tile, int t) {
-    return c < BK ? unpack_four(place<BK>(tile, t, c)) : float4{};
+  const auto own_channels = [&](const auto* tile, int t, int panel) {
+    return c < BK ? unpack_four(place<BK>(tile, t, PANEL * panel + c)) : float4{};
   };
 #pragma unroll 1
   for (int n = threadIdx.x >> 5; n < (1 + TWO_WRITES) * BT; n += WARPS) {
     const int j = n % BT, start = n / BT;  // 0: z_j begins as k_j; 1: as b_j
-    float4 z = times(inverse_length(0, j), own_channels(start ? b : k, j));
+    float4 z[PANELS];
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) z[p] = times(inverse_length(0, j), own_channels(start ? b : k, j, p));
 #pragma unroll 1
     for (int t = 0; t < BT; ++t) {
       float read = 0.f, score = 0.f;
       if (t > j) {
-        const float4 gates = own_channels(g, t), decay = decays_at(&gates.x), key = own_channels(b, t);
-        if (!TWO_WRITES) z = times(decay, z);
-        add_product(read, own_channels(a, t), z);
+        float4 decay[PANELS];
+#pragma unroll
+        for (int p = 0; p < PANELS; ++p) {
+          const float4 gates = own_channels(g, t, p);
+          decay[p] = decays_at(&gates.x);
+          if (!TWO_WRITES) z[p] = times(decay[p], z[p]);
+          add_product(read, own_channels(a, t, p), z[p]);
+        }
         read = inverse_length(0, t) * warp_sum(read);  // read_tj
-        if (TWO_WRITES) z = times(decay, z);
-        const float4 change = times((TWO_WRITES ? 1.f : -beta(t) * inverse_length(0, t)) * read, key);
-        z = {z.x + change.x, z.y + change.y, z.z + change.z, z.w + change.w};
+        const float factor = (TWO_WRITES ? 1.f : -beta(t) * inverse_length(0, t)) * read;
+#pragma unroll
+        for (int p = 0; p < PANELS; ++p) {
+          if (TWO_WRITES) z[p] = times(decay[p], z[p]);
+          const float4 change = times(factor, own_channels(b, t, p));
+          z[p] = {z[p].x + change.x, z[p].y + change.y, z[p].z + change.z, z[p].w + change.w};
+        }
       }
       if (t >= j) {
-        add_product(score, own_channels(q, t), z);
+#pragma unroll
+        for (int p = 0; p < PANELS; ++p) add_product(score, own_channels(q, t, p), z[p]);
         score = inverse_length(1, t) * warp_sum(score);  // score_tj
       }
       if (lane) continue;  // lane 0 stores
@@ -112,7 +125,10 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
         put_split(to.B.at(t, j), beta(j) * score);
       }
     }
-    if (c < BK) put_four(place<BK>(to.Z[start], j, c), times(GRADIENT ? 1.f : beta(j), z));
+    if (c < BK)
+#pragma unroll
+      for (int p = 0; p < PANELS; ++p)
+        put_four(place<BK>(to.Z[start], j, PANEL * p + c), times(GRADIENT ? 1.f : beta(j), z[p]));
   }
   if constexpr (GRADIENT)
     for (int start = 0; start <= TWO_WRITES; ++start)
