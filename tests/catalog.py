@@ -158,8 +158,7 @@ def delta_rules():
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
-        wide = prepare is delta.DeltaPrepare or prepare is delta.DeltaChannelPrepare and not gradient
-        if K in gated.TILES or wide and T != SINGLE:
+        if K in gated.TILES or prepare is not delta.DeltaDplrPrepare and T != SINGLE:
             yield prepare(T, G, K, gradient)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):

@@ -378,18 +378,24 @@ def terms_of_later_tokens(arrays, do, dht, start, qk_l2norm, bounds=None, **opti
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "op, qk_l2norm",
-    [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (KDA, True), (RWKV7, False)],
-    ids=["", "normalized", "kda", "rwkv7"],
+    "op, qk_l2norm, K",
+    [
+        (GATED_DELTA_RULE, False, 128),
+        (GATED_DELTA_RULE, True, 128),
+        (KDA, True, 128),
+        (KDA, True, 256),
+        (RWKV7, False, 128),
+    ],
+    ids=["", "normalized", "kda", "kda-wide", "rwkv7"],
 )
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("hard", HARD)
-def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
+def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, K, dtype, rng):
     """As exact as o: five numbers in a row and the gradient's own. Where rows are normalized, the unit rows, their
     gradients and these times the rows' lengths are rounded, too: three numbers more. Where channels have gates, decayed
     tokens are rounded on the way forwards and backwards: eight numbers more. A token's sums are compared with their
     terms, which may cancel."""
-    arrays, start, do, dht = hard_call(hard, qk_l2norm, dtype, rng, op)
+    arrays, start, do, dht = hard_call(hard, qk_l2norm, dtype, rng, op, K)
     function, alone = getattr(linattn_np, op.name), {"qk_l2norm": True} if qk_l2norm else {}
     *_, wanted = exact_vjp(function, arrays, do, dht, initial_state=start, **alone)
     options = alone | {"initial_state": backend.asarray(start), "output_final_state": True}

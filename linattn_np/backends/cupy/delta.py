@@ -22,7 +22,6 @@ from .delta_hopper import ScalarCut, ScalarGradientsOnHopper, ScalarOnHopper, wh
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
-    KDA,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
     DplrBackwardChunks,
@@ -63,10 +62,8 @@ def why_not_in_chunks(problem, device, gradient=False) -> str | None:
     """Why the portable kernels in chunks cannot compute a call, or its gradients if `gradient`; None if they can."""
     if reason := why_no_chunks(problem):
         return reason
-    wide_rules = (GATED_DELTA,) if gradient else (GATED_DELTA, KDA)
-    if problem.sizes["K"] > TILES[-1] and (rule_of(problem.op) not in wide_rules or problem.dtype == FLOAT32):
-        more = "one gate for all" if gradient else "one write a token"
-        return f"K={problem.sizes['K']} is over {TILES[-1]}, and only half precision with {more} has more"
+    if problem.sizes["K"] > TILES[-1] and (rule_of(problem.op) == DPLR or problem.dtype == FLOAT32):
+        return f"K={problem.sizes['K']} is over {TILES[-1]}, and only half precision with one write a token has more"
     kernels = *chunk_kernels(problem, device, gradient), *([last_kernel(problem)] if gradient else ())
     if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels of {problem.dtype} in chunks"
@@ -315,11 +312,11 @@ KEPT = 2.6
 
 def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them and the
-    residuals. Calls of KDA and RWKV-7 keep them whose pullback is in chunks, too, if no sequence is cut into segments
-    and no array is copied; the pullbacks of others compute them again."""
+    residuals. Calls of KDA and RWKV-7 of at most 128 channels keep them whose pullback is in chunks, too, if no
+    sequence is cut into segments and no array is copied; the pullbacks of others compute them again."""
     if not problem.gradient or rule_of(problem.op) == GATED_DELTA or why_not_in_chunks(problem, device, gradient=True):
         return ()
-    if needs_copies(problem, device):
+    if problem.sizes["K"] > TILES[-1] or needs_copies(problem, device):
         return ()
     if any(way.why_not(problem, device) is None for way in FORWARD_WAYS[: FORWARD_WAYS.index(InChunks)]):
         return ()
