@@ -50,7 +50,7 @@ def pulled(call, device):
 )
 @pytest.mark.parametrize("op", ["gla", "rwkv6"])
 def test_gradients(device, monkeypatch, rng, op, dtype, gate_dtype, T, K, V, gate, dht, initial, lengths):
-    monkeypatch.setattr(segments, "gains_by_short_backward", lambda problem: True)
+    monkeypatch.setattr(segments, "takes_short_backward", lambda problem, tile: True)
     case = Case(
         T=T, K=K, V=V, B=2 - bool(lengths), H=2, dtype=dtype, gate=gate, gate_dtype=gate_dtype, lengths=lengths,
         initial=initial, dht=dht,

@@ -110,10 +110,10 @@ PORTABLE_TF32 = 1.7  # the portable kernels take so many times as long if they m
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
-def segments_that_fill(blocks, longest, capacity, spared=0) -> int:
-    """The most segments of a sequence for which the uncut problem's `blocks` become at most `capacity` blocks; 1 if the
-    cut would spare a block less than `spared` tokens."""
-    P = max(1, min(capacity // max(blocks, 1), longest // SEGMENT))
+def segments_that_fill(blocks, longest, capacity, spared=0, shortest=SEGMENT) -> int:
+    """The most segments of a sequence, of at least `shortest` tokens each, for which the uncut problem's `blocks`
+    become at most `capacity` blocks; 1 if the cut would spare a block less than `spared` tokens."""
+    P = max(1, min(capacity // max(blocks, 1), longest // shortest))
     return P if longest * (P - 1) >= spared * P else 1
 
 
@@ -153,28 +153,27 @@ def are_small(problem, device) -> bool:
     return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
 
 
-def fits_short_backward(problem) -> bool:
-    """Whether the backward kernel for short sequences can compute a problem."""
-    return min(problem.shape("K V")) > 0 and problem.spans.longest <= GatedShortBackward.TOKENS
+def takes_short_backward(problem, tile) -> bool:
+    """Whether the backward kernel for short sequences computes a pullback: it can, and it takes less time than the
+    kernels in chunks.
 
-
-def gains_by_short_backward(problem) -> bool:
-    """Whether the backward kernel for short sequences takes less time, in half precision, than the kernels in chunks
-    that have a tile for the whole state.
+    tile : the most channels and columns of a state with which those kernels may take less: their tile in half
+        precision; 0 if they never do
 
     Microseconds on an H200 of 4,096 heads in bfloat16, by Hopper's kernels and by this one: 64 channels and columns, 8
     tokens 116, 121, 16 tokens 119, 205; one token from an initial state 145, 265. 128 of both, 16 tokens 259, 211.
     """
-    few = 8 if max(problem.shape("K V")) <= TILES[0] else GatedShortBackward.TOKENS
-    return problem.initial_state is None and problem.spans.longest <= few
+    widest, longest = max(problem.shape("K V")), problem.spans.longest
+    few = 8 if widest <= TILES[0] else GatedShortBackward.TOKENS
+    computes = min(problem.shape("K V")) > 0 and longest <= GatedShortBackward.TOKENS
+    return computes and (widest > tile or problem.initial_state is None and longest <= few)
 
 
 def are_short(problem, device) -> bool:
-    """Whether a pullback is computed by the kernel for short sequences: it can be, heads are not small, and Hopper's
-    own kernels cannot compute the pullback or take longer."""
-    if not fits_short_backward(problem) or are_small(problem, device):
-        return False
-    return gains_by_short_backward(problem) or not fits_hoppers_backward(problem, device, token_arrays(problem))
+    """Whether a pullback is computed by the kernel for short sequences: heads are not small, and Hopper's own kernels
+    cannot compute the pullback or take longer."""
+    tile = TILES[-1] if fits_hopper(problem, device, token_arrays(problem)) else 0
+    return not are_small(problem, device) and takes_short_backward(problem, tile)
 
 
 def are_wide(problem, device) -> bool:
@@ -347,10 +346,9 @@ def small_forward_cut(problem, device):
 
 def segments_of_small_heads(kernel, problem, device) -> int:
     """Segments of a sequence for `kernel`, a block of which computes several heads."""
-    (N, H), longest = problem.shape("N H"), problem.spans.longest
     capacity = kernel.resident_blocks(device) * kernel.heads
-    P = max(1, min(capacity // max(N * H, 1), longest // kernel.SEGMENT))
-    return P if longest * (P - 1) >= SMALL_SPARED * P else 1
+    heads, longest = problem.sizes["N"] * problem.sizes["H"], problem.spans.longest
+    return segments_that_fill(heads, longest, capacity, SMALL_SPARED, kernel.SEGMENT)
 
 
 def portable_forward_cut(problem, device):

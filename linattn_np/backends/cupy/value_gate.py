@@ -215,9 +215,9 @@ def plan_vjp(problem, device, do, dht, saved=()):
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
     dh0 = draft.gradient_of_state(problem)
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
-    widest = max(problem.shape("K V"))
-    gains = segments.gains_by_short_backward(problem) or problem.dtype == FLOAT32 or widest > TILES[0]
-    if segments.fits_short_backward(problem) and gains and widest <= GatedShortBackward.MOST_GATED:
+    tile = 0 if problem.dtype == FLOAT32 else GatedBackwardChannels.TILE  # see `takes_short_backward`
+    fits = max(problem.shape("K V")) <= GatedShortBackward.MOST_GATED  # what the kernel's shared memory holds
+    if fits and segments.takes_short_backward(problem, tile):
         kernel = GatedShortBackward("AfterWrite", problem.dtype, arrays[3].dtype, gates_columns=True)
         gradients = launch_short(draft, problem, kernel, arrays, do, states)
     else:
