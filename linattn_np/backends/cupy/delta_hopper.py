@@ -18,8 +18,8 @@ from .arguments import members
 from .arithmetic import ceil_div
 from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks, SegmentCut, join_segments, memory_of_segments
-from .gated_kernels import PANEL, SM90, TILES
-from .kernel import DOUBLE, TiledKernel
+from .gated_kernels import PANEL, TILES
+from .kernel import DOUBLE, HopperKernel
 from .plan import FLOAT32, Draft, TensorMap, mappable
 from .segments import mappable_once_copied
 
@@ -29,7 +29,7 @@ from .segments import mappable_once_copied
 # Arguments: scale: the factor of o; dht: the gradient of the final state; others: see `delta_kernels`
 
 
-class DeltaScalarForwardSm90(TiledKernel):
+class DeltaScalarForwardSm90(HopperKernel):
     """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`,
     "tensor_maps+strided" are arrays both as tensor maps and as pointers with strides. group: heads of values that share
     a head of q and k; state_k, state_v: strides of the states along K and V; wide_gate, wide_beta: whether g and beta
@@ -41,7 +41,6 @@ class DeltaScalarForwardSm90(TiledKernel):
         "int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}>",)
-    arch = SM90
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     BK: int
@@ -50,10 +49,6 @@ class DeltaScalarForwardSm90(TiledKernel):
     @property
     def threads(self):
         return 2 * self.BV + 256
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return 2 if self.BK + self.BV == 128 else 1
 
 
 class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
@@ -89,10 +84,7 @@ class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
         "strided? dg, pointers? initial starts parts, shape, int64s P group state_k state_v wide_gate wide_beta "
         "normalized, float64s scale"
     )
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return 1
+    blocks_per_multiprocessor = 1
 
 
 def why_no_chunks(problem) -> str | None:

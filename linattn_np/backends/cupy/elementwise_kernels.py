@@ -1,8 +1,8 @@
 """Kernels that compute every number, or every row, of an array by itself. Several planners launch them.
 
-A class declares one CUDA kernel: its fields are the arguments of the C++ template, and `arguments` lists the members of
-the struct that a launch passes. A member of kind "rows" is an array [B, H, T, channels] of any strides but the last;
-"pointers" are contiguous arrays, and "integers" sizes. T is called T_ there, as the template has a type T.
+A class declares one CUDA kernel: its annotated fields are the template's arguments, in order, and `arguments` the
+members of struct Args. There, "strided" are arrays [B, H, T, channels] of any strides but the last, "pointers" are
+contiguous arrays, "int64s" sizes. T is called T_, as the template has a type T.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import numpy as np
 from .arguments import members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
-
-# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
-# struct Args, which the compiler checks, with `?` if they may be null.
 
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
 

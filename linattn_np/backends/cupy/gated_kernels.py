@@ -18,7 +18,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from .arguments import members
 from .arithmetic import ceil_div
-from .kernel import GatedKernel, Kernel, TiledKernel
+from .kernel import GatedKernel, HopperKernel, Kernel, TiledKernel
 from .plan import FLOAT32
 
 # Arguments besides those of the call (q, k, v, o, ...). An array is [N, ...] of N sequences, or segments:
@@ -39,7 +39,6 @@ from .plan import FLOAT32
 #                          column_growth, given_v, given_do, gv are for such columns, too
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K; smaller tiles would not be faster
-SM90 = "sm_90a"
 
 
 def channels(K: int) -> int:
@@ -275,7 +274,7 @@ PANEL = 64  # columns of V that a warpgroup computes
 SCALAR = "ScalarDecay"  # `gate` of GatedForwardSm90 for one float32 decay per token and head
 
 
-class GatedForwardSm90(TiledKernel):
+class GatedForwardSm90(HopperKernel):
     """The forward pass in chunks: producer warpgroups prepare gated operands, the other warpgroups multiply them."""
 
     file = "gated/sm90/forward"
@@ -285,7 +284,6 @@ class GatedForwardSm90(TiledKernel):
         "mark_every marks_per_sequence parts, pointers? segment_states, int64s backwards"
     )
     shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    arch = SM90
     CHUNK, SUB_CHUNK = 32, 8
     read_order: str
     schedule: str
@@ -330,15 +328,10 @@ class GatedForwardSm90(TiledKernel):
     def threads(self):
         return 2 * self.BV + self.producer_groups * self.BK
 
-    @property
-    def blocks_per_multiprocessor(self):
-        return 2 if self.BK + self.BV == 128 else 1
 
-
-class GatedBackwardSm90(GatedKernel, TiledKernel):
+class GatedBackwardSm90(GatedKernel, HopperKernel):
     """A kernel of the backward pass on Hopper."""
 
-    arch = SM90
     shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
     # Tokens between stored states. The gates' gradient is a running sum. It starts anew at each stored state, which
@@ -372,10 +365,6 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
     shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
     schedule: str
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return 2 if self.BK + self.BV == 128 else 1
 
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
@@ -415,6 +404,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         "tensor_maps+strided q k v do_ g, pointers initial dht states decays, shape, float64s scale, "
         "int64s P only_backwards only_first"
     )
+    blocks_per_multiprocessor = 1
 
     @property
     def threads(self):

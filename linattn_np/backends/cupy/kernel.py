@@ -18,6 +18,7 @@ CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: 
 HALF = tuple(CTYPES)[1:]  # float16 and bfloat16
 DOUBLE = np.dtype(np.float64)
 INT8 = np.dtype(np.int8)
+SM90 = "sm_90a"  # `Kernel.arch` of kernels for Hopper alone
 FLOATS = CTYPES | {DOUBLE: "double"}
 CPP_NAMES = FLOATS | {INT8: "i8"}
 
@@ -161,6 +162,16 @@ class TiledKernel(Kernel):
         """The sizes that `explain` shows."""
         sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": self.SUB_CHUNK}
         return {name: size for name, size in sizes.items() if size}
+
+
+class HopperKernel(TiledKernel):
+    """The base of tiled kernels for Hopper alone. Two blocks of 64 channels by 64 columns share a multiprocessor."""
+
+    arch = SM90
+
+    @property
+    def blocks_per_multiprocessor(self):
+        return 2 if self.BK + self.BV == 128 else 1
 
 
 class ModelKernel(Kernel):

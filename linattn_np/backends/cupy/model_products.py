@@ -22,7 +22,7 @@ import numpy as np
 
 from .arguments import members, structs
 from .arithmetic import ceil_div
-from .kernel import HALF, INT8, ModelKernel
+from .kernel import HALF, INT8, SM90, ModelKernel
 from .plan import Draft, TensorMap
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
@@ -103,7 +103,7 @@ class BatchProduct(ModelKernel):
     MOST: ClassVar[int] = 128  # vectors up to which this is faster than cuBLAS for all matrices
     arguments = (*structs("stacks", STACKS, STACK), *members("int64s B K"))
     shared_memory = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
-    arch, threads = "sm_90a", 320
+    arch, threads = SM90, 320
     DEEP_COLUMNS: ClassVar[int] = 16  # the most vectors of a block with `DEEP`
     DEEP_STEP: ClassVar[int] = 512  # the most columns of K that the cluster of such a block multiplies in a step
     FEWER_ROWS_FOR: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered
@@ -185,7 +185,7 @@ class NarrowProduct(ModelKernel):
     ROWS: ClassVar[int] = 32  # rows per block
     PARTS: ClassVar[int] = 4
     WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)  # the possible VECTORS, per block
-    arch, threads = "sm_90a", 256
+    arch, threads = SM90, 256
     dtype: np.dtype
     VECTORS: int
 
@@ -214,7 +214,7 @@ class WideProduct(ModelKernel):
     WAVES: ClassVar[int] = 2  # the most blocks per multiprocessor; with more, BatchProduct and cuBLAS are faster
     arguments = (*structs("stacks", STACKS, STACK), *members("int64s B K parts"))
     shared_memory = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
-    arch = "sm_90a"
+    arch = SM90
     dtype: np.dtype
     ROWS: int
     HALVES: int

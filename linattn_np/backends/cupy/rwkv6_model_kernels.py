@@ -1,8 +1,8 @@
 """The kernels of RWKV-6 models besides those of the operators: for decoding steps, which compute one token of B
 sequences, and for prompts, whose T tokens are computed at once. RWKV-7 uses some of them, too.
 
-A class declares one CUDA kernel: its fields are the template's arguments, and the kernel's file has its equations and
-shapes. Words:
+A class declares one CUDA kernel: its annotated fields are the template's arguments, in order, and `arguments` the
+members of struct Args, with `?` if they may be null. The kernel's file has its equations and shapes. Words:
 
     D, H, N     channels of the model, its heads, channels of a head
     B, T        sequences of a step, tokens of a prompt
@@ -29,11 +29,8 @@ from ...problem import Problem
 from . import PLANNERS
 from .arguments import members
 from .arithmetic import ceil_div, padded
-from .kernel import HALF, INT8, ModelKernel
+from .kernel import HALF, INT8, SM90, ModelKernel
 from .plan import FLOAT32, Array, Draft
-
-# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
-# struct Args, which the compiler checks, with `?` if they may be null.
 
 # Where a name is not what the docstring says. X: in ChosenNorm and Activation the dtype of the input, and Y that of
 # the output; in GatedAdd, whose arrays are float32, the dtype of the hidden layer, which sets the unit of `value`.
@@ -156,7 +153,7 @@ class DecodeFew(ModelKernel):
         "xx low mixed kvrg_out decay_low y activated gate x logits arrived, int64s L P D H N A W F V staged "
         "first last, float64s eps group_eps, pointers tokens likeliest brought"
     )
-    shared_memory, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
+    shared_memory, arch, threads = ("Shared<{stages}>",), SM90, 384
     PHASES: ClassVar[int] = 7  # of a layer
     ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
@@ -300,7 +297,7 @@ class FiveMixes(ModelKernel):
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
     LEAST: ClassVar[int] = 17  # the fewest sequences; fewer do not fill the card
     LEAST_INT8: ClassVar[int] = 65  # the fewest sequences if the model's matrices are int8
-    arch = "sm_90a"
+    arch = SM90
     dtype: np.dtype
     RANK: int
     TOKENS: int

@@ -1,7 +1,7 @@
 """The kernels of training steps of RWKV models besides those of the operators, and how they are launched.
 
-A class declares one CUDA kernel: its fields are the template's arguments, and the kernel's file has its equations and
-shapes. Words:
+A class declares one CUDA kernel: its annotated fields are the template's arguments, in order, and `arguments` the
+members of struct Args, with `?` if they may be null. The kernel's file has its equations and shapes. Words:
 
     T           the dtype of activations; as a kernel argument it is T_, the tokens of a sequence
     D, N, V     channels of the model, channels of a head, tokens of the vocabulary
@@ -22,9 +22,6 @@ from .arguments import members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
 
-# A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
-# struct Args, which the compiler checks, with `?` if they may be null.
-#
 # Names of arguments: dx or x_gradient, the gradient of x; six of `KeysBackward` (of r, w, key, v, a, b) come from the
 # recurrence's backward pass. dd, of d, the previous token's xx less the token's. table: the embedding; weight, bias,
 # eps: of a norm; H: heads. mixed_v: v mixed with the first layer's; bases: added to logits before their sigmoid.

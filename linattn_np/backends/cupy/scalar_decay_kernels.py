@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members, structs
-from .gated_kernels import SM90, tile_for
-from .kernel import TiledKernel
+from .gated_kernels import tile_for
+from .kernel import SM90, HopperKernel, TiledKernel
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
@@ -34,7 +34,7 @@ WEIGHTED_SUM = members(
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
-class WeightedSums(TiledKernel):
+class WeightedSums(HopperKernel):
     """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
     `what` says which a launch computes: "Whole": o; "Summary": the summaries of segments; "Gradients": dq, dk and dv;
@@ -43,7 +43,6 @@ class WeightedSums(TiledKernel):
 
     file = "scalar_decay/sm90/weighted_sums"
     shared_memory = ("Shared<{what}, {BK}, {BV}>",)
-    arch = SM90
     CHUNK: ClassVar[int] = 64
     STRETCH: ClassVar[int] = 256  # tokens between the states that are stored for the gate's gradient
     what: str
@@ -77,10 +76,6 @@ class WeightedSums(TiledKernel):
     @property
     def blocks_per_cluster(self):
         return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return 2 if self.BK + self.BV == 128 else 1
 
 
 # dht: the gradient of the final state; P: the segments of each sequence. Threads: 128 multiply, 32 copy.

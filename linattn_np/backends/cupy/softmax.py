@@ -20,8 +20,7 @@ from ... import varlen
 from . import softmax_tiles
 from .arguments import members
 from .arithmetic import ceil_div
-from .gated_kernels import SM90
-from .kernel import FLOATS, HALF, Kernel, no_kernels
+from .kernel import FLOATS, HALF, SM90, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, mappable
 from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
