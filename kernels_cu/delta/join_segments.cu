@@ -55,45 +55,50 @@ template <bool BACKWARDS, int BK, typename R>
 __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* starts, u32 block) {
   constexpr int STAGES = Shared<R, BK>::STAGES, PANEL = Shared<R, BK>::PANEL, PIECE = 16 / sizeof(R), THREADS = 2 * BK;
   constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK : PANEL + PIECE;  // a panel's rows, their distance
-  constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE;
+  // The threads copy DOWN rows of a panel at a time, ACROSS pieces of 16 bytes each.
+  constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE, DOWN = THREADS / ACROSS;
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles, h = pair % H, n = pair / H;
   const int K = int(args.K), V = int(args.V), P = int(args.P), F_stride = (K + 3) / 4 * 4;
   const int channel = threadIdx.x / (BV / 4) * 2, column_group = threadIdx.x % (BV / 4);
   const int column = int(block % tiles) * BV + 4 * column_group;
-  const int first_segment = BACKWARDS ? P - 2 : 1, direction = BACKWARDS ? -1 : 1, steps = P - 2;
-  const int panels = (K + PANEL - 1) / PANEL;  // of a segment
-  // Calls f(number in starts, number in x) for the thread's 2 channels and 4 columns of the place of the S that step
-  // `step` multiplies. Before that S is stored, the place has the G that is added to the previous segment's product.
-  const auto each = [&](int step, R(&x)[2][4], auto f) {
-    R* state = starts + ((i64(n) * P + first_segment + direction * step) * H + h) * K * V;
+  const int direction = BACKWARDS ? -1 : 1, steps = P - 2;
+  const i64 first_head = (i64(n) * P + (BACKWARDS ? P - 2 : 1)) * H + h;  // of the first step's segment
+  // Calls f(number in starts, number in x) for the thread's 2 channels and 4 columns of a place of `starts`.
+  const auto each = [&](R* place, R(&x)[2][4], auto f) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
+    for (int j = 0; j < 2; ++j, place += V)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (channel + j < K && column + i < V) f(state[i64(channel + j) * V + column + i], x[j][i]);
+        if (channel + j < K && column + i < V) f(place[i], x[j][i]);
   };
   const auto load = [](R& from, R& to) { to = from; };  // from `starts`
-  // Starts to copy a panel of F: `number` counts the panels of all steps, in the order in which they are read.
-  const auto fetch = [&](int number) {
-    if (number < steps * panels) {
-      const int p = first_segment + direction * (number / panels), from = number % panels * PANEL;
-      const R* F = args.F + ((i64(n) * P + p) * H + h) * K * F_stride;
+  // Starts to copy the panels of all steps, in the order in which they are read, one in a call. F, F_offset: the next
+  // panel's matrix, and its first column there; or, BACKWARDS, its first row. Zeros surround F.
+  const R* F = args.F + first_head * K * F_stride;
+  int F_offset = 0, to_copy = steps * ((K + PANEL - 1) / PANEL);
+  const int row = threadIdx.x / ACROSS, piece_column = threadIdx.x % ACROSS * PIECE;  // the thread's first piece
+  const auto fetch = [&](int stage) {
+    if (to_copy-- > 0) {
+      const int F_row = row + (BACKWARDS ? F_offset : 0), F_column = piece_column + (BACKWARDS ? 0 : F_offset);
+      const R* from = F + F_row * F_stride + F_column;
 #pragma unroll
-      for (int index = threadIdx.x; index < ROWS * ACROSS; index += THREADS) {
-        const int row = index / ACROSS, column = index % ACROSS * PIECE;  // of the panel
-        const int F_row = row + (BACKWARDS ? from : 0), F_column = column + (BACKWARDS ? 0 : from);
-        if (F_row < K && F_column < F_stride)
-          cp_async<16>(s.panels[number % STAGES] + row * LD + column, F + F_row * F_stride + F_column);
-      }
+      for (int down = 0; down < ROWS; down += DOWN)
+        cp_async<16>(s.panels[stage] + (row + down) * LD + piece_column, from + down * F_stride,
+                     F_row + down < K && F_column < F_stride);
+      F_offset += PANEL;
+      if (F_offset >= K) F_offset = 0, F += direction * i64(H) * K * F_stride;
     }
     cp_async_commit();
   };
-  for (int number = 0; number < STAGES - 1; ++number) fetch(number);
+  for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
   // x: S, later the sum that becomes the next S; G: loaded a step before it is added. Channels from K on stay 0.
+  // place: of the S that the step multiplies. Before an S is stored, its place has the G that is added to the product.
+  const i64 next_place = direction * i64(H) * K * V;
+  R* place = starts + first_head * K * V + channel * V + column;
   R x[2][4] = {}, G[2][4] = {};
-  each(0, x, load), each(1, G, load);
+  each(place, x, load), each(place + next_place, G, load);
 #pragma unroll 1
-  for (int step = 0, number = 0; step < steps; ++step) {
+  for (int step = 0, stage = 0; step < steps; ++step) {
     __syncthreads();  // the previous S has been read
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -101,29 +106,28 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[j][i] = G[j][i];
     }
-    if (step + 1 < steps) each(step + 2, G, load);
+    place += next_place;
+    if (step + 1 < steps) each(place + next_place, G, load);
 #pragma unroll 1
-    for (int panel = 0; panel < panels; ++panel, ++number) {
+    for (int from = 0; from < K; from += PANEL) {
       cp_async_wait<STAGES - 2>();
       __syncthreads();  // the panel and S are in shared memory; the previous panel has been read
-      fetch(number + STAGES - 1);
-      const R* F = s.panels[number % STAGES];
-      const int from = panel * PANEL, width = channel < K ? min(PANEL, F_stride - from) : 0;
+      fetch(stage ? stage - 1 : STAGES - 1);
+      const R* panel = s.panels[stage];
+      stage = stage + 1 < STAGES ? stage + 1 : 0;
 #pragma unroll 4
-      for (int k = 0; k < width; k += 4) {  // 4 channels of S; F's zeros multiply those from K on
-        R factors[2][4] = {};  // F, or F^T if BACKWARDS: of the thread's 2 channels, for channels from + k ... + 3 of S
+      for (int k = 0; k < min(PANEL, F_stride - from); k += 4) {  // 4 channels of S
+        R factors[2][4];  // F, or F^T if BACKWARDS: of the thread's 2 channels, for channels from + k ... + 3 of S
         if constexpr (BACKWARDS) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (from + k + i < K) {
-              R two[2];
-              load_neighbours<2>(two, F + (k + i) * LD + channel);
-              factors[0][i] = two[0], factors[1][i] = two[1];
-            }
+          for (int i = 0; i < 4; ++i) {
+            R two[2];
+            load_neighbours<2>(two, panel + (k + i) * LD + channel);
+            factors[0][i] = two[0], factors[1][i] = two[1];
+          }
         } else {
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-            if (channel + j < K) load_neighbours<4>(factors[j], F + (channel + j) * LD + k);
+          for (int j = 0; j < 2; ++j) load_neighbours<4>(factors[j], panel + (channel + j) * LD + k);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -135,12 +139,12 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
         }
       }
     }
-    each(step + 1, x, [](R& to, R& from) { to = from; });  // stores the next S in the place of G
+    each(place, x, [](R& to, R& from) { to = from; });  // stores the next S in the place of G
   }
   bool out_of_range = false;
-  each(steps, x, [&](R&, R& number) { out_of_range |= !is_finite(number); });
+  each(place, x, [&](R&, R& number) { out_of_range |= !is_finite(number); });
   if (__syncthreads_or(out_of_range) && channel == 0)
-    each(steps, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
+    each(place, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
 }
 
 // Whether all segments of the sequence and head of block `block` have an F of 0, but for segments 0 and P - 1, which
