@@ -162,7 +162,7 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
 
     once = gradients()
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
-    monkeypatch.setattr(delta.GradientsByToken, "FREE_BYTES", 1)
+    monkeypatch.setattr(delta, "FREE_BYTES", 1)
     assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
 
 
@@ -514,10 +514,19 @@ def test_wide_gradients_leave_no_multiprocessor_idle(H, T, V, tokens):
 def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
     """Groups of heads, one after the other, would each leave more of a card idle."""
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 0)
-    monkeypatch.setattr(delta.GradientsByToken, "FREE_BYTES", 0)
+    monkeypatch.setattr(delta, "FREE_BYTES", 0)
     arrays, *_ = Case(op, H=4, T=64, K=K, V=K, dtype=dtype, gate_dtype=dtype).drawn(rng)
     names = planned.names(planned.plan_of(op.bind(arrays, gradient=True), planned.Noting()))
     assert len([name for name in names if name in ("delta_backward_states", "delta_recurrent_backward")]) == 1
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_narrow_heads_are_taken_at_once(op, gradient):
+    """Chunks take 30 times as much memory as such rows, but little of a card's."""
+    arrays = [np.broadcast_to(HALF.type(0), (1, 4, 100000, 20)[: len(axes.split())]) for axes in op.arrays.values()]
+    names = planned.names(planned.plan_of(op.bind(arrays, gradient=gradient), planned.Noting()))
+    assert len([name for name in names if name.endswith("prepare")]) == 1
 
 
 @pytest.mark.parametrize(

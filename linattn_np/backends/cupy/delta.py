@@ -48,6 +48,9 @@ KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the ker
 KEY_ARRAYS = ("q", "k", "a", "b")  # the kernels' names of arrays with the heads of keys; others have those of values
 BYTES = np.dtype(np.uint8)
 COPY_TIME = 1e-6  # microseconds to copy a byte to a padded row
+# What passes between kernels may take so many bytes, however small the inputs are: 256 channels and columns token by
+# token, and chunks of few channels and columns, need up to 64 times the inputs, and few heads leave a card idle.
+FREE_BYTES = 1 << 30
 IN_CHUNKS = "in chunks"  # the name of this way in explanations
 
 
@@ -157,6 +160,12 @@ class Inputs:
         args = {"group": self.group, "scale": self.problem.scale, "normalized": self.normalized, "shape": shape}
         return args | {"bytes": self.common_bytes(*arrays)}
 
+    def heads_at_once(self, group_bytes, most) -> int:
+        """How many heads of values are computed at a time, if what passes between kernels may take `most` times the
+        inputs' memory, or FREE_BYTES. `group_bytes`: what it takes for those that share a head of keys."""
+        groups, most_bytes = self.problem.sizes["H"] // self.group, most * sum(x.nbytes for x in self.arrays.values())
+        return self.group * heads_at_once(groups, group_bytes, max(FREE_BYTES, most_bytes))
+
     def of_heads(self, first, heads) -> dict:
         """`arrays` for `heads` heads of values from head `first` on."""
         return {name: self.part_of(name, x, first, heads) for name, x in self.arrays.items()}
@@ -242,7 +251,7 @@ class InChunks:
     """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels, or, of half
     precision, 256 of all rules but RWKV-7's.
 
-    Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory.
+    Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory, or FREE_BYTES.
     """
 
     MOST = 2  # 64 channels and columns need 1.7; groups of heads would leave multiprocessors without blocks
@@ -258,8 +267,7 @@ class InChunks:
         cut, initial = CutInChunks(problem, device), draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
         head_bytes = B * shape.NC * cut.walk.prepared_bytes
-        most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        at_once = group * heads_at_once(H // group, group * head_bytes, most_bytes)
+        at_once = inputs.heads_at_once(group * head_bytes, InChunks.MOST)
         prepared = draft.empty((at_once * head_bytes,), BYTES)
         # w_scale: a factor of the prepared W, where o = scale (W S + B v); this walk itself multiplies by the scale
         prepare_args = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
@@ -361,7 +369,8 @@ def gradient_ways(op) -> tuple:
 class Gradients:
     """Plans a call's gradients; each subclass has one way to compute them.
 
-    Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory.
+    Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory, or
+    FREE_BYTES.
     `plan` sets these:
 
     inputs : the call's arrays as the kernels read them
@@ -371,7 +380,6 @@ class Gradients:
     """
 
     MOST = 6  # 128 channels and columns need 5.1 in chunks; groups of heads would leave multiprocessors without blocks
-    FREE_BYTES = 0  # the arrays may take so many bytes, however small the inputs are
     kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
 
@@ -398,9 +406,8 @@ class Gradients:
         self.do, dht = draft.cotangents(problem, do, dht)
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
         self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
-        inputs, H, group = self.inputs, problem.sizes["H"], self.inputs.group
-        most_bytes = max(self.FREE_BYTES, self.MOST * sum(x.nbytes for x in inputs.arrays.values()))
-        heads = H if self.saved else group * heads_at_once(H // group, self.bytes_between_kernels(), most_bytes)
+        H = problem.sizes["H"]
+        heads = H if self.saved else self.inputs.heads_at_once(self.bytes_between_kernels(), self.MOST)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         results = tuple(self.gradients.values()), draft.stored_gradient(problem, self.states["dh0"])
@@ -420,7 +427,6 @@ class GradientsByToken(Gradients):
     that are no longer than the distance of two such states need only their initial states."""
 
     name = TokenByToken.name
-    FREE_BYTES = 1 << 30  # 256 channels and columns need up to 64 times the inputs, and few heads leave a card idle
 
     def why_not(self):
         return None
