@@ -90,9 +90,9 @@ class GatedBackwardPass:
     """The arrays that a backward pass reads and writes, for a whole problem or for one tile of the state."""
 
     problem: Problem
-    inputs: tuple[Array, ...]  # q, k, v, g
+    inputs: tuple[Array, ...]  # q, k, v, g, and the columns' gates gv if columns have gates, too
     do: Array
-    gradients: tuple[Array | None, ...]  # dq, dk, dv, dg
+    gradients: tuple[Array | None, ...]  # those of `inputs`
     dht: Array | None  # the gradient of the final state
     dh0: Array | None  # the memory for the gradient of the initial state
     adds: bool = False  # whether kernels add to dq, dk and dg, which then hold the terms of other tiles' columns
@@ -101,12 +101,12 @@ class GatedBackwardPass:
     @property
     def read(self) -> dict[str, Array]:
         """The arrays that kernels read, by the names of their arguments."""
-        return dict(zip("qkvg", self.inputs, strict=True)) | {"do_": self.do}
+        return dict(zip(("q", "k", "v", "g", "gv"), self.inputs)) | {"do_": self.do}
 
     @property
     def written(self) -> dict[str, Array | None]:
         """The gradients that kernels write, by the names of their arguments."""
-        return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
+        return dict(zip(("dq", "dk", "dv", "dg", "dgv"), self.gradients))
 
     def of_tile(self, tile: StateTile, draft, u=None) -> GatedBackwardPass:
         """The pass of one tile of the state, with the tile's channels and columns of all arrays. `u`: the bonus of the

@@ -18,7 +18,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from .arguments import members
 from .arithmetic import ceil_div
-from .kernel import GatedKernel, HopperKernel, Kernel, TiledKernel
+from .kernel import GatedKernel, HopperKernel, Kernel, ReadOrderKernel, TiledKernel
 from .plan import FLOAT32
 
 # Arguments besides those of the call (q, k, v, o, ...). An array is [N, ...] of N sequences, or segments:
@@ -65,22 +65,42 @@ def tile_for(size) -> int:
     return TILES[size > TILES[0]]
 
 
-class GatedForward(TiledKernel):
-    """The forward pass in chunks."""
+class ForwardInChunks(TiledKernel):
+    """The base of kernels of the forward pass in chunks."""
 
-    file = "gated/forward"
-    arguments = members(
-        "strided q k v g o, pointers? u initial final, shape, float64s scale, pointers? sums, int64s channel bytes"
-    )
-    shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     SUB_CHUNK = 8
-    read_order: str
     schedule: str
     dtype: np.dtype
     gate: np.dtype
     products: int  # tf32 products whose sum approximates one float32 product: 1 or 3
     BK: int
     BV: int
+
+    def with_channels(self, channels_left):
+        """The instance for the next launch if `channels_left` channels remain."""
+        return self
+
+    @property
+    def CHUNK(self):
+        return 32 if self.dtype == BFLOAT16 else 16
+
+    @property
+    def threads(self):
+        return 2 * self.BV  # a warp for every 16 columns of V
+
+    @property
+    def blocks_per_multiprocessor(self):
+        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
+
+
+class GatedForward(ForwardInChunks, ReadOrderKernel):
+    """The forward pass in chunks, if columns of V have no gates."""
+
+    file = "gated/forward"
+    arguments = members(
+        "strided q k v g o, pointers? u initial final, shape, float64s scale, pointers? sums, int64s channel bytes"
+    )
+    shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
@@ -97,22 +117,9 @@ class GatedForward(TiledKernel):
             return instance
         return replace(instance, BK=TILES[0]) if is_split else replace(instance, BV=TILES[0])
 
-    def with_channels(self, channels_left) -> GatedForward:
-        """The instance for the next launch if `channels_left` channels remain."""
+    def with_channels(self, channels_left):
         narrow = self.schedule == SPLIT_CHANNELS and channels_left <= TILES[0]
         return replace(self, BK=TILES[0]) if narrow else self
-
-    @property
-    def CHUNK(self):
-        return 32 if self.dtype == BFLOAT16 else 16
-
-    @property
-    def threads(self):
-        return 2 * self.BV  # a warp for every 16 columns of V
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
 
 
 class GatedSegmentStates(TiledKernel):
@@ -124,7 +131,7 @@ class GatedSegmentStates(TiledKernel):
     shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype
-    products: int  # as in `GatedForward`
+    products: int  # as in `ForwardInChunks`
     BK: int
     BV: int
 
@@ -164,7 +171,7 @@ class Recurrent(GatedKernel, TiledKernel):
 
 
 class GatedBackward(GatedKernel):
-    """A kernel of the backward pass in chunks; `products` as in `GatedForward`."""
+    """A kernel of the backward pass in chunks; `products` as in `ForwardInChunks`."""
 
     CHUNK: ClassVar[int] = 64
     TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that one kernel stores for the others

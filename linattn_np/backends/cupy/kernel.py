@@ -133,11 +133,16 @@ class Kernel:
         return pack(self.arguments, self.complete(args))
 
 
-class GatedKernel(Kernel):
-    """The base of kernels with template arguments for the dtypes of data and gates, and for whether a token's output
-    reads the state before or after the token is written ("BeforeWrite", "AfterWrite")."""
+class ReadOrderKernel(Kernel):
+    """The base of kernels with a template argument for whether a token's output reads the state before or after the
+    token is written: "BeforeWrite" or "AfterWrite"."""
 
     read_order: str
+
+
+class GatedKernel(ReadOrderKernel):
+    """The base of kernels with template arguments for the read order and for the dtypes of data and gates."""
+
     dtype: np.dtype
     gate: np.dtype
 

@@ -23,16 +23,16 @@ from .gated_kernels import (
     SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
+    ForwardInChunks,
     GatedBackwardChannels,
-    GatedForward,
     GatedShortBackward,
     Recurrent,
     channels,
     tile_for,
 )
-from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
+from .kernel import CTYPES, DOUBLE, Kernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, token_arrays
-from .segments import PORTABLE
+from .segments import PORTABLE, SHORT, BackwardCut
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
@@ -43,8 +43,8 @@ from .segments import PORTABLE
 # (of a segment: sums of gates); channel_growth, column_growth: the largest sums of their positive log gates
 
 
-class ValueGateForward(TiledKernel):
-    """The forward pass in chunks, BK channels per launch, with the tiles and schedules of `GatedForward`."""
+class ValueGateForward(ForwardInChunks):
+    """The forward pass in chunks, BK channels per launch."""
 
     file = "value_gate/forward"
     arguments = members(
@@ -52,13 +52,6 @@ class ValueGateForward(TiledKernel):
         "column_decays, int64s channel segments computed bytes"
     )
     shared_memory = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    SUB_CHUNK = GatedForward.SUB_CHUNK
-    schedule: str
-    dtype: np.dtype
-    gate: np.dtype
-    products: int  # as in `GatedForward`
-    BK: int
-    BV: int
 
     @classmethod
     def fitting(cls, schedule, dtype, gate, products, K, V, shared):
@@ -76,28 +69,6 @@ class ValueGateForward(TiledKernel):
             del tiles[1]
         kernels = [cls(schedule, dtype, gate, products, BK, BV) for schedule, BK, BV in tiles]
         return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
-
-    @property
-    def without_column_gates(self):
-        """The instance of `GatedForward` with the same template arguments, whose chunks and threads this one has."""
-        instance = self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV
-        return GatedForward("AfterWrite", *instance)
-
-    def with_channels(self, channels_left):
-        """The instance for the next launch: always this one, however many channels are left."""
-        return self
-
-    @property
-    def CHUNK(self):
-        return self.without_column_gates.CHUNK
-
-    @property
-    def threads(self):
-        return self.without_column_gates.threads
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return self.without_column_gates.blocks_per_multiprocessor
 
 
 class ValueGateBackwardScores(Kernel):
@@ -214,27 +185,19 @@ def plan_vjp(problem, device, do, dht, saved=()):
     draft = Draft()
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
     dh0 = draft.gradient_of_state(problem)
-    states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
     tile = 0 if problem.dtype == FLOAT32 else GatedBackwardChannels.TILE  # see `takes_short_backward`
     fits = max(problem.shape("K V")) <= GatedShortBackward.MOST_GATED  # what the kernel's shared memory holds
     if fits and segments.takes_short_backward(problem, tile):
         kernel = GatedShortBackward("AfterWrite", problem.dtype, arrays[3].dtype, gates_columns=True)
-        gradients = launch_short(draft, problem, kernel, arrays, do, states)
+        gradients = tuple(map(draft.like, arrays))
+        backward = gated_backward.GatedBackwardPass(problem, arrays, do, gradients, dht, dh0)
+        gated_backward.launch_short(draft, backward, BackwardCut(SHORT, device, kernels=(kernel,)))
     else:
         kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
+        states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
         gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
     results = tuple(draft.cast(dx, x.dtype) for dx, x in zip(gradients, problem.arrays.values(), strict=True))
     return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
-
-
-def launch_short(draft, problem, kernel, arrays, do, states):
-    """Launches the kernel for sequences of few tokens; parameters and results as of `launch_gradients`."""
-    read = dict(zip(("q", "k", "v", "g", "gv"), arrays, strict=True))
-    written = {f"d{name}": draft.like(x) for name, x in read.items()}
-    N, H = problem.shape("N H")
-    common = {"do_": do, "shape": draft.shape(problem), "scale": problem.scale}
-    draft.launch(kernel, N * H, **read, **written, **states, **common)
-    return tuple(written.values())
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):
