@@ -250,6 +250,23 @@ class MixOperations:
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
         return x
 
+    def gated_norm_to(self, y, layer, o, gate, **bonus):
+        """Adds y [T, D] = the group norm of o over each head, times silu(gate); returns y. `bonus`: the arrays r, k, v
+        and bonus, for the norm with RWKV-7's bonus and gate (see `kernels.GatedNorm`)."""
+        kernel = kernels.GatedNorm.fitting(self.dtype, self.sizes["N"], BONUS=bool(bonus))
+        rows = self.T * self.sizes["H"]
+        arrays = {"o": o, "gate": gate, "y": y} | bonus | kernels.affine(layer.ln_x)  # its weight and bias
+        eps = self.group_eps * self.scale**2  # o has the factor `scale`, which the norm removes
+        self.draft.launch(kernel, kernel.blocks(rows), **arrays, rows=rows, eps=eps)
+        return y
+
+    def add_gated(self, x, gate, value):
+        """Adds x += sigmoid(gate) value, or x += value if `gate` is None; returns x. The kernel multiplies `value`, a
+        product of squares, by `version.unit_of_squares`, by which `relu_squared` has divided these."""
+        kernel = kernels.GatedAdd(self.dtype)
+        self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=gate, value=value, count=x.size)
+        return x
+
     def add_product(self, layer, name, x, y):
         """Adds the product of y and matrix `name` to the residual x, in place."""
         self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)

@@ -86,7 +86,8 @@ class Layout:
             return self.vector(self.initial_weights)
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
         for name, array in self.named(vector).items():
-            array[...] = self.initial_value(name, array.shape, rng)
+            depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
+            array[...] = self.initial_value(name_in_block(name), array.shape, depth, rng)
         return vector
 
     def vector(self, weights) -> np.ndarray:
@@ -96,8 +97,9 @@ class Layout:
             array[...] = weights[name]
         return vector
 
-    def initial_value(self, name, shape, rng):
-        """The initial value of a parameter, or an array that broadcasts to it."""
+    def initial_value(self, name, shape, depth, rng):
+        """The initial value of a parameter, or an array that broadcasts to it. `name`: its name within a block, whose
+        number is `depth`; outside of blocks `depth` is 0."""
         raise NotImplementedError
 
     def sort_key(self, name):

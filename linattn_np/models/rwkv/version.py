@@ -59,8 +59,11 @@ def low_rank(name) -> Weight:
     return Weight((name,), matrix=True, inputs_first=True)
 
 
-# The same in every version: {parameter: axes} before the layers and after them, and their arrays {field: Weight}.
+# The same in every version: {parameter: axes} before the layers, of norms in a block, and after the layers; the arrays
+# outside of layers, {field: Weight}.
 EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
+NORMS = dict.fromkeys(("ln1.weight", "ln1.bias", "ln2.weight", "ln2.bias"), "D")  # of a block
+GROUP_NORM = dict.fromkeys(("att.ln_x.weight", "att.ln_x.bias"), "D")  # likewise
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 MODEL = {
     "embedding": Weight(("emb.weight",), matrix=True),

@@ -60,21 +60,4 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def gated_norm(self, layer, o, gate):
         """The group norm of o over each head, times silu(gate)."""
-        kernel, rows = kernels.GatedNorm.fitting(self.dtype, self.sizes["N"], BONUS=False), self.T * self.sizes["H"]
-        self.draft.launch(
-            kernel,
-            kernel.blocks(rows),
-            o=o,
-            gate=gate,
-            **kernels.affine(layer.ln_x),  # its weight and bias
-            y=self.normed,
-            rows=rows,
-            eps=self.group_eps * self.scale**2,  # o has the factor `scale`, which the norm removes
-        )
-        return self.normed[0]
-
-    def add_gated(self, x, gate, value):
-        """x += sigmoid(gate) value."""
-        kernel = kernels.GatedAdd(self.dtype)
-        self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=gate, value=value, count=x.size)
-        return x
+        return self.gated_norm_to(self.normed[0], layer, o, gate)

@@ -53,7 +53,7 @@ class RWKV6(Model):
         `config` that asks for what is not computed; a `dtype` that `device` does not take; on CUDA, sizes beyond the
         kernels'.
     NotSupported
-        `device` cannot be had, with the reason.
+        `device` cannot be had, with the reason; a `dtype` that needs Numba, without it.
 
     Example
     -------

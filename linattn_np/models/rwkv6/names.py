@@ -13,35 +13,22 @@ from ..rwkv.names import (
     official_naming,
     transposed,
 )
-from ..rwkv.version import FLA_SIZES, Version
+from ..rwkv.version import FLA_SIZES, GROUP_NORM, NORMS, Version
 from .weights import LAYER
 
 # Every parameter of a block (att: time mix, ffn: channel mix) and its axes: the letters of `rwkv.version`; A and W, the
 # ranks of the low-rank matrices of mixes and of decays; F, the width of the channel mix. Linear weights are (out, in).
 BLOCK = {
-    "ln1.weight": "D",
-    "ln1.bias": "D",
-    "ln2.weight": "D",
-    "ln2.bias": "D",
-    "att.time_maa_x": "1 1 D",
-    "att.time_maa_w": "1 1 D",
-    "att.time_maa_k": "1 1 D",
-    "att.time_maa_v": "1 1 D",
-    "att.time_maa_r": "1 1 D",
-    "att.time_maa_g": "1 1 D",
+    **NORMS,
+    **{f"att.time_maa_{mix}": "1 1 D" for mix in "xwkvrg"},
     "att.time_maa_w1": "D 5A",
     "att.time_maa_w2": "5 A D",
     "att.time_decay": "1 1 D",
     "att.time_decay_w1": "D W",
     "att.time_decay_w2": "W D",
     "att.time_faaaa": "H N",
-    "att.receptance.weight": "D D",
-    "att.key.weight": "D D",
-    "att.value.weight": "D D",
-    "att.gate.weight": "D D",
-    "att.output.weight": "D D",
-    "att.ln_x.weight": "D",
-    "att.ln_x.bias": "D",
+    **{f"att.{name}.weight": "D D" for name in ("receptance", "key", "value", "gate", "output")},
+    **GROUP_NORM,
     "ffn.time_maa_k": "1 1 D",
     "ffn.time_maa_r": "1 1 D",
     "ffn.key.weight": "F D",

@@ -18,8 +18,7 @@ import numpy as np
 
 from ..rwkv import numba_layers
 from ..rwkv.numba_loops import tanh_in_place
-from . import math, numba_loops, numpy_layers
-from .names import VERSION
+from . import numba_loops, numpy_layers
 
 
 class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
@@ -43,10 +42,8 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
         return x
 
 
-class NumbaLayers(numba_layers.NumbaLayers):
-    """What the general layers lack: RWKV-6's tables (`version`), mixes, operations of prompts and loops."""
+class NumbaLayers(numba_layers.NumbaLayers, numpy_layers.NumpyLayers):
+    """The general layers of loops with RWKV-6's tables and mixes, operations of prompts and loops."""
 
-    version = VERSION
-    mixes: ClassVar = math
     operations = PromptOperations
     loops: ClassVar = numba_loops

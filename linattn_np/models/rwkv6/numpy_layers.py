@@ -43,4 +43,4 @@ class NumpyLayers(numpy_layers.NumpyLayers):
 
     version = VERSION
     mixes: ClassVar = math
-    operations = MixOperations
+    operations: ClassVar[type[numpy_layers.MixOperations]] = MixOperations

@@ -3,7 +3,6 @@
 import numpy as np
 
 from ..rwkv import parameters
-from ..rwkv.version import name_in_block
 from .names import VERSION
 
 # Factors of initial values: with 0 in a layer's last matrix, the layer at first adds nothing to the residual.
@@ -37,25 +36,24 @@ class Layout(parameters.Layout):
         A, W = max(8, width // 8), max(8, width // 4)
         return {"F": width * 7 // 2, "A": A, "5A": 5 * A, "W": W}
 
-    def initial_value(self, name, shape, rng):
+    def initial_value(self, name, shape, depth, rng):
         """The initial value, or an array that broadcasts to it (Peng et al., "Eagle and Finch", 2024, appendix)."""
-        D, L, part = self.sizes["D"], self.sizes["L"], name_in_block(name)
-        depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
+        D, L = self.sizes["D"], self.sizes["L"]
         rising, falling = depth / max(1, L - 1), 1 - depth / L  # by layers: 0 to 1; 1 to almost 0
         channel = np.arange(D) / D
-        if part == "emb.weight":
+        if name == "emb.weight":
             return rng.normal(0, 0.1, shape)
-        if part in ("att.time_maa_w2", "att.time_decay_w2"):
+        if name in ("att.time_maa_w2", "att.time_decay_w2"):
             return rng.uniform(-0.01, 0.01, shape)
         if VERSION.is_matrix(name):
-            inputs = shape[0] if part in ("att.time_maa_w1", "att.time_decay_w1") else shape[-1]
-            return rng.normal(0, inputs**-0.5, shape) * SCALES.get(part, 1)
-        if part == "att.time_decay":
+            inputs = shape[0] if name in ("att.time_maa_w1", "att.time_decay_w1") else shape[-1]
+            return rng.normal(0, inputs**-0.5, shape) * SCALES.get(name, 1)
+        if name == "att.time_decay":
             return -6 + 5 * (np.arange(D) / max(1, D - 1)) ** (0.7 + 1.3 * rising)
-        if part == "att.time_faaaa":
+        if name == "att.time_faaaa":
             zigzag = (np.arange(D) + 1) % 3 - 1
             return (rising * (1 - np.arange(D) / max(1, D - 1)) + 0.1 * zigzag).reshape(shape)
-        if "time_maa" in part:
-            power = {"r": 0.5, "g": 0.5}.get(part[-1], 1) if part.startswith("att") else 1
-            return 1 - channel ** (power * falling) - (0.3 * rising if part == "att.time_maa_v" else 0)
-        return float(part.endswith("weight"))  # of a norm; its bias is 0
+        if "time_maa" in name:
+            power = {"r": 0.5, "g": 0.5}.get(name[-1], 1) if name.startswith("att") else 1
+            return 1 - channel ** (power * falling) - (0.3 * rising if name == "att.time_maa_v" else 0)
+        return float(name.endswith("weight"))  # of a norm; its bias is 0

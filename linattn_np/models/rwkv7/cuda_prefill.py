@@ -8,7 +8,6 @@ from math import prod
 
 import numpy as np
 
-from ...backends.cupy import rwkv6_model_kernels
 from ...backends.cupy import rwkv7_model_kernels as kernels
 from ...backends.cupy.plan import FLOAT32
 from ...declarations import RWKV7
@@ -63,11 +62,7 @@ class MixOperations(cuda_prompts.MixOperations):
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T * H), **arrays, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
-        norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
-        arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": o}
-        arrays |= rwkv6_model_kernels.affine(layer.ln_x)  # its weight and bias
-        eps = self.group_eps * self.scale**2  # o has the factor `scale`, which the norm removes
-        self.draft.launch(norm, norm.blocks(T * H), **arrays, rows=T * H, eps=eps)
+        self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)
         return self.add_product(layer, "output", x, o)
 
     def channel_mix(self, layer, x, shift):
@@ -75,7 +70,4 @@ class MixOperations(cuda_prompts.MixOperations):
         hidden = self.relu_squared(self.product(layer, "ffn_key", mixed))
         if self.dtype != np.float16:
             return self.add_product(layer, "ffn_value", x, hidden[0])
-        value = self.product(layer, "ffn_value", hidden)  # divided by `version.unit_of_squares`; GatedAdd multiplies
-        kernel = rwkv6_model_kernels.GatedAdd(self.dtype)
-        self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=None, value=value, count=x.size)
-        return x
+        return self.add_gated(x, None, self.product(layer, "ffn_value", hidden))

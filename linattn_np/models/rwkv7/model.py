@@ -29,26 +29,16 @@ class RWKV7(Model):
     ----------
     weights : mapping from names ("blocks.0.att.r_k", ... or those of fla) to host arrays
         Any float dtype. All sizes and ranks come from names and shapes. A tuned `time_state` is where sequences start.
-    device : "cpu" or "cuda"
-        Where the weights, and with them every array of the model, live: NumPy or CuPy.
-    dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16, bfloat16 or int8 on CUDA
-        The dtype of the matrices; all other parameters and all sums are float32. The default is that of `weights`, or
-        float32 if `device` does not take that (float16 on the CPU, bfloat16 there without Numba). All but float32 need
-        Numba on the CPU; int8 on CUDA needs a Hopper card.
-    progress : function of (bytes of the weights that are loaded, bytes in all)
-    state_dtype : float32 (the default); on CUDA also bfloat16 or float16
-        The dtype of the recurrent state, which is rounded to it after every decoded token, and after every prompt.
+    device, dtype, progress, state_dtype : as of `RWKV6`
     config : mapping
         What fla's `config.json` says of weights with its names; `from_file` reads it.
 
     Raises
     ------
     ContractError
-        A parameter that is missing, of another shape or of another version of RWKV (RWKV-7a, 7b and 8 too), with what
-        was wanted; a field of `config` that asks for what is not computed; a `dtype` that `device` does not take; on
-        CUDA, sizes beyond the kernels'.
+        As `RWKV6` does; RWKV-7a, 7b and 8 are other versions, too.
     NotSupported
-        `device` cannot be had, with the reason; a `dtype` that needs Numba, without it.
+        As `RWKV6` does.
 
     Example
     -------
@@ -60,7 +50,5 @@ class RWKV7(Model):
     ((1, 15, 256), (2, 1, 4, 8, 8))
     """
 
-    # What `Model` asks of a subclass; `folder`: the package that has this version's Numba and CUDA layers; `title`: the
-    # name of what is trained, in files of trainings.
     version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
     title = VERSION.title

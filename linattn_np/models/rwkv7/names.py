@@ -4,17 +4,14 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..rwkv.names import as_row, block_prefix, fla_naming, identity, official_names_first, transposed
-from ..rwkv.version import FLA_SIZES, Version, name_in_block
+from ..rwkv.version import FLA_SIZES, GROUP_NORM, NORMS, Version, name_in_block
 from .weights import LAYER
 
 # Every parameter of a block (att: time mix, ffn: channel mix) and its axes: the letters of `rwkv.version`; W, A, Q and
 # G, the ranks of the low-rank matrices of decays, learning rates, values and gates; F, the width of the channel mix.
 # Linear weights are (out, in).
 BLOCK = {
-    "ln1.weight": "D",
-    "ln1.bias": "D",
-    "ln2.weight": "D",
-    "ln2.bias": "D",
+    **NORMS,
     **{f"att.x_{x}": "1 1 D" for x in "wagkvr"},  # in the order of the layers' stack
     "att.w0": "1 1 D",
     "att.w1": "D W",
@@ -30,12 +27,8 @@ BLOCK = {
     "att.k_k": "1 1 D",
     "att.k_a": "1 1 D",
     "att.r_k": "H N",
-    "att.receptance.weight": "D D",
-    "att.key.weight": "D D",
-    "att.value.weight": "D D",
-    "att.output.weight": "D D",
-    "att.ln_x.weight": "D",
-    "att.ln_x.bias": "D",
+    **{f"att.{name}.weight": "D D" for name in ("receptance", "key", "value", "output")},
+    **GROUP_NORM,
     "ffn.x_k": "1 1 D",
     "ffn.key.weight": "F D",
     "ffn.value.weight": "D F",

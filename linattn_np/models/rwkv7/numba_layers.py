@@ -20,7 +20,6 @@ import numpy as np
 from ..rwkv import numba_layers
 from ..rwkv.numba_loops import tanh_in_place
 from . import math, numba_loops, numpy_layers
-from .names import VERSION
 
 
 class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
@@ -59,10 +58,8 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
         return o
 
 
-class NumbaLayers(numba_layers.NumbaLayers):
-    """What the general layers lack: RWKV-7's tables (`version`), mixes, operations of prompts and loops."""
+class NumbaLayers(numba_layers.NumbaLayers, numpy_layers.NumpyLayers):
+    """The general layers of loops with RWKV-7's tables and mixes, operations of prompts and loops."""
 
-    version = VERSION
-    mixes: ClassVar = math
     operations = PromptOperations
     loops: ClassVar = numba_loops

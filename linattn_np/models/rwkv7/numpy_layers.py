@@ -63,4 +63,4 @@ class NumpyLayers(numpy_layers.NumpyLayers):
 
     version = VERSION
     mixes: ClassVar = math
-    operations = MixOperations
+    operations: ClassVar[type[numpy_layers.MixOperations]] = MixOperations

@@ -3,7 +3,6 @@
 import numpy as np
 
 from ..rwkv import parameters
-from ..rwkv.version import name_in_block
 from .names import VERSION
 
 RANKS = {"W": 2.5, "A": 2.5, "Q": 1.7, "G": 5.0}  # of the low-rank matrices, times the root of the width
@@ -30,26 +29,25 @@ class Layout(parameters.Layout):
         ranks = {axis: max(8, 8 * round(factor * width**0.5 / 8)) for axis, factor in RANKS.items()}
         return {"F": 4 * width, **ranks}
 
-    def initial_value(self, name, shape, rng):
+    def initial_value(self, name, shape, depth, rng):
         """The initial value, or an array that broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
-        D, L, N, part = self.sizes["D"], self.sizes["L"], self.sizes["N"], name_in_block(name)
-        depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
+        D, L, N = (self.sizes[axis] for axis in "DLN")
         rising, falling = depth / max(1, L - 1), 1 - depth / L  # by layers: 0 to 1; 1 to almost 0
         channel, place = np.arange(D) / D, np.arange(D) / max(1, D - 1)
         zigzag = 2 * (np.arange(D) % N) / max(1, N - 1) - 1  # in every head from -1 to 1, most of it near 0
         zigzag *= np.abs(zigzag)
-        module, _, leaf = part.rpartition(".")
-        if part == "emb.weight":
+        module, _, leaf = name.rpartition(".")
+        if name == "emb.weight":
             return rng.normal(0, 0.1, shape)
         if module == "att" and leaf in ("w1", "a1", "v1", "g1"):
             return 0
         if module == "att" and leaf in ("w2", "a2", "v2", "g2"):
             return rng.normal(0, 0.1 * shape[-1] ** -0.5, shape)
         if VERSION.is_matrix(name):
-            return rng.normal(0, shape[-1] ** -0.5, shape) * SCALES.get(part, 1)
+            return rng.normal(0, shape[-1] ** -0.5, shape) * SCALES.get(name, 1)
         if module == "att" and leaf.startswith("x_"):
             return 1 - channel ** (MIX_POWERS[leaf[-1]] * falling)
-        if part == "ffn.x_k":
+        if name == "ffn.x_k":
             return 1 - channel ** (falling**4)
         values = {
             "att.w0": -5.5 + 6 * place ** (1 + rising**0.3) + 2.5 * zigzag,
@@ -60,4 +58,4 @@ class Layout(parameters.Layout):
             "att.r_k": -0.04,
             "att.ln_x.weight": ((1 + depth) / L) ** 0.7,
         }
-        return values.get(part, float(part.endswith("weight")))  # of a norm; its bias is 0
+        return values.get(name, float(name.endswith("weight")))  # of a norm; its bias is 0
