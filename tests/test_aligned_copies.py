@@ -100,7 +100,7 @@ def test_time_backwards(kernels, rng, layout, monkeypatch):
 def test_which_calls_are_copied(device, K, V, T, copied, gradient, monkeypatch):
     """Those with uneven rows; the kernels are then those of the wider rows, Hopper's own on Hopper."""
     monkeypatch.setattr(
-        segments, "backward_segments", lambda *_: 1
+        segments, "cheapest_backward_count", lambda *_: 1
     )  # states of segments are saved for plain rows alone
 
     def plan(V):

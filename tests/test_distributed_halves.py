@@ -121,8 +121,8 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
 ):
     """The forward pass has left them, or there is one segment; the gradients are those of a whole pass."""
     monkeypatch.setattr(cuts, "segments_that_fill", lambda *sizes: segments)
-    monkeypatch.setattr(cuts, "forward_segments", lambda *sizes: segments)
-    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "cheapest_forward_count", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *sizes: segments)
     op, _ = VARIANTS[operator]
     arrays = draw(op, rng, SIZES | {"T": TOKENS, "B": batch, "N": batch}, BFLOAT16, "by_channel")
     do = rng.standard_normal((batch, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)

@@ -262,7 +262,7 @@ def test_hopper_computes_a_head_once(op, dtype):
 @pytest.mark.parametrize("length", [1024, 1025, 2100])
 def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch):
     """Uncut: the gate's gradient goes on from the states that the first pass keeps, in packed sequences too."""
-    monkeypatch.setattr(segments, "backward_segments", lambda *_: 1)
+    monkeypatch.setattr(segments, "cheapest_backward_count", lambda *_: 1)
     call = Call(op, Case(lengths=(40, length, 7), K=16, V=16, H=1, dtype="bfloat16", gate="weak"), rng)
     _, found = call.on(backend)
     call.assert_close("kept", found, call.exact[1])

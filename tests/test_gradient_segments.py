@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
-    for name in ("forward_segments", "backward_segments"):
+    for name in ("cheapest_forward_count", "cheapest_backward_count"):
         monkeypatch.setattr(cuts, name, lambda *_: 4)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
@@ -41,7 +41,7 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
 @pytest.mark.parametrize("dht", [True, False])
 def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, monkeypatch):
     """What a block had before leaves no trace: the bits are those of a block for each, where gates grow in one, too."""
-    monkeypatch.setattr(cuts, "backward_segments", lambda *_: 1)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *_: 1)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     lengths, options = (40, 0, 33, 5, 70, 64), {"initial": "float32" if dht else None, "dht": dht}
     call = Call(op, Case(lengths=lengths, K=K, V=V, H=3, dtype=dtype, gate_dtype=gate_dtype, **options), rng)
@@ -66,7 +66,8 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
     """Where two heads leave a third of the card idle: only what the passes begin with is summarised."""
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     monkeypatch.setattr(type(device), "multiprocessors", 3, raising=False)
-    monkeypatch.setattr(cuts, "backward_segments", lambda *_: 1)  # else as many as the forward pass has, which it saves
+    # else as many as the forward pass has, which it saves
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *_: 1)
     call = Call(op, Case(T=3072, K=16, V=16, H=1, B=2, dtype="bfloat16", gate="weak", dht=dht), rng)
     if gate == "growth":  # in a chunk of each segment, from which the second pass is told
         call.arrays[3][:, :, 40::1024, ::5] = 2
@@ -85,7 +86,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
 @pytest.mark.parametrize("split, P", [(False, 1), (False, 2), (True, 1)])
 def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, monkeypatch):
     """Where its own segments, or uncut sequences, are as many whole ones of the gradients' each."""
-    for name, given in (("forward_segments", P), ("backward_segments", 4), ("split_columns", split)):
+    for name, given in (("cheapest_forward_count", P), ("cheapest_backward_count", 4), ("split_columns", split)):
         monkeypatch.setattr(cuts, name, lambda *_, given=given: given)
     call = Call(op, Case(T=450, lengths=lengths, K=16, V=128, H=1, dtype="bfloat16"), rng)
     options = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}
@@ -102,7 +103,7 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
 
 def summarised_both_ways(call, device, segments, monkeypatch):
     """A call's gradients in so many segments whose states the forward pass does not leave."""
-    monkeypatch.setattr(cuts, "backward_segments", lambda *_: segments)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *_: segments)
     monkeypatch.setattr(cuts.ForwardCut, "gives_starts", False)
     options = {
         name: x if name == "cu_seqlens" else device.upload(x) for name, x in call.options.items() if x is not None

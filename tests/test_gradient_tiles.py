@@ -77,7 +77,7 @@ def test_tiles_add_up(hopper, name, rng):
 
 
 def test_tiles_of_segments_add_up(hopper, rng, monkeypatch):
-    monkeypatch.setattr(cuts, "backward_segments", lambda *_: 3)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *_: 3)
     call = WideCall("gla", Case(T=300, K=136, V=136, H=1, dtype="bfloat16", gate="weak"), rng)
     assert len(steps_of(planned.plan_of(call.problem(hopper), hopper), "segments")) == 4
     call.assert_close("in segments", call.pulled(hopper), call.exact[1])

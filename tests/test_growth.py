@@ -76,9 +76,9 @@ def test_growth_of_many_sizes(device, rng, op, K, V, dtype, gate_dtype, lengths)
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_in_segments(device, rng, monkeypatch, op):
     monkeypatch.setattr(cuts, "segments_that_fill", lambda *sizes: 3)
-    monkeypatch.setattr(cuts, "forward_segments", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "cheapest_forward_count", lambda *sizes: 3)
     monkeypatch.setattr(cuts, "summarised_segments", lambda *sizes: 3)
-    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *sizes: 3)
     assert_right(drawn(op, rng, BFLOAT16, "ramps", lengths=(300,)), device, BFLOAT16)
 
 
@@ -86,7 +86,7 @@ def test_growth_in_segments(device, rng, monkeypatch, op):
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_little_growth_over_chunks_of_a_segment(device, rng, monkeypatch, op):
     """From a border of segments on, 64 queries of size 4 grow by e^10 together, which float16 does not hold."""
-    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *sizes: 3)
     call = drawn(op, rng, HALF, lengths=(300,))
     call.arrays[growth.GATE][...] = -0.05
     call.arrays[growth.GATE][:, :, 128:192] = 0.15
@@ -102,7 +102,7 @@ def test_little_growth_over_chunks_of_a_segment(device, rng, monkeypatch, op):
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op, segments, beside):
     """Tokens that meet across e^-24 outweigh all that lie between, so the gates between have their gradient."""
-    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "cheapest_backward_count", lambda *sizes: segments)
     call = drawn(op, rng, BFLOAT16, lengths=(190,))
     g, dg = call.arrays[growth.GATE], f"d{[*op.arrays][growth.GATE]}"
     g[...] = -0.01

@@ -21,7 +21,7 @@ BOUNDS = (0, 0, 5, 205, 238, 238, 412)
 
 def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
-    for name in ("segments_that_fill", "forward_segments"):
+    for name in ("segments_that_fill", "cheapest_forward_count"):
         monkeypatch.setattr(segments, name, lambda *sizes: P)
     monkeypatch.setattr(segments, "parts_per_segment", lambda *sizes: R)
 
@@ -274,7 +274,7 @@ def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
     ],
 )
 def test_a_cut_of_gates_for_every_channel_takes_less_time(heads, longest, D, P):
-    assert segments.forward_segments(heads, heads, longest, forward(D), D, H200) == P
+    assert segments.cheapest_forward_count(heads, heads, longest, forward(D), D, H200) == P
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_a_cut_of_gates_for_every_channel_takes_less_time(heads, longest, D, P):
     ],
 )
 def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
-    assert segments.backward_segments(blocks, longest, H200.multiprocessors, 128, 128) == P
+    assert segments.cheapest_backward_count(blocks, longest, H200.multiprocessors, 128, 128) == P
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
 )
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     sizes = H200.multiprocessors, 128, 128
-    P = segments.backward_segments(blocks, T, *sizes)
+    P = segments.cheapest_backward_count(blocks, T, *sizes)
     assert segments.short_segment(P, blocks, T, *sizes) == length
 
 
@@ -385,7 +385,8 @@ def test_a_cut_asks_the_device():
 @pytest.mark.parametrize("op", [GLA, SIMPLE_GLA])
 def test_each_decision_is_made_once_a_plan(op, H, T, gradient, monkeypatch):
     asked = []
-    for name in ("forward_cut", "hoppers_backward_segments", "forward_segments", "backward_segments", "split_columns"):
+    cheapest = ("cheapest_forward_count", "cheapest_backward_count")
+    for name in ("forward_cut", "hoppers_backward_segments", *cheapest, "split_columns"):
         decide = getattr(segments, name)
         monkeypatch.setattr(segments, name, lambda *a, name=name, decide=decide: (asked.append(name), decide(*a))[1])
     shapes = {"B H T": (1, H, T), "B H T K": (1, H, T, 128), "B H T V": (1, H, T, 128)}

@@ -384,7 +384,7 @@ def hoppers_forward_cut(problem, device, backward):
         kernel = cluster if split_columns(N * H, V, longest, device, single, cluster) else single
     blocks, capacity = N * H * kernel.grid(V), kernel.resident_blocks(device)
     summary = hopper_forward_kernel(problem, SEGMENT_STATE, gate, V)
-    P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
+    P = cheapest_forward_count(N * H, blocks, longest, kernel, max(K, V), device)
     if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
         P = backward.count
     first_tokens = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
@@ -400,7 +400,7 @@ def short_first_segment_of(problem, device, kernel, backward=NO_PULLBACK) -> int
     return short_first_segment(N * H * kernel.grid(V), T, kernel.resident_blocks(device))
 
 
-def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
+def cheapest_forward_count(heads, blocks, longest, kernel, widest, device) -> int:
     """The number of segments of a sequence with the least `forward_cost`. `widest`: the larger of K and V."""
     most = min(kernel.resident_blocks(device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
     counts = range(1, max(1, most) + 1)
@@ -563,7 +563,7 @@ def segments_of_pullback(problem, device) -> BackwardSegments:
     """The segments of Hopper's own backward kernels, for a problem that these can compute, or for its largest tile."""
     (N, H, T, K, V), capacity = problem.shape("N H T K V"), device.multiprocessors
     sizes = capacity, min(K, TILES[-1]), min(V, TILES[-1])
-    P = backward_segments(N * H, problem.spans.longest, *sizes)
+    P = cheapest_backward_count(N * H, problem.spans.longest, *sizes)
     return BackwardSegments(P, 0 if problem.varlen else short_segment(P, N * H, T, *sizes))
 
 
@@ -608,7 +608,7 @@ def segments_of_tiles(problem, device, arrays, shared=False) -> BackwardSegments
     return backward if worth_tiles(problem, backward.count, device, shared) else NO_PULLBACK
 
 
-def backward_segments(blocks, longest, capacity, K, V) -> int:
+def cheapest_backward_count(blocks, longest, capacity, K, V) -> int:
     """The fewest segments of a sequence whose cost is at most COST_TOLERANCE times the least, on a card of `capacity`
     multiprocessors."""
     most = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * capacity // max(blocks, 1))
