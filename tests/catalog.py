@@ -158,11 +158,11 @@ def delta_rules():
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
-        if K in gated.TILES or prepare is not delta.DeltaDplrPrepare and T != SINGLE:
+        if K in gated.TILES or T != SINGLE:
             yield prepare(T, G, K, gradient)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
-        if K > gated.TILES[-1] and (two_writes or T == SINGLE):
+        if K > gated.TILES[-1] and T == SINGLE:
             continue  # such wide keys go token by token
         ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES and outputs else ()
         for ring in (2,) if T == SINGLE else (2, 3):

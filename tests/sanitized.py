@@ -297,9 +297,10 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays, _ = drawn(KDA, rng, (1, 1, T, 60, 64), dtype)
         yield run(kda, *arrays)
         yield run(backward, kda, *arrays)
-    arrays, _ = drawn(GATED_DELTA_RULE, rng, (1, 2, 37, 130, 64), SINGLE)
-    yield run(gated_delta_rule, *arrays)
-    yield as_filled(run, backward, gated_delta_rule, *arrays)
+    for op, function in ((GATED_DELTA_RULE, gated_delta_rule), (DELTA_RULES[-1], rwkv7)):
+        arrays, _ = drawn(op, rng, (1, 2, 37, 130, 64), SINGLE)
+        yield run(function, *arrays)
+        yield as_filled(run, backward, function, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

@@ -192,8 +192,6 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
       return [&](int i, int across) { return transpose_pairs(packed[i / 16][i % 16 / 8 * 2 + across / 8]); };
     };
     if constexpr (BACK) {
-      float P[BT / 8][4] = {}, dresidual[BT / 8][4];
-      read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
       if constexpr (OUTPUTS && TWO_WRITES) {
         float dv[BT / 8][4] = {};
         read_transposed<BK>(dv, S, prepared.Z[0]);
@@ -201,6 +199,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
         pack_tokens<T>(packed, dv);
         store(args.dv, transposed_pairs(packed), columns, bytes);
       }
+      float P[BT / 8][4] = {}, dresidual[BT / 8][4];
+      read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
       if constexpr (OUTPUTS) {
 #pragma unroll
         for (int n = 0; n < BT / 8; ++n)

@@ -260,8 +260,16 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 #pragma unroll
   for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
     const int n = piece + task.lane;
+    if (task.LANES > BLOCK * 8 && n >= BLOCK * 8) break;
     *reinterpret_cast<uint4*>(&M[task.first + n / 8][n % 8 * 4]) = uint4{};
   }
+}
+
+// A number of the block's for each lane l % PAIRS, in the gaps between the rows of its tokens.
+template <int BK> __device__ __forceinline__ float& in_gap(float (&M)[BT][LD], const BlockTask<BK>& task) {
+  static_assert(LD == BT + 4 && PAIRS == 4 * BLOCK);
+  const int n = task.lane % PAIRS;
+  return M[task.first + n / 4][BT + n % 4];
 }
 
 // Calls f(i, j, scores of the first kind of rows, scores of the second kind) for this lane's scores of token i with

@@ -160,10 +160,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized);
   BlockOfTokens block;
   float score = read_block<BK>(block, s.q, s.k, s.g, s.lengths);
-  // If a block of tokens has two warps, the second one gives its sums to the first one, in the gaps between M's rows.
-  const int pair_number = task.lane & PAIRS - 1;
-  float& other_half = s.M[task.first + pair_number / 4][BT + pair_number % 4];
-  static_assert(LD == BT + 4 && PAIRS == 4 * BLOCK);
+  // If a block of tokens has two warps, the second one gives its sums to the first one.
+  float& other_half = in_gap(s.M, task);
   if (task.LANES > 32 && task.lane >= 32 && task.lane < 32 + PAIRS) other_half = score;
   *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
   if (__syncthreads_or(block.largest > GROWTH)) {  // decays of blocks are in shared memory; inputs may be overwritten

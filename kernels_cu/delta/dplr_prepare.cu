@@ -22,12 +22,13 @@
 // barriers  eight of the block: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) |
 //           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
 //           in shared memory, and their operands have been read and may be overwritten. One of two warps: N22 of
-//           `solve` is stored. One more in prepare_by_tokens, in place of those from the third on
+//           `solve` is stored. One more in prepare_by_tokens, in place of those from the third on, and one in
+//           set_lengths if BK is 256
 // numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
 //           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
 //           grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
-// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -96,11 +97,12 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
   };
   union {
-    // AK is written while block_decays is still read: AB, which takes no less memory, keeps the two apart.
-    static_assert(sizeof(float[BLOCKS][BK]) <= sizeof(float[BT][LD]));
-    float block_decays[BLOCKS][BK];
     struct {
-      float AB[BT][LD], AK[BT][LD];  // Aab' and Aak'
+      union {
+        float block_decays[BLOCKS][BK];
+        float AB[BT][LD];  // Aab'
+      };
+      float AK[BT][LD];  // Aak', which is written while block_decays is still read
     };
     struct {
       Matrix<T> B, H;
@@ -196,6 +198,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   }
   if (const int i = threadIdx.x; i < BT) s.weight[i] = a_lengths.power[i] * column_lengths[1].power[i];
   clear_rows(s.QB, task), clear_rows(s.AK, task);  // zeros above the diagonals; those of QK and AB are not read
+  // If a block of tokens has two warps, the second one gives its sums to the first one.
+  const auto other_half = [&](int kind) -> float& { return in_gap(kind ? s.AK : s.QK, task); };
+  if (task.LANES > 32 && task.lane >= 32 && task.lane < 32 + PAIRS)
+    other_half(0) = block.scores[0], other_half(1) = block.scores[1];
   // before, after: the decays from the chunk's start to the block, and from the block to the chunk's end.
   float4 before, after;
   each_border<BK>(
@@ -235,8 +241,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     else (kind ? s.AB : pair.strict ? s.AK : s.QK)[i][j] = x;
   };
   // Lanes 0 to 15 have the same scores as lanes 16 to 31, if these are of the same block.
-  if (task.LANES == 32) put_score(task.lane / PAIRS, task.lane < PAIRS ? block.scores[0] : block.scores[1]);
-  else put_score(0, block.scores[0]), put_score(1, block.scores[1]);
+  if (task.LANES < 32) {
+    put_score(0, block.scores[0]), put_score(1, block.scores[1]);
+  } else if (task.lane < 32) {
+    const int kind = task.lane / PAIRS;
+    float score = kind ? block.scores[1] : block.scores[0];
+    if (task.LANES > 32) score += other_half(kind);
+    put_score(kind, score);
+  }
   score_borders<BK, THREADS>(s.rows, s.decayed_columns, [&](int i, int j, float2 q_scores, float2 a_scores) {
     put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
     *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;

@@ -8,7 +8,7 @@ checks all of these. What the arrays in `arguments` hold stands in the head of t
 The state of a head is [K, V]: K channels by V columns. The kernels compute a head of values at a time; `group` of these
 share a head of queries and keys. A *walk* is a kernel whose blocks go from chunk to chunk, or from token to token, and
 hold the state, or its gradient, in registers. Sequences are cut into *segments* if there are too few walks to fill the
-card: `delta_segments`. K is at most 128 in chunks, 256 token by token; chunks take no float64.
+card: `delta_segments`. K is at most 256, in float32 128 in chunks; chunks take no float64.
 
 Fields that classes share: `dtype` of q, k, v and o; `gate`, the dtype of g and of beta; BK and BV, the channels and
 columns of the state that a block computes; BK >= K, but for blocks with a part of the channels. Arguments that kernels
