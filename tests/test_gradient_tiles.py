@@ -134,6 +134,14 @@ def test_tiles_under_a_shared_gate(op, dtype):
     assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256, T=2048, H=64), EmulatedDevice(90)).tiles) == taken
 
 
+@pytest.mark.parametrize("op, products", [(RETENTION, 1), (LINEAR_ATTENTION, 1), (SIMPLE_GLA, 3)])
+def test_only_sums_over_channels_are_multiplied_in_float32(op, products):
+    """On other cards the gate is spread over the channels, but no gradient of a gate without tokens is wanted."""
+    plan = planned.plan_of(large(op, K=64, V=64, T=64, H=2), EmulatedDevice(80))
+    kernels = [step.kernel for step in plan.launches if step.kernel.name.startswith("gated_backward")]
+    assert len(kernels) == 3 and {kernel.products for kernel in kernels} == {products}
+
+
 @pytest.mark.pairwise("gate", "gate_dtype")
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])

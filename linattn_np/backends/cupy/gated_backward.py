@@ -27,25 +27,25 @@ from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, common_bytes
 from .rank_summary import RankSummary
-from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SHORT, SMALL, TILED
+from .segments import COPIED, HOPPER, PORTABLE, SHORT, SMALL, TILED
 
 STATE_BYTES = 1 << 27  # the states and gradients of so many bytes may be stored at a time, however small the inputs are
 
 
-def plan_vjp(problem, device, do, dht, saved=None, summaries=(), gate=OF_CHANNELS):
+def plan_vjp(problem, device, do, dht, saved=None, summaries=(), sums_dg=False):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None).
 
     saved : (the states at the segments' starts,) if the forward pass has saved them; None if forward passes of such
         problems never save them; () if only this one did not, as the problem had no `gradient`: the states are then
         computed again in the same way, so that the gradients have the same bits
     summaries : those that a plan of `plan_summary_vjp` has saved for the same `do`
-    gate : the kind of gates, for `segments.backward_cut`
+    sums_dg : whether dg is then summed over the channels, which share a gate
     """
 
     def plan_of_copies(copied_problem, do, dht):
-        return plan_vjp(copied_problem, device, do, dht, gate=gate)
+        return plan_vjp(copied_problem, device, do, dht, sums_dg=sums_dg)
 
-    cut = segments.backward_cut(problem, device, do, gate, saved, bool(summaries))
+    cut = segments.backward_cut(problem, device, do, sums_dg, saved, bool(summaries))
     if cut.way == COPIED:
         return aligned_copies.plan_on_copies(problem, plan_of_copies, do, dht)
     draft, bonus = Draft(), problem.arrays.get("u")

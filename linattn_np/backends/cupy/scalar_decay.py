@@ -34,7 +34,7 @@ from .gated_kernels import PANEL
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
-from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
+from .segments import HOPPER, PORTABLE, TILED
 
 COLUMNS_MULTIPLE = 4  # of which [S | z] has a multiple: float32 columns in 16 bytes
 # What `explain` prints if the gate is copied to every channel, by operator; NO_GATE_REASON for operators without gates.
@@ -380,8 +380,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
         return aligned_copies.plan_on_copies(gla, plan_of_copies, do, dht, keep="g")
     cut = segments.scalar_backward_cut(gla, device, bool(summaries))
     if cut.way == PORTABLE:
-        gate = SHARED_GATE if wants_dg else UNWANTED_GATE
-        return gated_backward.plan_vjp(with_gate_of_every_channel(draft, gla, reason), device, do, dht, gate=gate)
+        spread = with_gate_of_every_channel(draft, gla, reason)
+        return gated_backward.plan_vjp(spread, device, do, dht, sums_dg=wants_dg)
     gla_draft = Draft()
     if cut.way == TILED or cut.kernels[0].gate == FLOAT32:
         gla = with_float32_gate(gla_draft, gla)

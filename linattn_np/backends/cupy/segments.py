@@ -475,11 +475,6 @@ def narrow_blocks(heads, V, longest, device) -> bool:
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
-# The kinds of gates in a pullback: every channel has a gate of its own; all share one, whose gradient is the sum of the
-# channels' gradients; all share one, and its gradient is not wanted.
-OF_CHANNELS, SHARED_GATE, UNWANTED_GATE = "of channels", "shared", "shared, without a gradient"
-
-
 @dataclass(frozen=True, eq=False)
 class BackwardCut:
     """How a pullback is computed."""
@@ -494,13 +489,12 @@ class BackwardCut:
     forward: ForwardCut | None = None  # a forward pass that computes the states at the segments' starts, if none saved
 
 
-def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=False) -> BackwardCut:
-    """How the pullback is computed for gates [B, H, T, K], which for a shared `gate` are copies of it for every
-    channel.
+def backward_cut(problem, device, do, sums_dg=False, saved=None, summarised=False) -> BackwardCut:
+    """How the pullback is computed for gates [B, H, T, K].
 
-    The gradient of a shared gate is a sum over channels, which must not be rounded often. So the portable kernels then
-    multiply half-precision data in float32; and tiles of the state, whose terms of this sum are rounded, are taken only
-    if that gradient is not wanted.
+    With `sums_dg` these are copies of a gate that all channels share, whose gradient is the sum of theirs. It must not
+    be rounded often. So the portable kernels then multiply half-precision data in float32; and no tiles of the state
+    are taken, since their terms of this sum are rounded.
 
     saved : the states at the segments' starts or none, as in `gated_backward.plan_vjp`
     summarised : whether the segments are summarised already
@@ -516,7 +510,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
             if not forward.gives_starts:
                 forward = None
         return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, summarised, forward)
-    if gate != SHARED_GATE:
+    if not sums_dg:
         of_tiles = segments_of_tiles(problem, device, arrays)
         if of_tiles.count:
             return BackwardCut(TILED, device, of_tiles.count, short=of_tiles.short)
@@ -524,7 +518,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=F
         return BackwardCut(COPIED, device)
     if are_small(problem, device):
         return small_backward_cut(problem, device)
-    return portable_backward_cut(problem, device, gate)
+    return portable_backward_cut(problem, device, sums_dg)
 
 
 def small_backward_cut(problem, device):
@@ -535,10 +529,10 @@ def small_backward_cut(problem, device):
     return BackwardCut(SMALL, device, P, (kernel,), summary)
 
 
-def portable_backward_cut(problem, device, gate):
-    """The cut for the portable kernels."""
+def portable_backward_cut(problem, device, sums_dg):
+    """The cut for the portable kernels; `sums_dg` as in `backward_cut`."""
     (N, H, K, V), half = problem.shape("N H K V"), problem.dtype.itemsize == 2
-    products = 3 if gate != OF_CHANNELS and half else tf32_products(problem)
+    products = 3 if sums_dg and half else tf32_products(problem)
     instance = read_order(problem.op), problem.dtype, gate_dtype(problem), products
 
     def blocks(states):
