@@ -134,6 +134,13 @@ def test_tiles_under_a_shared_gate(op, dtype):
     assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256, T=2048, H=64), EmulatedDevice(90)).tiles) == taken
 
 
+@pytest.mark.parametrize("op", [RETENTION, LINEAR_ATTENTION, SIMPLE_GLA])
+def test_wide_uneven_rows_under_a_shared_gate_are_copied(op):
+    """Tiles take copies of any number of channels; Hopper's forward kernels take 256 channels at most."""
+    plan = planned.plan_of(large(op, K=301, V=140, T=2048, H=64), EmulatedDevice(90))
+    assert plan.tiles["tiles"] == 6 and "scalar_decay_sm90_weighted_sums" in planned.names(plan)
+
+
 @pytest.mark.parametrize("op, products", [(RETENTION, 1), (LINEAR_ATTENTION, 1), (SIMPLE_GLA, 3)])
 def test_only_sums_over_channels_are_multiplied_in_float32(op, products):
     """On other cards the gate is spread over the channels, but no gradient of a gate without tokens is wanted."""

@@ -271,7 +271,8 @@ def plan_gla(draft, gla, device, reason, summaries=()):
     for every channel, which `draft` makes; `reason` is what `explain` prints for that copy."""
     if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
-    if gla.mode == "chunk" and segments.only_copies_fit_hopper(gla, device, [gla[name] for name in "qkv"]):
+    uneven = segments.only_copies_fit_hopper(gla, device, [gla[name] for name in "qkv"])
+    if uneven and gla.mode == "chunk" and segments.fits_two_blocks(gla):
         return aligned_copies.plan_on_copies(gla, lambda copies: plan_gla(draft, copies, device, reason), keep="g")
     cut = segments.scalar_forward_cut(gla, device)
     if cut is None:

@@ -198,10 +198,15 @@ def fits_hopper(problem, device, arrays) -> bool:
     return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
+def fits_two_blocks(problem) -> bool:
+    """Whether a problem has at most the channels of two blocks, as Hopper's own forward kernels take them."""
+    return problem.sizes["K"] <= 2 * TILES[-1]
+
+
 def fits_hoppers_forward(problem, device, arrays) -> bool:
-    """Whether a problem is computed by Hopper's own kernel: it has at most the channels of two blocks."""
+    """Whether a problem is computed by Hopper's own forward kernels."""
     arrays = [*arrays, *([] if problem.out is None else [problem.out])]
-    return problem.sizes["K"] <= 2 * TILES[-1] and fits_hopper(problem, device, arrays)
+    return fits_two_blocks(problem) and fits_hopper(problem, device, arrays)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -314,13 +319,15 @@ def copies_are_faster(problem, device) -> bool:
         return False
     if small or problem.spans.longest <= FEW_TOKENS:
         return load_slowly(arrays, LEAST_PIECE_OF_SMALL)
-    return only_copies_fit_hopper(problem, device, arrays) or load_slowly(arrays, LEAST_PIECE)
+    if fits_two_blocks(problem) and only_copies_fit_hopper(problem, device, arrays):
+        return True
+    return load_slowly(arrays, LEAST_PIECE)
 
 
 def only_copies_fit_hopper(problem, device, arrays) -> bool:
     """Whether Hopper's own kernels can read `arrays` only as copies, since rows are no whole pieces of 16 bytes."""
-    kernels = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
-    return kernels and all(x.size for x in arrays) and not mappable_once_copied(arrays)
+    has_kernels = device.capability == 90 and problem.dtype.itemsize == 2
+    return has_kernels and all(x.size for x in arrays) and not mappable_once_copied(arrays)
 
 
 def load_slowly(arrays, least_piece) -> bool:
