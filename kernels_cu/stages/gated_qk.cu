@@ -3,7 +3,8 @@
 // math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j);
 //           b_i the sum of log gates from the chunk's start through token i, e_j from after j to its end
 // shapes    q k b e qg kg [B, H, T, K]; q k float32, float16 or bfloat16, b e qg kg float32; or all six float64
-// grid      a block for every (batch, head, chunk), batch slowest; 128 threads, a channel a thread
+// grid      a block for every (batch, head, chunk), batch slowest; 128 threads: each has a channel, and with K <= 64
+//           every second, fourth, ... group of FLIGHT tokens
 // smem      none
 // barriers  none
 // numerics  one exp a value; exp(-inf) is 0
@@ -31,15 +32,20 @@ template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3)
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), H = u32(shape.H), head = blockIdx.x / NC, h = head % H, batch = head / H;
   const Span span = chunk_tokens(shape, blockIdx.x % NC);
+  // `lanes` threads, K rounded up to a power of 2, take a group of tokens; as many groups as fit are taken at a time.
+  u32 lanes = 1;
+  while (lanes < blockDim.x && lanes < shape.K) lanes *= 2;
+  const i64 own_start = span.start + threadIdx.x / lanes * FLIGHT;
+  const u32 others = (blockDim.x / lanes - 1) * FLIGHT;  // tokens of other threads between two groups of this one
 #pragma unroll 1
-  for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
-    const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };
+  for (i64 channel = threadIdx.x % lanes; channel < shape.K; channel += lanes) {
+    const auto first_row = [&](const auto& x) { return x.row(batch, h, own_start) + channel; };
     auto q = first_row(args.q), k = first_row(args.k);
     // RWKV-6: the pointer b is a token behind the others. For the chunk's first token it is not read.
     auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.token_stride : 0), e = first_row(args.e);
     auto qg = first_row(args.qg), kg = first_row(args.kg);
 #pragma unroll 1
-    for (i64 first = span.start; first < span.stop; first += FLIGHT) {
+    for (i64 first = own_start; first < span.stop; first += FLIGHT + others) {
       FloatOrDouble<T> query[FLIGHT], key[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
 #pragma unroll
       for (int n = 0; n < FLIGHT; ++n, q += args.q.token_stride, k += args.k.token_stride, b += args.b.token_stride,
@@ -55,6 +61,9 @@ template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3)
         *qg = query[n] * decay_of(from_start[n]);
         *kg = key[n] * decay_of(to_end[n]);
       }
+      q += others * args.q.token_stride, k += others * args.k.token_stride;
+      b += others * args.b.token_stride, e += others * args.e.token_stride;
+      qg += others * args.qg.token_stride, kg += others * args.kg.token_stride;
     }
   }
 }
