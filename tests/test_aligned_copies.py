@@ -72,6 +72,28 @@ def test_forward(kernels, rng, op, layout, given):
     assert_results(OPERATORS[op], arrays, found, BFLOAT16, initial_state=state, **packed)
 
 
+@pytest.mark.pairwise(half="dtype")
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_five_stages(kernels, rng, op, dtype):
+    """Stages load numbers of rows one by one where no copy has whole pieces."""
+    sizes = {**SIZES, "K": 19}
+    arrays, state = draw(op, rng, sizes, dtype), draw_states(op, rng, sizes, np.float32)[0]
+    options = {"initial_state": kernels.asarray(state), "output_final_state": True, "mode": "staged"}
+    found = kernels.run(OPERATORS[op], *map(kernels.asarray, arrays), **options)
+    assert_results(OPERATORS[op], arrays, list(map(kernels.tohost, found)), dtype, initial_state=state)
+    for K, copies in ((19, 1), (20, 0)):
+        names = planned.names(planned.plan_of(large_rows(op, K, dtype), planned.Noting()))
+        assert names.count("elementwise_copy_rows") == copies and names.count("stages_combine") == 1
+
+
+def large_rows(op, K, dtype):
+    """A call by stages of rows [K] and [16] that is only planned."""
+    sizes = {"B": 1, "H": 2, "T": 500, "K": K, "V": 16}
+    arrays = [np.zeros([sizes[axis] for axis in axes.split()], dtype) for axes in op.arrays.values()]
+    return op.bind(arrays, mode="staged")
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_time_backwards(kernels, rng, layout, monkeypatch):
