@@ -81,6 +81,54 @@ __device__ __forceinline__ void load_operand_rows(u32 (&a)[N][4], T (&tile)[PANE
   for (int n = 0; n < N; ++n) ldmatrix_x4(a[n], ldmatrix_row(tile, row, n));
 }
 
+// The products below are issued, not waited for; each is a group. N / 32 panels of 64 columns, or 2 N rows, make the N
+// accumulators of a lane. Descriptors count 16 bytes: the next 16 rows of a panel are 128 on, its next 16 columns 2 on.
+//
+// sum = the tile's rows, weighted by `a` [64, rows] and summed; or what sum holds and that, if it accumulates.
+template <typename T, int N, int DEPTHS, int PANELS, int SIZE>
+__device__ __forceinline__ void issue_weighted_sum(float (&sum)[N], const u32 (&a)[DEPTHS][4], T (&tile)[PANELS][SIZE],
+                                                   bool accumulates) {
+  static_assert(2 * N == PANELS * PANEL && DEPTHS * 16 * PANEL == SIZE);
+  const u64 b = mn_major_tile(tile[0], sizeof tile[0]);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < DEPTHS; ++n) wgmma<T, 2 * N, MN_MAJOR>(sum, a[n], b + n * 128, n > 0 || accumulates);
+  wgmma_commit();
+}
+// The columns 16 n to 16 n + 15 of a tile, as a descriptor less that of its first ones.
+template <typename T, int PANELS, int SIZE> __device__ __forceinline__ int columns_offset(T (&)[PANELS][SIZE], int n) {
+  return n / 4 * int(sizeof(T[SIZE]) / 16) + n % 4 * 2;
+}
+// sum [64, rows] = a [64, columns] by the transposed tile: the scores of its rows.
+template <typename T, int N, int DEPTHS, int PANELS, int SIZE>
+__device__ __forceinline__ void issue_scores(float (&sum)[N], const u32 (&a)[DEPTHS][4], T (&tile)[PANELS][SIZE]) {
+  static_assert(2 * N * PANEL == SIZE && DEPTHS * 16 == PANELS * PANEL);
+  const u64 b = k_major_tile(tile[0]);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < DEPTHS; ++n) wgmma<T, 2 * N, K_MAJOR>(sum, a[n], b + columns_offset(tile, n), n > 0);
+  wgmma_commit();
+}
+// The same with a tile's 64 rows from `row` on as `a`.
+template <typename T, int N, int PANELS, int ROWS, int SIZE>
+__device__ __forceinline__ void issue_scores(float (&sum)[N], T (&a_tile)[PANELS][ROWS], int row,
+                                             T (&tile)[PANELS][SIZE]) {
+  static_assert(2 * N * PANEL == SIZE);
+  const u64 a = k_major_tile(a_tile[0] + row * PANEL), b = k_major_tile(tile[0]);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < PANELS * PANEL / 16; ++n)
+    wgmma<T, 2 * N, K_MAJOR>(sum, a + columns_offset(a_tile, n), b + columns_offset(tile, n), n > 0);
+  wgmma_commit();
+}
+// Rounds accumulators [64, 2 N] to T, as operands A of wgmma for a product over their columns.
+template <typename T, int N> __device__ __forceinline__ void round_operands(u32 (&a)[N / 8][4], const float (&x)[N]) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[n][r] = pack<T>(x[8 * n + 2 * r], x[8 * n + 2 * r + 1]);
+}
+
 // Gradients ds of the scores of 64 keys and 64 queries, as backward_keys.cu stores them for query_gradient.cu: operands
 // A of wgmma with keys as rows, in the order of a warpgroup's registers. A lane has 16 bytes of every 16 queries.
 struct ScoreGradients {
@@ -131,6 +179,37 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const StridedRo
           *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + i) * PANEL + ((piece ^ i) & 7) * 8);
   }
   order_reads_before_copies();  // this warp has read its rows
+}
+
+// Waits until at most RUNNING groups run; then the sums of the others may be read.
+template <int RUNNING, int... N> __device__ __forceinline__ void wait_for(float (&... sums)[N]) {
+  wgmma_wait<RUNNING>();
+  (wgmma_fence_operand(sums), ...);
+}
+
+// Whether the copy engine may still read the tile from which this warp's store_rows stored last. Lane 0 knows.
+struct PendingStore {
+  bool pending = false;
+
+  __device__ __forceinline__ void begin() { pending = threadIdx.x % 32 == 0; }
+  // Waits for the store, then arrives at the barrier that lets the producer overwrite the tile.
+  __device__ __forceinline__ void release(MBarrier& empty) {
+    if (!pending) return;
+    tensor_store_wait();
+    mbarrier_arrive(empty);
+    pending = false;
+  }
+};
+
+// This warp has read what the barrier guards: one of the arrivals that its phase counts.
+__device__ __forceinline__ void release(MBarrier& empty) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+}
+
+// The barriers of N stages: a stage is full when the producer has arrived and all announced bytes have, and empty when
+// each of WARPS consuming warps has arrived. By thread 0.
+template <int WARPS, int N> __device__ __forceinline__ void init_stages(MBarrier (&full)[N], MBarrier (&empty)[N]) {
+  for (int n = 0; n < N; ++n) mbarrier_init(full[n], 1), mbarrier_init(empty[n], WARPS);
 }
 
 // The factor of a product q . k in tanh(product scale / cap), from float64 arguments. `opaque` keeps the compiler from

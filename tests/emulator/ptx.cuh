@@ -348,10 +348,12 @@ static Phases* phases(const char* call, MBarrier& b, Where where) {
   return phases;
 }
 
-static void end_phase(Phases* phases) {
-  if (phases->pending || phases->coming) return;
+// Returns whether the phase is over.
+static bool end_phase(Phases* phases) {
+  if (phases->pending || phases->coming) return false;
   phases->pending = phases->arrivals;
   phases->parity ^= 1;
+  return true;
 }
 
 static bool phase_over(const void* operand) {
@@ -368,11 +370,22 @@ inline void mbarrier_init(MBarrier& b, u32 arrivals, emulator::Where where = emu
   *reinterpret_cast<emulator::Phases*>(&b) = {u16(arrivals), u16(arrivals), 0, 0, emulator::MARK};
 }
 
+namespace emulator {
+
+// Returns whether the phase is over.
+static bool arrive_once(MBarrier& b, Where where) {
+  Phases* own = phases("mbarrier_arrive", b, where);
+  EMULATOR_CHECK(own->pending > 0, "one arrival too many (%s:%d)", where.file, where.line);
+  --own->pending;
+  return end_phase(own);
+}
+
+}  // namespace emulator
+
+// Whoever waited for the phase runs first: if it overwrites what this thread still needs, results are wrong.
 inline void mbarrier_arrive(MBarrier& b, emulator::Where where = emulator::here()) {
-  emulator::Phases* phases = emulator::phases("mbarrier_arrive", b, where);
-  EMULATOR_CHECK(phases->pending > 0, "one arrival too many (%s:%d)", where.file, where.line);
-  --phases->pending;
-  emulator::end_phase(phases);
+  if (emulator::arrive_once(b, where))
+    emulator::wait_until("mbarrier_arrive", where, [](const void*) { return true; }, nullptr);
 }
 
 inline void mbarrier_wait(MBarrier& b, u32 parity, emulator::Where where = emulator::here()) {
@@ -404,7 +417,7 @@ inline void mbarrier_arrive_at_other_block(MBarrier& b, emulator::Where where = 
   MBarrier& there = *emulator::at_peer(&b);
   const int here = emulator::rank;
   emulator::enter(here ^ 1);  // its shared memory is what a barrier must lie in
-  mbarrier_arrive(there, where);
+  emulator::arrive_once(there, where);
   emulator::enter(here);
 }
 

@@ -17,27 +17,32 @@
 // numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
 //           product to the next in registers
-// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128
-// order     `consume`: a tile is released after the wait for the product that reads it. Waits are where the assembler
-//           lets products run beside other work
-// tests     test_softmax_attention; test_compile (no spills)
+// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128; CAPPED: softcap > 0. `statistics`
+//           are there: from backward_queries.cu, or statistics.cu if ds is stored
+// order     of statements: where no comment gives another reason, time alone decides it
+// tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
+//           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
+//           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
 //   consume_and_produce<2, n, m>: two warpgroups, of n registers a thread, call the first function; one more thread, of
 //     m registers, the second
-//   k_major_tile(tile), mn_major_tile(tile, panel): wgmma's descriptor of a tile of which columns, or rows, are summed.
-//     panel: the bytes from a panel of 64 columns to the next
 //   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
-//     caller announces at the barrier; load_operand_rows: 64 rows as operands
-//   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
+//     caller announces at the barrier; load_operand_rows: 64 rows as operands; copy_bulk: starts a copy whose bytes the
+//     caller announces likewise
+//   issue_scores(sum, a, tile): starts sum = a @ tile^T, a product over columns; issue_weighted_sum(sum, a, tile,
+//     accumulates): sum = a @ tile, or sum += a @ tile. Each is a group of its own. wait_for<N>(sum): waits until the N
+//     latest groups at most run; `sum` is complete then
+//   wgmma_fence_operand(x): the compiler moves no access of x over it
+//   round_operands(a, x): sums x, rounded, as the operand of a product over their columns
+//   release(barrier): this warp arrives; order_reads_before_copies: orders a warp's reads before the copies that a
+//     later arrival at a barrier allows
 //   store_rows(map, rows, width, x, factor, factor, ...): stores a warp's 16 rows; a factor for each of the lane's two
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0. Rows are
 //     keys here: a key is seen from `right` tokens before its position to `left` after it, hence the arguments' order
-//   copy_bulk: starts a copy whose bytes the caller announces likewise
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
 //   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
 //     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the
@@ -58,6 +63,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int D> struct alignas(1024) Shared {
+  static_assert(D == 64 || D == 128);
   static constexpr int STAGES = 3;
   Tile<T, D, KEYS> k[2], v[2];
   Tile<T, D, QUERIES> q[STAGES];
@@ -112,8 +118,14 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   }
 }
 
-// A consuming warpgroup: its 64 keys of each of the block's key tiles. In a lane's accumulators of products [64, N],
-// numbers 4 n + 2 half + i are of key `row` + 8 half and column 8 n + 2 (lane % 4) + i.
+// A consuming warpgroup: its 64 keys of each of the block's key tiles. A step is a query tile and its four products:
+//   issued in            product                         waited for in        releases then
+//   issue_scores_and_dp  scores = k q^T, dp = v do^T     the loop; add_dv     -
+//   add_dv               dv += p do                      end_step             do and the statistics, if read
+//   the next step        dk += ds q                      the next add_dv      q
+// For the last query tile of a key tile the next step is the first one of the next key tile.
+// In a lane's accumulators of products [64, N], numbers 4 n + 2 half + i are of key `row` + 8 half and column 8 n + 2
+// (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
@@ -127,21 +139,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
   constexpr bool IN_REGISTERS = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
   u32 k[IN_REGISTERS ? D / 16 : 1][4], v[IN_REGISTERS ? D / 16 : 1][4];
-  bool store_pending = false;  // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
+  PendingStore stored;         // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
   int tiles, end;              // the number of a head's query tiles; the last one's index plus 1
   int tiles_left, heads_left;  // the current query tile is end - tiles_left; heads_left: with the current one
   int first_diagonal, length;  // query position of the key tile's first row; number of queries of the sequence
 
-  auto release = [&](MBarrier& b) {
-    if (lane == 0) mbarrier_arrive(b);
-  };
-  auto release_stored_tile = [&] {  // lane 0: once dk and dv have been stored, the producer may copy k and v there
-    if (store_pending) {
-      tensor_store_wait();
-      mbarrier_arrive(s.empty[kv.stage ^ 1]);
-      store_pending = false;
-    }
-  };
   auto skip_hidden_tiles = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
     while (tiles_left > 1 &&
            (end - tiles_left) * QUERIES + QUERIES - 1 < first_diagonal + warpgroup_row - int(args.right)) {
@@ -153,7 +155,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --tiles_left;
     }
   };
-  auto begin_tile = [&](const Work& work) {
+  auto begin_tile = [&](const Work& work) {  // loads a key tile's numbers, and k and v IN_REGISTERS
     tiles = tiles_left = warp_uniform(work.tiles), end = warp_uniform(work.first_tile + work.tiles),
     heads_left = int(args.group);
     first_diagonal = warp_uniform(work.diagonal), length = warp_uniform(work.other_length);
@@ -161,50 +163,17 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       load_operand_rows(k, s.k[kv.stage], warpgroup_row), load_operand_rows(v, s.v[kv.stage], warpgroup_row);
     skip_hidden_tiles();
   };
-  // Issues a product of 16 columns, from 16 n on, of keys or values with a tile of q or do. The keys or values are the
-  // registers `a` if IN_REGISTERS, otherwise the tile described by `a_tile`. Descriptors count 16 bytes: the next 16
-  // columns are 2 on, the next panel of 64 columns KEYS * 128 / 16 on in tiles of k and v, QUERIES * 128 / 16 on in
-  // tiles of q and do.
-  auto multiply_columns = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 a_tile, u64 b_tile, int n) {
-    const u64 b = b_tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
-    if constexpr (IN_REGISTERS) wgmma<T, QUERIES, K_MAJOR>(sum, a, b, n > 0);
-    else wgmma<T, QUERIES, K_MAJOR>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
-  };
   // A sequence's last tile has rows of the next sequence, which become zeros. Their L is infinite, their delta is 0.
-  auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: scores = k q^T, dp = v do^T
+  auto issue_scores_and_dp = [&] {  // two products with keys as rows: scores = k q^T, dp = v do^T
     const int valid = length - (end - tiles_left) * QUERIES;
-    const u64 k_tile = k_major_tile(s.k[kv.stage][0] + warpgroup_row * PANEL),
-              v_tile = k_major_tile(s.v[kv.stage][0] + warpgroup_row * PANEL);
-    const u64 q_tile = k_major_tile(s.q[q.stage][0]), do_tile = k_major_tile(s.do_[q.stage][0]);
     mbarrier_wait(s.q_full[q.stage], q.parity);
     if (valid < QUERIES) zero_rows(s.q[q.stage], valid, warpgroup);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < D / 16; ++n) multiply_columns(scores, k[IN_REGISTERS ? n : 0], k_tile, q_tile, n);
-    wgmma_commit();
+    if constexpr (IN_REGISTERS) issue_scores(scores, k, s.q[q.stage]);
+    else issue_scores(scores, s.k[kv.stage], warpgroup_row, s.q[q.stage]);
     mbarrier_wait(s.do_full[q.stage], q.parity);
     if (valid < QUERIES) zero_rows(s.do_[q.stage], valid, warpgroup);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < D / 16; ++n) multiply_columns(dp, v[IN_REGISTERS ? n : 0], v_tile, do_tile, n);
-    wgmma_commit();
-  };
-  // Issues the product of the operand `a` and a tile of q or do: sum = a @ tile, or sum += a @ tile if `accumulates`
-  // (OVERWRITE is false).
-  auto multiply_tile = [&](float (&sum)[D / 2], const u32(&a)[QUERIES / 16][4], const T* tile, bool accumulates) {
-    const u64 b = mn_major_tile(tile, QUERIES * 128);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < QUERIES / 16; ++n)
-      wgmma<T, D, MN_MAJOR>(sum, a[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
-    wgmma_commit();
-  };
-  // Rounds x to T, as operand A.
-  auto pack_operand = [&](u32(&a)[QUERIES / 16][4], const float (&x)[QUERIES / 2]) {
-#pragma unroll
-    for (int n = 0; n < QUERIES / 16; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[n][i] = pack<T>(x[8 * n + 2 * i], x[8 * n + 2 * i + 1]);
+    if constexpr (IN_REGISTERS) issue_scores(dp, v, s.do_[q.stage]);
+    else issue_scores(dp, s.v[kv.stage], warpgroup_row, s.do_[q.stage]);
   };
   // Calls f(index of an element of this lane's accumulators, L and delta of the element's query).
   auto each_column = [&](auto f) {
@@ -237,7 +206,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       for (int n = 0; n < QUERIES / 2; ++n)
         if (row + n / 2 % 2 * 8 >= tokens) dp[n] = 0.f;
   };
-  auto store_ds = [&] {
+  auto store_ds = [&] {  // if args.ds is given
     if (!args.ds) return;
     const int head = int(args.group) - heads_left;
     const int entry = s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - tiles_left;
@@ -255,25 +224,22 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
     store_rows(args.dk, args.dk_out, args.K, dk, factor, factor, s.k[stage], warpgroup_row, work);
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[stage], warpgroup_row, work);
-    store_pending = lane == 0;
+    stored.begin();
   };
-  // Issues dv = p do, or dv += p do if `accumulates`, and waits for dp.
-  auto multiply_do = [&](bool accumulates) {
-    // Registers are too few for p beside ds, which dk's product reads: it ends before p is written.
-    if (D == 128) wgmma_wait<0>();
-    pack_operand(p, scores);
+  // Issues dv = p do, or dv += p do if `accumulates`. Waits for dp, and for dk, which was issued before.
+  auto add_dv = [&](bool accumulates) {
+    if (D == 128) wgmma_wait<0>();  // for dk: registers are too few for p beside ds, which dk's product reads
+    round_operands<T>(p, scores);
     if (CAPPED) each_column([&](int n, float L, float) { scores[n] *= slope_of_cap(scores[n], L, scale); });
-    multiply_tile(dv, p, s.do_[q.stage][0], accumulates);
-    wgmma_wait<1>();
-    wgmma_fence_operand(dp);
+    issue_weighted_sum(dv, p, s.do_[q.stage], accumulates);
+    wait_for<1>(dp);
   };
   auto end_step = [&] {  // computes ds while dv's product runs, then waits for dv
     differentiate_scores();
-    pack_operand(ds, dp);
+    round_operands<T>(ds, dp);
     wgmma_fence_operand(ds);      // ds is computed before the wait for dv
     order_reads_before_copies();  // this warp has read the statistics
-    wgmma_wait<0>();
-    wgmma_fence_operand(dv);
+    wait_for<0>(dv);
     release(s.do_empty[q.stage]);
     store_ds();
   };
@@ -281,24 +247,22 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   mbarrier_wait(s.full[0], 0);
   if (!warp_uniform(s.works[0].tiles)) return;
   begin_tile(s.works[0]);
-  multiply_keys_and_values();
-  wgmma_wait<1>();
-  wgmma_fence_operand(scores);
+  issue_scores_and_dp();
+  wait_for<1>(scores);
   weigh_scores();
-  multiply_do(OVERWRITE);
+  add_dv(OVERWRITE);
   end_step();
   int previous_stage = q.stage;  // of the previous query tile, whose product with ds is issued next
   bool accumulates = false;      // dk holds sums of this key tile's earlier query tiles
-  // An iteration issues a query tile's scores and the previous tile's product with ds, and waits for both: the
-  // assembler would serialise products that are still running where the loop jumps back. Groups under way before
-  // wgmma_wait<2>: scores, dp, dk.
+  // No product runs where the loop jumps back: the assembler would serialise all of them.
   while (true) {
     q.next();
     bool next_is_new_tile = false;  // the next query tile is for the block's next key tile
     if (--tiles_left == 0) {
       next_is_new_tile = --heads_left == 0;
       if (next_is_new_tile) {
-        release_stored_tile();  // before the wait for `full`: the producer needs this stage for the next tile
+        // Before the wait for `full`: the producer needs this stage for the next tile.
+        stored.release(s.empty[kv.stage ^ 1]);
         kv.next();
         mbarrier_wait(s.full[kv.stage], kv.parity);
         if (!warp_uniform(s.works[kv.stage].tiles)) break;
@@ -308,27 +272,24 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
         skip_hidden_tiles();
       }
     }
-    multiply_keys_and_values();
-    multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
-    if (!next_is_new_tile) release_stored_tile();  // waits for the stores while products run
-    wgmma_wait<CAPPED && D == 128 ? 0 : 2>();      // with a cap, registers are too few for ds's product to run on
-    wgmma_fence_operand(scores);
+    issue_scores_and_dp();
+    issue_weighted_sum(dk, ds, s.q[previous_stage], accumulates);
+    if (!next_is_new_tile) stored.release(s.empty[kv.stage ^ 1]);  // waits for the stores while products run
+    wait_for<CAPPED && D == 128 ? 0 : 2>(scores);  // dp and dk run on; with a cap, registers are too few for that
     weigh_scores();
     if (next_is_new_tile) {
-      wgmma_wait<0>();
-      wgmma_fence_operand(dk);
+      wait_for<0>(dk);
       finish_tile(kv.stage ^ 1);
     }
-    multiply_do(!next_is_new_tile);
-    wgmma_fence_operand(dk);
+    add_dv(!next_is_new_tile);
+    wgmma_fence_operand(dk);  // add_dv has waited for it
     release(s.q_empty[previous_stage]);
     previous_stage = q.stage;
     end_step();
     accumulates = !next_is_new_tile;
   }
-  multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
-  wgmma_wait<0>();
-  wgmma_fence_operand(dk);
+  issue_weighted_sum(dk, ds, s.q[previous_stage], accumulates);
+  wait_for<0>(dk);
   finish_tile(kv.stage ^ 1);
   if (lane == 0) tensor_store_wait();
 }
@@ -338,11 +299,8 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 2; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);  // consuming warps
-    for (int n = 0; n < S::STAGES; ++n) {
-      mbarrier_init(s.q_full[n], 1), mbarrier_init(s.q_empty[n], 8);
-      mbarrier_init(s.do_full[n], 1), mbarrier_init(s.do_empty[n], 8);
-    }
+    init_stages<8>(s.full, s.empty);  // 8 consuming warps
+    init_stages<8>(s.q_full, s.q_empty), init_stages<8>(s.do_full, s.do_empty);
   }
   constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
   consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },

@@ -18,22 +18,26 @@
 //           from the rounded o. L, lse to base 2: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
-// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128
-// order     `consume`: a tile is released after the wait for the product that reads it. Waits are where the assembler
-//           lets products run beside other work, in branches of their own if need be (wait_for_dq)
-// tests     test_softmax_attention; test_compile (no spills)
+// limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128; CAPPED: softcap > 0
+// order     of statements: where no comment gives another reason, time alone decides it
+// tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
+//           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
+//           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
 //   consume_and_produce<2, n, m>: two warpgroups, of n registers a thread, call the first function; one more thread, of
 //     m registers, the second
-//   k_major_tile(tile), mn_major_tile(tile, panel): wgmma's descriptor of a tile of which columns, or rows, are summed.
-//     panel: the bytes from a panel of 64 columns to the next
 //   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
 //     caller announces at the barrier; load_operand_rows: 64 rows as operands
-//   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
+//   issue_scores(sum, a, tile): starts sum = a @ tile^T, a product over columns; issue_weighted_sum(sum, a, tile,
+//     accumulates): sum = a @ tile, or sum += a @ tile. Each is a group of its own. wait_for<N>(sum): waits until the N
+//     latest groups at most run; `sum` is complete then
+//   wgmma_fence_operand(x): the compiler moves no access of x over it
+//   round_operands(a, x): sums x, rounded, as the operand of a product over their columns
+//   release(barrier): this warp arrives; order_reads_before_copies: orders a warp's reads before the copies that a
+//     later arrival at a barrier allows
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
 //   logarithm_or_infinity: L; or infinity, so that weights are 0, if the query sees no key (L is -infinity) or if |L|
@@ -77,8 +81,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       prefetch_tensor_map(args.do_), prefetch_tensor_map(args.dq);
   RingPosition<S::K_STAGES> k;
   RingPosition<S::V_STAGES> v;
-  // parity: of the phase before the first, which counts as ended, so that the first waits return at once; and the index
-  // in s.works, which is the opposite of the consumers' parity for this tile.
+  // parity: of the phase of `empty` and o_empty that the copies wait for, the one before; 1 at first, which counts as
+  // ended. Query tiles use s.works[1] and s.works[0] in turn.
   for (u32 parity = 1;; parity ^= 1) {
     const Work work = take_prefetched_work(s.prefetched, next);
     mbarrier_wait(s.empty, parity);
@@ -111,8 +115,13 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   }
 }
 
-// A consuming warpgroup: its 64 rows of each of the block's query tiles. In a lane's accumulators of products [64, N],
-// numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2 (lane % 4) + i.
+// A consuming warpgroup: its 64 rows of each of the block's query tiles. A step is a key tile and its three products:
+//   issued in            product                     waited for in       releases then
+//   issue_scores_and_dp  p = q k^T, dp = do v^T      the loop            v
+//   the next step        dq += ds k                  the next loop       k
+// For the last key tile of a query tile the next step is the first one of the next query tile.
+// In a lane's accumulators of products [64, N], numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2
+// (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
@@ -124,21 +133,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   RingPosition<S::V_STAGES> v;
   u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
-  u32 parity = 0;              // of `full` for the current query tile, works[parity ^ 1]; works[parity]: the one before
-  bool store_pending = false;  // lane 0: the copy engine may still read this warp's dq, which has overwritten o
+  u32 parity = 0;              // of `full`; works[parity ^ 1] is the current query tile, works[parity] the one before
+  PendingStore stored;         // lane 0: the copy engine may still read this warp's dq, which has overwritten o
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
 
-  auto release = [&](MBarrier& b) {
-    if (lane == 0) mbarrier_arrive(b);
-  };
-  auto release_stored_tile = [&] {  // lane 0: once dq has been stored, the producer may copy the next o
-    if (store_pending) {
-      tensor_store_wait();
-      mbarrier_arrive(s.o_empty);
-      store_pending = false;
-    }
-  };
   // Loads a query tile's q, do and L, computes delta, and skips key tiles that the warpgroup's queries do not see. Rows
   // after the tile's end get an infinite L, so that their weights are 0.
   auto begin_tile = [&](const Work& work) {
@@ -185,40 +184,18 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --tiles_left;
     }
   };
-  // Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns KEYS * 128 / 16
-  // on. Each eight rows are 1024 bytes after the eight before.
-  auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
-    const u64 k_tile = k_major_tile(s.k[k.stage][0]), v_tile = k_major_tile(s.v[v.stage][0]);
+  auto issue_scores_and_dp = [&] {  // two products: p = q k^T, dp = do v^T
     const int valid = length - (first_tile + tiles_left) * KEYS;
     mbarrier_wait(s.k_full[k.stage], k.parity);
     if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < D / 16; ++n)
-      wgmma<T, KEYS, K_MAJOR>(p, q[n], k_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
-    wgmma_commit();
+    issue_scores(p, q, s.k[k.stage]);
     mbarrier_wait(s.v_full[v.stage], v.parity);
     if (valid < KEYS) zero_rows(s.v[v.stage], valid, warpgroup);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < D / 16; ++n)
-      wgmma<T, KEYS, K_MAJOR>(dp, do_[n], v_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
-    wgmma_commit();
+    issue_scores(dp, do_, s.v[v.stage]);
   };
-  auto multiply_ds = [&](int stage, bool accumulates) {  // issues dq = ds k, or dq += ds k, for the keys in `stage`
-    const u64 k_tile = mn_major_tile(s.k[stage][0], KEYS * 128);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n)
-      wgmma<T, D, MN_MAJOR>(dq, ds[n], k_tile + n * (16 * 128 / 16), n > 0 || accumulates);
-    wgmma_commit();
-  };
-  // Waits for dq. To be called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start
-  // of its basic block, before the computation that is to run during the product.
-  auto wait_for_dq = [&] {
-    wgmma_wait<0>();
-    wgmma_fence_operand(dq);
-  };
+  // Called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start of its basic block,
+  // and so before the computation that is to run during the product.
+  auto wait_for_dq = [&] { wait_for<0>(dq); };
   auto weigh_scores = [&] {  // replaces the scores p by weights, times the cap's slope if CAPPED
     if (CAPPED) {
 #pragma unroll
@@ -237,55 +214,43 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] *= dp[n] - delta[n / 2 % 2];
   };
-  auto round_ds = [&] {  // ds = p, rounded to T
-#pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) ds[n][r] = pack<T>(p[8 * n + 2 * r], p[8 * n + 2 * r + 1]);
-  };
   auto finish_tile = [&](const Work& work) {  // stores dq of a query tile
     const float factor = float(args.scale);
     store_rows(args.dq, args.out, args.K, dq, factor, factor, s.o, warpgroup_row, work);
-    store_pending = lane == 0;
+    stored.begin();
   };
 
   mbarrier_wait(s.full, 0);
   if (!warp_uniform(s.works[1].tiles)) return;
   begin_tile(s.works[1]);
   release(s.o_empty);
-  multiply_keys_and_values();
-  wgmma_wait<1>();
-  wgmma_fence_operand(p);
+  issue_scores_and_dp();
+  wait_for<1>(p);
   weigh_scores();
-  wgmma_wait<0>();
-  wgmma_fence_operand(dp);
+  wait_for<0>(dp);
   release(s.v_empty[v.stage]);
   v.next();
   int previous_stage = k.stage;  // of the previous key tile, whose product with ds is issued next
   k.next();
   differentiate_scores();
-  round_ds();
+  round_operands<T>(ds, p);
   bool accumulates = false;  // dq holds sums of this query tile's earlier key tiles
-  // An iteration issues a key tile's scores and the previous tile's product with ds, and waits for both: the assembler
-  // would serialise products that are still running where the loop jumps back. Groups under way before wgmma_wait<2>:
-  // p, dp, dq.
+  // No product runs where the loop jumps back: the assembler would serialise all of them.
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {
-      release_stored_tile();  // before the wait for `full`: the producer needs the place of o for the next tile
+      stored.release(s.o_empty);  // before the wait for `full`: the producer needs the place of o for the next tile
       parity ^= 1;
       mbarrier_wait(s.full, parity);
       if (!warp_uniform(s.works[parity ^ 1].tiles)) break;
       begin_tile(s.works[parity ^ 1]);
     } else --tiles_left;
-    multiply_keys_and_values();
-    multiply_ds(previous_stage, accumulates);
-    if (!next_is_new_tile) release_stored_tile();  // waits for the store while products run
-    wgmma_wait<2>();
-    wgmma_fence_operand(p);
+    issue_scores_and_dp();
+    issue_weighted_sum(dq, ds, s.k[previous_stage], accumulates);
+    if (!next_is_new_tile) stored.release(s.o_empty);  // waits for the store while products run
+    wait_for<2>(p);                                    // dp and dq run on
     weigh_scores();
-    wgmma_wait<1>();
-    wgmma_fence_operand(dp);
+    wait_for<1>(dp);
     release(s.v_empty[v.stage]);
     v.next();
     differentiate_scores();
@@ -298,9 +263,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     previous_stage = k.stage;
     k.next();
     accumulates = !next_is_new_tile;
-    round_ds();
+    round_operands<T>(ds, p);
   }
-  multiply_ds(previous_stage, accumulates);
+  issue_weighted_sum(dq, ds, s.k[previous_stage], accumulates);
   wait_for_dq();
   finish_tile(s.works[parity]);
   if (lane == 0) tensor_store_wait();
@@ -312,8 +277,7 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
     mbarrier_init(s.full, 1), mbarrier_init(s.empty, 8), mbarrier_init(s.o_empty, 8);  // 8 consuming warps
-    for (int n = 0; n < S::K_STAGES; ++n) mbarrier_init(s.k_full[n], 1), mbarrier_init(s.k_empty[n], 8);
-    for (int n = 0; n < S::V_STAGES; ++n) mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], 8);
+    init_stages<8>(s.k_full, s.k_empty), init_stages<8>(s.v_full, s.v_empty);
   }
   constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
   consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },

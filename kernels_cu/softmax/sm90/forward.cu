@@ -19,13 +19,19 @@
 //           softmax of the next tile. Here that next tile may belong to the block's next query tile
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; the template's K of 64, 128, 192, V of 64, 128, at
 //           most K. A call may have fewer channels or columns (args.V): copies fill the rest of a tile with zeros
+// order     of statements: where no comment gives another reason, time alone decides it
+// tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
+//           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
+//           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
 #include "softmax_sm90.cuh"
 
 // From the includes:
+//   issue_scores(sum, a, row, tile): starts sum = a @ tile^T, a product over columns, for 64 rows of a from `row` on;
+//     issue_weighted_sum(sum, a, tile, accumulates): sum = a @ tile, or sum += a @ tile. Each is a group of its own.
+//     wait_for<N>(sum): waits until the N latest groups at most run; `sum` is complete then
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
-//   wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] = a b, or d += a b, of a's 64 rows and 16
-//     columns. a: registers or a descriptor; b: the descriptor of a swizzled tile, [N, 16] if K_MAJOR, else [16, N]
-//   mn_major_tile(tile, panel): the descriptor of an MN_MAJOR tile whose panels of 64 columns are `panel` bytes long
+//   round_operands(a, x): sums x, rounded, as the operand of a product over their columns
+//   release(barrier): this warp arrives at a barrier that lets the producer overwrite what the warp has read
 //   consume_and_produce: makes thread 0's barriers visible to all. Then the consuming warpgroups call the first
 //     function, and a thread of the next warpgroup the second, with the given numbers of registers
 //   prefetch_work(to, next) starts copying the entry at `next` to shared memory; `next` then is the block's next entry.
@@ -137,7 +143,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   float scores[KEYS / 2], o[V / 2], sum[2], rescale[2];
   RowMaximum maximum[2];       // of the lane's two rows
   u32 weights[KEYS / 16][4];   // e^(S - m), rounded, as operands A
-  bool store_pending = false;  // lane 0: the copy engine may still read this warp's o, in stage previous_q_stage of q
+  PendingStore stored;         // lane 0: the copy engine may still read this warp's o, in stage previous_q_stage of q
   int previous_q_stage = 0;    // the stage of the last query tile that is complete
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
@@ -151,45 +157,19 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   auto pass_turn = [&] {
     if (TURNS) named_barrier_arrive(FIRST_TURN_BARRIER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
   };
-  auto release = [&](MBarrier& b) {
-    if (lane == 0) mbarrier_arrive(b);
-  };
-  auto release_stored_tile = [&] {  // lane 0: once o has been stored, the producer may fill its stage of q again
-    if (store_pending) {
-      tensor_store_wait();
-      mbarrier_arrive(s.q_empty[previous_q_stage]);
-      store_pending = false;
-    }
-  };
   auto begin_tile = [&](const Work& work) {
     first_tile = warp_uniform(work.first_tile), tiles_left = warp_uniform(work.tiles) - 1;
     first_diagonal = warp_uniform(work.diagonal), length = warp_uniform(work.other_length);
   };
-  // Issues scores = q k^T. Descriptors count 16 bytes: the next 16 columns are 2 on, the next panel of 64 columns
-  // QUERIES * 128 / 16 on in q, KEYS * 128 / 16 on in k. Rows of k of other sequences need no zeros: their scores are
-  // masked. Those of v do, since 0 times NaN is NaN.
-  auto multiply_keys = [&] {
-    const u64 a = k_major_tile(s.q[q.stage][0] + warpgroup_row * PANEL), b = k_major_tile(s.k[k.stage][0]);
-#pragma unroll
-    for (int n = 0; n < K / 16; ++n)
-      wgmma<T, KEYS, K_MAJOR>(scores, a + n / 4 * (S::QUERIES * 128 / 16) + n % 4 * 2,
-                              b + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
-    wgmma_commit();
-  };
   auto multiply_values = [&](bool accumulates) {  // issues o = weights v, or o += weights v
+    // Rows of k of other sequences need no zeros: their scores are masked. Those of v do, since 0 times NaN is NaN.
     if (valid_values < KEYS) zero_rows(s.v[v.stage], valid_values, warpgroup);
-    const u64 b = mn_major_tile(s.v[v.stage][0], KEYS * 128);
-    wgmma_fence();  // again, since zero_rows is in a branch: the compiler may have moved registers of weights and o
-#pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n)
-      wgmma<T, V, MN_MAJOR>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
-    wgmma_commit();
+    issue_weighted_sum(o, weights, s.v[v.stage], accumulates);
   };
   // To be called at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait to the start
   // of its basic block, and would move it before the softmax that is to run during the product.
   auto wait_for_values = [&] {
-    wgmma_wait<0>();
-    wgmma_fence_operand(o);
+    wait_for<0>(o);
     release(s.v_empty[v.stage]);
     v.next();
   };
@@ -228,12 +208,6 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     }
     wgmma_fence_operand(sum);  // otherwise the compiler moves the additions after the wait for o
   };
-  auto round_weights = [&] {
-#pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) weights[n][r] = pack<T>(scores[8 * n + 2 * r], scores[8 * n + 2 * r + 1]);
-  };
   // Divides o by the sum of weights (with the sink's) and stores it and lse, for the query tile in this stage of q.
   auto finish_tile = [&](int stage, const float (&shift)[2], const float (&sum)[2]) {
     const Work& work = s.q_works[stage];
@@ -248,7 +222,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
             end.logarithm / LOG2E;
     }
     store_rows(args.o, args.out, args.V, o, factor[0], factor[1], s.q[stage], warpgroup_row, work);
-    store_pending = lane == 0;
+    stored.begin();
   };
 
   mbarrier_wait(s.q_full[0], 0);
@@ -257,21 +231,20 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   maximum[0] = maximum[1] = {scale}, sum[0] = sum[1] = 0.f;
   if (TURNS && warpgroup == WARPGROUPS - 1) pass_turn();  // warpgroup 0 may begin
   mbarrier_wait(s.k_full[0], 0);
-  wgmma_fence();
-  multiply_keys();
-  wgmma_wait<0>();
-  wgmma_fence_operand(scores);
+  issue_scores(scores, s.q[q.stage], warpgroup_row, s.k[k.stage]);
+  wait_for<0>(scores);
   release(s.k_empty[0]);
   k.next();
   weigh_scores();
-  round_weights();
+  round_operands<T>(weights, scores);
   bool accumulates = false;  // o holds sums of this query tile's earlier key tiles
   // An iteration issues the scores of the next key tile and the product of the current weights with v, and waits for
-  // both: the assembler would serialise products that are still running where the loop jumps back.
+  // both. No product runs where the loop jumps back: the assembler would serialise all of them.
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {
-      release_stored_tile();  // before the wait for q_full: the producer may need this stage for that tile
+      // Before the wait for q_full: the producer may need this stage for that tile.
+      stored.release(s.q_empty[previous_q_stage]);
       previous_q_stage = q.stage;
       q.next();
       mbarrier_wait(s.q_full[q.stage], q.parity);
@@ -279,15 +252,13 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     } else --tiles_left;
     mbarrier_wait(s.k_full[k.stage], k.parity);
     take_turn();
-    wgmma_fence();
-    multiply_keys();
+    issue_scores(scores, s.q[q.stage], warpgroup_row, s.k[k.stage]);
     mbarrier_wait(s.v_full[v.stage], v.parity);
     multiply_values(accumulates);
     pass_turn();
     if (next_is_new_tile) begin_tile(s.q_works[q.stage]);
-    else release_stored_tile();  // waits for the store while products run
-    wgmma_wait<1>();
-    wgmma_fence_operand(scores);
+    else stored.release(s.q_empty[previous_q_stage]);  // waits for the store while products run
+    wait_for<1>(scores);
     release(s.k_empty[k.stage]);
     k.next();
     const float previous_shift[2] = {maximum[0].shift, maximum[1].shift}, previous_sum[2] = {sum[0], sum[1]};
@@ -303,7 +274,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
         for (int n = 0; n < V / 2; ++n) o[n] *= rescale[n / 2 % 2];
     }
     accumulates = !next_is_new_tile;
-    round_weights();
+    round_operands<T>(weights, scores);
   }
   mbarrier_wait(s.v_full[v.stage], v.parity);
   multiply_values(accumulates);
@@ -319,11 +290,8 @@ __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 12
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   constexpr int WARPS = 4 * S::WARPGROUPS;  // that consume
   if (threadIdx.x == 0) {
-    for (int n = 0; n < S::QUERY_STAGES; ++n) mbarrier_init(s.q_full[n], 1), mbarrier_init(s.q_empty[n], WARPS);
-    for (int n = 0; n < S::KEY_STAGES; ++n) {
-      mbarrier_init(s.k_full[n], 1), mbarrier_init(s.k_empty[n], WARPS);
-      mbarrier_init(s.v_full[n], 1), mbarrier_init(s.v_empty[n], WARPS);
-    }
+    init_stages<WARPS>(s.q_full, s.q_empty);
+    init_stages<WARPS>(s.k_full, s.k_empty), init_stages<WARPS>(s.v_full, s.v_empty);
   }
   constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = S::WARPGROUPS == 2 ? 24 : 32;
   consume_and_produce<S::WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, K, V, CAPPED>(s, args); },

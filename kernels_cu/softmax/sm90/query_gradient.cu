@@ -16,15 +16,14 @@
 #include "softmax_sm90.cuh"
 
 // From the includes:
-//   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   Work: a tile of queries. `other_...`: the sequence of keys; `first_tile`, `tiles`: its tiles that the queries see,
 //     0 at the end of the list; `diagonal`: the position of the first query among the keys; `statistics_chunk`: the
 //     tile's first chunk of ds; `ds_index`: the sequence's first key tile of 128 in ds_offsets
 //   prefetch_work, take_prefetched_work: copy the block's next Work ahead, and take it; start_tile_copy: copies a tile
 //   consume_and_produce: gives warpgroups their roles and registers; store_rows: stores a warp's 16 rows of dq
-//   RingPosition: a place in the ring of stages; mn_major_tile(tile, panel): wgmma's descriptor of a tile whose rows
-//     are summed over; panel: the bytes from a panel of 64 columns to the next
+//   RingPosition: a place in the ring of stages; release(barrier): this warp arrives
+//   issue_weighted_sum: starts dq[n] += ds[n] @ tile; wait_for<0>(sums): waits until all products have ended
 //   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
 constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
@@ -118,14 +117,6 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       ds[n][key][2] = transpose_pairs(x.y), ds[n][key][3] = transpose_pairs(x.w);
     }
   };
-  auto multiply_ds = [&](int n, int stage) {  // issues dq += ds k for block n
-    const u64 k_tile = mn_major_tile(s.k[stage][0], KEYS * 128);
-    wgmma_fence();
-#pragma unroll
-    for (int key = 0; key < KEYS / 16; ++key)
-      wgmma<T, D, MN_MAJOR>(dq[n], ds[n][key], k_tile + key * (16 * 128 / 16), ACCUMULATE);
-    wgmma_commit();
-  };
 
   while (true) {
     mbarrier_wait(s.work_full[works.stage], works.parity);
@@ -147,12 +138,10 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       if (length - tile * KEYS < KEYS) zero_rows(s.k[k.stage], length - tile * KEYS, warpgroup);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        if (any[n]) load_ds(n), multiply_ds(n, k.stage);
+        if (any[n]) load_ds(n), issue_weighted_sum(dq[n], ds[n], s.k[k.stage], ACCUMULATE);
       order_reads_before_copies();  // for ds, which plain loads read; only wgmma reads k
-      wgmma_wait<0>();
-      wgmma_fence_operand(dq[0]);
-      wgmma_fence_operand(dq[1]);
-      if (lane == 0) mbarrier_arrive(s.empty[k.stage]);
+      wait_for<0>(dq[0], dq[1]);
+      release(s.empty[k.stage]);
       k.next();
     }
     const float scale = float(args.scale);
@@ -162,7 +151,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     for (int n = 0; n < 2; ++n)
       store_rows(args.dq, args.out, args.K, dq[n], scale, scale, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
     __syncwarp();  // this warp has read the work; no fence, since the producer writes it by plain stores
-    if (lane == 0) mbarrier_arrive(s.work_empty[works.stage]);
+    release(s.work_empty[works.stage]);
     works.next();
   }
   if (lane == 0) tensor_store_wait();
@@ -173,8 +162,8 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __gr
   using S = Shared<T, D>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 2; ++n) mbarrier_init(s.work_full[n], 1), mbarrier_init(s.work_empty[n], 8);
-    for (int n = 0; n < S::STAGES; ++n) mbarrier_init(s.full[n], 1), mbarrier_init(s.empty[n], 8);
+    init_stages<8>(s.work_full, s.work_empty);
+    init_stages<8>(s.full, s.empty);
   }
   constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
   consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D>(s, args); },
