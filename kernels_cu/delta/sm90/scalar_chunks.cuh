@@ -274,28 +274,29 @@ template <bool BACKWARDS> struct TokenScalars {
 };
 
 // Fills `norms` with the inverse lengths 1 / sqrt(|x|^2 + 1e-6) of the 32 rows x from `first` on; |x|^2 is on the
-// diagonal of x x^T. Returns that of row `lane`.
+// diagonal of x x^T.
 template <typename T, int PANELS>
-__device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
-                                               int lane) {
+__device__ __forceinline__ void put_inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
+                                                  int lane) {
   lane = opaque(lane);  // hides it from the compiler, which computes offsets from it again: that saves registers
   const int g = lane / 4, left = left_operand_offset(lane);
+  // d[m]: of 16 rows, with themselves. The first product has the upper 8 rows alone, the second the lower 8.
+  float d[CHUNK / 16][4] = {};
 #pragma unroll 1
-  for (int row = 0; row < CHUNK; row += 16) {
-    float d[2][4] = {};
-#pragma unroll 1
-    for (int c = 0; c < 4 * PANELS; ++c) {
+  for (int c = 0; c < 4 * PANELS; ++c)
+#pragma unroll
+    for (int m = 0; m < CHUNK / 16; ++m) {
       u32 x[4];
-      ldmatrix_x4(x, at_byte_offset(rows[c / 4], shifted_offset(left, first + row, c % 4 * 16)));
-      mma_m16n8k16(d[0], x, {x[0], x[2]}, T{}), mma_m16n8k16(d[1], x, {x[1], x[3]}, T{});
+      ldmatrix_x4(x, at_byte_offset(rows[c / 4], shifted_offset(left, first + 16 * m, c % 4 * 16)));
+      mma_m16n8k16(d[m], {x[0], 0, x[2], 0}, {x[0], x[2]}, T{});
+      mma_m16n8k16(d[m], {0, x[1], 0, x[3]}, {x[1], x[3]}, T{});
     }
-    if (lane % 4 == g / 2) {
-      norms[row + g] = inverse_root((g & 1 ? d[0][1] : d[0][0]) + 1e-6f);
-      norms[row + 8 + g] = inverse_root((g & 1 ? d[1][3] : d[1][2]) + 1e-6f);
+  if (lane % 4 == g / 2)
+#pragma unroll
+    for (int n = 0; n < CHUNK; n += 8) {
+      const float* two = d[n / 16] + n % 16 / 4;
+      norms[n + g] = inverse_root((g & 1 ? two[1] : two[0]) + 1e-6f);
     }
-  }
-  __syncwarp();  // the norms of all tokens are in shared memory
-  return norms[lane];
 }
 
 // Fills each stage's D and Gates; for one warp.
@@ -323,17 +324,20 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
     }
     if (chunk >= S::STAGES) mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
     auto& to = s.gates[ring.stage];
-    float query = float(args.scale), key = 1.f;  // this lane's query_factors and key_factors
+    float query_inverse = 1.f, key = 1.f;  // this lane's inverse lengths
     if (args.normalized) {
       auto& rows = s.stages[ring.stage].queries_keys;
       mbarrier_wait(s.full[ring.stage], ring.parity);
-      float query_inverse = 1.f;
-      if constexpr (S::PASS != SUMMARY) query_inverse = inverse_norms(rows, 0, to.query_factors, lane);
-      query *= query_inverse, key = inverse_norms(rows, CHUNK, to.key_factors, lane);
+      if constexpr (S::PASS != SUMMARY) put_inverse_norms(rows, 0, to.query_factors, lane);
+      put_inverse_norms(rows, CHUNK, to.key_factors, lane);
       fence_proxy_async();  // orders these reads before the copies that later overwrite the rows
+      __syncwarp();         // the inverse lengths of all tokens are in shared memory
+      if constexpr (S::PASS != SUMMARY) query_inverse = to.query_factors[lane];
+      key = to.key_factors[lane];
       if constexpr (S::PASS == BACKWARD_TOKENS) to.query_inverse[lane] = query_inverse;
     }
-    to.query_factors[lane] = query, to.key_factors[lane] = key;
+    to.query_factors[lane] = float(args.scale) * query_inverse, to.key_factors[lane] = key;
+    __syncwarp();  // the factors of all keys are stored
     auto& D = s.stages[ring.stage].D;
     const float* const decays = s.upcoming.decay[chunk % CHUNKS_AHEAD];
     const int D_row = swizzled_offset(lane, 0);  // row of D of this lane's query
@@ -351,16 +355,9 @@ __device__ __forceinline__ void compute_decays(S& s, const Args& args, const Wor
         product = lane == 4 * piece + m ? 1.f : product * next_decay;
         of_key[m] = product, next_decay = of_token[m];
       }
-      *reinterpret_cast<float4*>(at_byte_offset(D, D_row ^ 16 * piece)) = {of_key[0], of_key[1], of_key[2], of_key[3]};
-    }
-    if (args.normalized) {
-      __syncwarp();  // all lanes have stored their key factors
-#pragma unroll 1
-      for (int piece = 0; piece < 8; ++piece) {
-        const float4 keys = *reinterpret_cast<const float4*>(to.key_factors + 4 * piece);
-        float4& decay = *reinterpret_cast<float4*>(at_byte_offset(D, D_row ^ 16 * piece));
-        decay = {decay.x * keys.x, decay.y * keys.y, decay.z * keys.z, decay.w * keys.w};
-      }
+      const float4 keys = *reinterpret_cast<const float4*>(to.key_factors + 4 * piece);
+      *reinterpret_cast<float4*>(at_byte_offset(D, D_row ^ 16 * piece)) = {of_key[0] * keys.x, of_key[1] * keys.y,
+                                                                           of_key[2] * keys.z, of_key[3] * keys.w};
     }
     const float from_start = product * next_decay;
     to.query_start_factors[lane] = to.query_factors[lane] * from_start,
