@@ -314,7 +314,8 @@ def load(options, to_stderr=to_stderr, status=status, make_on_cpu=with_loops) ->
                     raise
                 details(str(why))
         model, loops = make_on_cpu(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
-    library = "NumPy until Numba's loops are compiled" if loops else type(model.layers).__name__.removesuffix("Layers")
+    names = {"NumpyLayers": "NumPy", "NumbaLayers": "Numba"}
+    library = "NumPy until Numba's loops are compiled" if loops else names[type(model.layers).__name__]
     to_stderr(where("cpu", library))
     return model, loops
 
