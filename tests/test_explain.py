@@ -11,7 +11,7 @@ from linattn_np.backends import cupy
 from linattn_np.backends.cupy import gated_kernels
 from linattn_np.backends.cupy.elementwise_kernels import CopyRows
 from linattn_np.backends.cupy.gated_kernels import GatedWideForward, GatedWideOperands
-from linattn_np.declarations import DELTA_RULES
+from linattn_np.declarations import DELTA_RULES, GLA
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS
 
@@ -101,6 +101,17 @@ def test_the_kernels_of_a_mode_are_launched(capability, mode, dtype):
             assert {*planned.names(plan)[:-before]} <= {"elementwise_feature_map"}
             assert tuple(device.launched) == plan.kernels
             assert plan.mode == mode
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.float32, np.float64])
+@pytest.mark.parametrize("T, chunk_size, mode", [(64, None, "chunk"), (65, None, "staged"), (20, 16, "staged")])
+def test_states_are_materialized_for_several_chunks(T, chunk_size, mode, dtype):
+    """With one chunk there are none between chunks, and all chunks are computed side by side."""
+    arrays = draw(GLA, np.random.default_rng(0), SIXTEEN | {"T": T}, dtype)
+    problem = GLA.bind(arrays, materialize=True, chunk_size=chunk_size)
+    assert cupy.PLANNERS[GLA].unsupported(problem) is None
+    double = dtype == np.float64 and mode == "chunk"  # float64 goes token by token
+    assert planned.plan_of(problem, planned.Noting()).mode == ("recurrent" if double else mode)
 
 
 def test_hopper_has_a_kernel_of_its_own(device):

@@ -82,7 +82,7 @@ class Backwards(Float64):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.mode not in MODES or problem.materialize:
+    if problem.mode not in MODES or problem.mode == "chunk" and problem.materialize:
         return f"no mode {problem.mode!r} in float64, which goes token by token; it has {', '.join(map(repr, MODES))}"
     return None
 

@@ -20,7 +20,7 @@ def unsupported(problem) -> str | None:
         return None if mode == "staged" else float64.unsupported(problem)
     if mode not in PLANS:
         return f"no mode {mode!r}; it has {', '.join(map(repr, ('auto', *PLANS)))}"
-    if mode == "chunk" and problem.materialize:
+    if problem.mode == "chunk" and problem.materialize:
         return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
     if problem.sizes["K"] > CHANNELS[-1] and mode == "recurrent":
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"

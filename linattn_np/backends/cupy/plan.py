@@ -542,10 +542,11 @@ class Draft:
 # -- descriptions of calls ---------------------------------------------------------------------------------------------
 def mode_of(problem) -> str:
     """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the caller asks to materialize the states of
-    all chunks. For delta rules "auto" is returned: their planner chooses."""
+    all chunks and a sequence has several. For delta rules "auto" is returned: their planner chooses."""
     if problem.mode != "auto" or problem.op.transition is Transition.RANK_ONE:
         return problem.mode
-    return "staged" if problem.materialize else "chunk"
+    several_chunks = problem.spans.longest > (problem.chunk_size or CHUNK)
+    return "staged" if problem.materialize and several_chunks else "chunk"
 
 
 def caller_array(name, shape, dtype) -> CallerArray:
