@@ -164,7 +164,7 @@ def delta_rules():
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
         if K > gated.TILES[-1] and T == SINGLE:
             continue  # such wide keys go token by token
-        ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES and outputs else ()
+        ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES else ()
         for ring in (2,) if T == SINGLE else (2, 3):
             yield walk(T, K, V, two_writes, ring, outputs)
             yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])

@@ -290,9 +290,9 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays[1][:, :, 40] = 1  # a chunk that grows
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
-    for op, function in ((KDA, kda), (DELTA_RULES[-1], rwkv7)):
-        arrays, _ = drawn(op, rng, (1, 2, 128, 64, 64), BFLOAT16)
-        yield run(backward, function, *arrays)  # from what the call keeps
+    for (op, function), T in product(((KDA, kda), (DELTA_RULES[-1], rwkv7)), (128, 2048)):
+        arrays, _ = drawn(op, rng, (1, 2, T, 64, 64), BFLOAT16)
+        yield run(backward, function, *arrays)  # from what the call keeps; long sequences in segments
     for dtype, T in ((BFLOAT16, 4096), (SINGLE, 700), (DOUBLE, 700)):
         arrays, _ = drawn(KDA, rng, (1, 1, T, 60, 64), dtype)
         yield run(kda, *arrays)

@@ -475,6 +475,16 @@ def test_few_heads_are_cut(op):
             assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
+@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
+def test_calls_that_are_cut_keep_what_they_prepare(op):
+    """And F: their pullbacks prepare nothing, and walk in one direction."""
+    arrays = [np.zeros((1, 2, 4096, 64)[: len(axes.split())], HALF) for axes in op.arrays.values()]
+    plan = planned.plan_of(op.bind(arrays, gradient=True), planned.Noting())
+    walk, last = "delta_backward_states", f"delta_{'kda' if op is KDA else 'dplr'}_backward_chunks"
+    assert planned.names(plan) == [walk, "delta_join_segments", walk, last] and plan.tiles["segments"] > 1
+    assert [kernel.of for kernel in plan.kernels if kernel.name == walk] == ["ONLY_BACKWARDS"] * 2
+
+
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_few_heads_are_cut_token_by_token(op):
     """Where many heads leave nothing idle, or the call asks to go token by token, they are whole."""
@@ -636,7 +646,7 @@ def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, befo
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("K, V, segments", [(39, 70, 3), (39, 70, 4), (101, 40, 4)])
+@pytest.mark.parametrize("K, V, segments", [(39, 70, 3), (39, 70, 4), (101, 40, 4), (64, 64, 4)])
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
 @pytest.mark.parametrize(
     "options", [{}, {"cu_seqlens": [0, 530, 530, 541]}, {"reverse": True}], ids=lambda x: "".join(x)

@@ -105,9 +105,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
   constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
   // The walk reads bytes FROM ... STOP - 1 of a prepared chunk (R and L, B and H only with OUTPUTS).
   constexpr int FROM = BACK || !OUTPUTS ? RESIDUAL_BYTES : 0;
-  constexpr int STOP = OF == ONLY_FORWARDS ? OwnStage::STOP
-                       : BACK              ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B)
-                                           : RESIDUAL_BYTES + COMMON_BYTES;
+  constexpr int STOP = BACK                             ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B)
+                       : OUTPUTS && OF == ONLY_FORWARDS ? OwnStage::STOP
+                                                        : RESIDUAL_BYTES + COMMON_BYTES;
   const Shape& shape = args.shape;
   const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
@@ -291,14 +291,13 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS, Directions OF>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_states(const Args<T> args) {
-  static_assert(OUTPUTS || OF == BOTH, "sequences that are cut into segments are walked in both directions");
   static_assert(BK <= 128 || OF == BOTH, "only rules of at most 128 channels keep what they prepare");
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;
   if constexpr (OF == ONLY_FORWARDS) walk<FORWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
-  else if constexpr (OF == ONLY_BACKWARDS) walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+  else if constexpr (OF == ONLY_BACKWARDS) walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, value_tiles);
   else if (blockIdx.x >= forward_blocks)
     walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
   else walk<FORWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);

@@ -1,5 +1,5 @@
 // what      Joins the segments 0...P - 1 into which sequences are cut, for a delta rule: computes the state S_p before
-//           segment p, and, if the host asks for both directions, the gradient dS_p of the state after segment p.
+//           segment p, or the gradient dS_p of the state after segment p, or both, as the host asks.
 // math      Segment p changes S_p to F_p S_p + G_p, and dS_p to F_p^T dS_p + G'_p. The host gives F, G and G', computed
 //           from the initial state for segment 0, from the final state's gradient for P - 1: so S_1 = G_0, and
 //           dS_{P-2} = G'_{P-1}
@@ -7,8 +7,8 @@
 // shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], on 16 bytes; starts [directions, N, P, H, K, V] has
 //           at p first G_{p-1} and then S_p, and in the second direction first G'_{p+1} and then dS_p. Its places of
 //           segment 0, and in the second direction of P - 1, are not touched. All are of type R. N sequences
-// grid      a block for every (direction, sequence, head, BV columns), direction slowest; a thread has 2 channels of 4
-//           columns
+// grid      a block for every (direction, sequence, head, BV columns), direction slowest; `backwards`: of the second
+//           direction alone; a thread has 2 channels of 4 columns
 // smem      a ring of panels of F; S, or dS
 // barriers  one in all_forget: whether a segment remembers; one a segment: the previous S has been read; one a panel:
 //           it and S are in shared memory, and the previous panel has been read; one at the end: whether a number is
@@ -31,6 +31,7 @@ template <typename R> struct Args {
   R* starts;
   const i64* forgets;  // [N, P, H]: whether F is 0; null: unknown. Not of segments 0 and P - 1
   i64 N, P, H, K, V;
+  i64 backwards;  // whether the launch has the second direction alone
 };
 
 constexpr int BV = 16;
@@ -164,6 +165,6 @@ template <typename R, int BK> __global__ void __launch_bounds__(2 * BK, 1) delta
   auto& s = *reinterpret_cast<Shared<R, BK>*>(dynamic_smem());
   const u32 blocks = u32(args.N * args.H * ((args.V + BV - 1) / BV));
   if (all_forget(args, blockIdx.x % blocks)) return;
-  if (blockIdx.x < blocks) join<FORWARDS>(s, args, args.starts, blockIdx.x);
-  else join<BACKWARDS>(s, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x - blocks);
+  if (!args.backwards && blockIdx.x < blocks) join<FORWARDS>(s, args, args.starts, blockIdx.x);
+  else join<BACKWARDS>(s, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x % blocks);
 }

@@ -37,6 +37,7 @@ from .delta_segments import (
     gate_dtype,
     launch_by_token,
     rule_of,
+    shape_of_F,
 )
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
@@ -289,15 +290,16 @@ class InChunks:
         """The plan of a call that saves what its pullback would compute again."""
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        cut, initial, arrays = CutInChunks(problem, device, gradient=True), draft.initial(problem), inputs.arrays
-        shape, walk, (N, H) = cut.shape(draft), cut.walk_of("ONLY_FORWARDS"), problem.shape("N H")
-        kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut.walk).items()}
-        launch_prepare(draft, cut, shape, inputs, arrays, kept["prepared"])
+        cut, initial = CutInChunks(problem, device, gradient=True, kept=True), draft.initial(problem)
+        shape, walk, v = cut.shape(draft), cut.walk_of("ONLY_FORWARDS"), inputs.arrays["v"]
+        kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut).items()}
+        launch_prepare(draft, cut, shape, inputs, inputs.arrays, kept["prepared"])
         states = {"initial": initial, "final": final}
-        how = {"shape": shape, "P": 1, "scale": problem.scale, "bytes": inputs.common_bytes(o)}
-        draft.launch(walk, N * H * walk.grid(problem.sizes["V"]), v=arrays["v"], o=o, **kept, **states, **how)
+        read = {"v": v, "prepared": kept["prepared"], "scale": problem.scale, "bytes": inputs.common_bytes(o)}
+        written = {"o": o} | {name: kept[name] for name in ("chunk_states", "residual")}
+        cut.launch_walk(draft, shape, read, states, written, walk, kept.get("F"))
         results = draft.results(problem, o, final)
-        return draft.plan(results, mode="chunk", tiles=walk.tiles, saved=tuple(kept.values()))
+        return draft.plan(results, mode="chunk", tiles=walk.tiles | cut.tiles, saved=tuple(kept.values()))
 
 
 def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
@@ -314,36 +316,35 @@ FORWARD_WAYS = (SmallHeads, ScalarOnHopper, InChunks, TokenByToken)
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 # A call keeps at most so many times its inputs' memory for its pullback, which then takes a third less time. KDA needs
-# 1.9 to 2.6 for 64 to 128 channels and columns, RWKV-7 1.6 to 2. The inputs of other rules are smaller.
-KEPT = 2.6
+# 1.9 to 2.6 for 64 to 128 channels and columns, RWKV-7 1.6 to 2, and F of short segments up to .4 more. The inputs of
+# other rules are smaller.
+KEPT = 3
 
 
 def saved(problem, device) -> tuple[tuple, ...]:
-    """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them and the
-    residuals. Calls of KDA and RWKV-7 of at most 128 channels keep them whose pullback is in chunks, too, if no
-    sequence is cut into segments and no array is copied; the pullbacks of others compute them again."""
+    """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them, the residuals,
+    and F, if sequences are cut into segments. Calls of KDA and RWKV-7 of at most 128 channels keep them whose pullback
+    is in chunks, too, if no array is copied; the pullbacks of others compute them again."""
     if not problem.gradient or rule_of(problem.op) == GATED_DELTA or why_not_in_chunks(problem, device, gradient=True):
         return ()
     if problem.sizes["K"] > TILES[-1] or needs_copies(problem, device):
         return ()
     if any(way.why_not(problem, device) is None for way in FORWARD_WAYS[: FORWARD_WAYS.index(InChunks)]):
         return ()
-    cut = CutInChunks(problem, device, gradient=True)
-    arrays = tuple(kept_arrays(problem, cut.walk).values())
+    arrays = tuple(kept_arrays(problem, CutInChunks(problem, device, gradient=True, kept=True)).values())
     needed = sum(np.prod(shape) * dtype.itemsize for shape, dtype in arrays)
-    fits = needed <= KEPT * sum(x.nbytes for x in problem.arrays.values())
-    return arrays if fits and cut.segments == 1 else ()
+    return arrays if needed <= KEPT * sum(x.nbytes for x in problem.arrays.values()) else ()
 
 
-def kept_arrays(problem, walk) -> dict[str, tuple]:
+def kept_arrays(problem, cut) -> dict[str, tuple]:
     """(shape, dtype) of what `saved` describes, by the argument of the walks."""
-    B, H, T, V = problem.shape("B H T V")
+    (B, H, T, K, V, N), walk, P = problem.shape("B H T K V N"), cut.walk, cut.segments
     chunks, columns = int(problem.spans.chunk_bounds(walk.CHUNK)[-1]), walk.padded_columns(V)
     return {
         "prepared": ((B * H * chunks * walk.prepared_bytes,), BYTES),
         "chunk_states": ((B, H, chunks, walk.BK, columns), problem.dtype),
         "residual": ((B, H, T, walk.residual_numbers * columns), problem.dtype),
-    }
+    } | ({"F": (shape_of_F(N * P, H, K), FLOAT32)} if P > 1 else {})
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -489,7 +490,8 @@ class GradientsInChunks(Gradients):
         return why_not_in_chunks(self.problem, self.device, gradient=True)
 
     def plan(self, do, dht, saved=()):
-        self.kernel, self.cut = last_kernel(self.problem), CutInChunks(self.problem, self.device, gradient=True)
+        problem, device = self.problem, self.device
+        self.kernel, self.cut = last_kernel(problem), CutInChunks(problem, device, gradient=True, kept=bool(saved))
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
         return super().plan(do, dht, saved)
 
@@ -514,13 +516,12 @@ class GradientsInChunks(Gradients):
         read = {"do_": do} | {name: args[name] for name in ("scale", "bytes")}
         written = {"dresidual": dresidual, "dv": dv}
         if self.saved:
-            prepared, chunk_states, residual = self.saved
+            prepared, chunk_states, residual, *F = self.saved
             state_gradients = draft.empty(chunk_states.shape, problem.dtype)
             del states["initial"]  # the walk backwards in time reads the saved states
-            written |= states | {"state_gradients": state_gradients}
-            backwards = self.cut.walk_of("ONLY_BACKWARDS")
-            blocks = B * shape.count * heads * backwards.grid(V)
-            draft.launch(backwards, blocks, **read, **written, prepared=prepared, shape=shape, P=1)
+            written |= {"state_gradients": state_gradients}
+            read, backwards = read | {"prepared": prepared}, self.cut.walk_of("ONLY_BACKWARDS")
+            self.cut.launch_walk(draft, shape, read, states, written, backwards, *F)
         else:
             prepared = draft.empty((shape.all_chunks * walk.prepared_bytes,), BYTES)
             chunk_states, state_gradients = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)

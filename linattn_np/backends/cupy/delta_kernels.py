@@ -103,6 +103,7 @@ class Walk(ChunkKernel, TiledKernel):
     two_writes: bool  # whether a token writes v along k, and what it read from the state along b, as in RWKV-7
     stages: int  # chunks that are in shared memory at a time
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state, F and G
+    only_backwards: ClassVar[bool] = False  # whether the walk has no direction but that backwards in time
 
     @classmethod
     def fitting(cls, dtype, K, V, rule, walks, device, **fields):
@@ -155,9 +156,17 @@ class DeltaBackwardStates(Walk):
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
-    directions: ClassVar[int] = 2  # in time, of the walks of a launch, if `of` is "BOTH"
     # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]
+
+    @property
+    def directions(self) -> int:
+        """In time, of the walks of a launch."""
+        return 2 if self.of == self.DIRECTIONS[0] else 1
+
+    @property
+    def only_backwards(self) -> bool:
+        return self.of == self.DIRECTIONS[2]
 
     @staticmethod
     def padded_columns(V) -> int:
@@ -409,7 +418,7 @@ class DeltaJoinSegments(Kernel):
 
     file = "delta/join_segments"
     shared_memory = ("Shared<{dtype}, {BK}>",)
-    arguments = members("pointers F starts, pointers? forgets, int64s N P H K V")  # N sequences of P segments
+    arguments = members("pointers F starts, pointers? forgets, int64s N P H K V backwards")  # N sequences of P segments
     dtype: np.dtype  # of states
     BK: int
     BV: ClassVar[int] = 16

@@ -38,7 +38,7 @@ def chunk_kernels(problem, device, gradient, segments=1):
     """(the kernel that prepares chunks, the walk): those for every GPU, not Hopper's own. `gradient`: whether the walk
     has both directions; `segments`: of a sequence. The first kernel is the same for any number of them."""
     walk_class, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
-    walks, rule = walk_class.directions * N * H * segments, rule_of(problem.op)  # walks that run at the same time
+    walks, rule = (1 + gradient) * N * H * segments, rule_of(problem.op)  # walks that run at the same time
     walk = walk_class.fitting(problem.dtype, K, V, rule, walks, device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
     return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
@@ -86,15 +86,17 @@ class SegmentCut:
 
 
 class CutInChunks(SegmentCut):
-    """How a walk in chunks is cut, and its kernels. Times are in microseconds, fitted to an H200."""
+    """How a walk in chunks is cut, and its kernels. `kept`: whether a call keeps for its pullback what it computes, so
+    that each of these walks in one direction. Times are in microseconds, fitted to an H200."""
 
     PREPARE_TIME = 4.3  # to prepare a chunk, on one multiprocessor, if the channels of a token share a gate
     CHUNK_TIME, TWO_CHUNKS_TIME = 1.0, 1.3  # of a chunk of 64 columns; of two at the same time on one multiprocessor
     SEGMENT_TIME, LAUNCHES_TIME = 9.0, 12.0  # to join a segment; of the two launches that a cut adds
 
-    def __init__(self, problem, device, gradient=False):
+    def __init__(self, problem, device, gradient=False, kept=False):
         self.problem, self.device = problem, device
-        self.prepare, self.walk = chunk_kernels(problem, device, gradient)  # of `walk`, `time` needs the class alone
+        self.prepare, self.walk = chunk_kernels(problem, device, gradient)  # of `walk`, `time` needs no field
+        self.directions = 1 if kept else self.walk.directions  # of the walks of a launch
         self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), self.walk.CHUNK)
         self.segments = min((1, *range(3, min(self.chunks // 4, 64) + 1)), key=self.time)
         self.walk = chunk_kernels(problem, device, gradient, self.segments)[1]
@@ -102,7 +104,7 @@ class CutInChunks(SegmentCut):
     def time(self, segments) -> float:
         """An estimate for the walks of a pass that is cut into so many segments."""
         N, H, K, V = self.problem.shape("N H K V")
-        tiles_of_F, tiles_of_V = ceil_div(K, TILES[0]), self.walk.directions * ceil_div(V, TILES[0])
+        tiles_of_F, tiles_of_V = ceil_div(K, TILES[0]), self.directions * ceil_div(V, TILES[0])
 
         def walk_time(tiles):
             """Of a walk of so many tiles of 64 columns per sequence and head."""
@@ -116,10 +118,10 @@ class CutInChunks(SegmentCut):
         return walk_time(segments * tiles_of_V) + first_walk + joining
 
     def walk_of(self, direction):
-        """The walk for gradients in one direction, of sequences that are not cut."""
-        N, H, K, V = self.problem.shape("N H K V")
-        rule = rule_of(self.problem.op)
-        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, N * H, self.device, of=direction)
+        """The walk for gradients in one direction."""
+        (N, H, K, V), rule = self.problem.shape("N H K V"), rule_of(self.problem.op)
+        walks = N * H * self.segments
+        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, walks, self.device, of=direction)
 
     @property
     def pass_time(self) -> float:
@@ -130,40 +132,51 @@ class CutInChunks(SegmentCut):
     def shape(self, draft):
         return draft.shape(self.problem, spans=self.spans(self.walk.CHUNK), chunk=self.walk.CHUNK)
 
-    def launch_walk(self, draft, shape, read, states, written):
+    def launch_walk(self, draft, shape, read, states, written, walk=None, F=None):
         """Launches the walk; and before it, if sequences are cut, what computes the states from which segments start.
 
         read, states, written : arguments of the walk by name; those of `states` are [N, H, K, V]. `written`: what only
             a walk with outputs writes
+        walk : one of `walk_of`; None: `self.walk`
+        F : the memory for that of all segments; of a walk only backwards, F itself
         """
         # shape.count: segments of all sequences of a batch row
-        (K, V), P, walk, all_segments = (shape.K, shape.V), self.segments, self.walk, shape.B * shape.count
+        (K, V), P, walk, all_segments = (shape.K, shape.V), self.segments, walk or self.walk, shape.B * shape.count
         read, tiles, starts = read | {"shape": shape, "P": P}, walk.directions * walk.grid(V), None
         if P > 1:
-            F, starts = memory_of_segments(draft, shape, walk.directions, FLOAT32)
+            # What walks backwards write follows what those forwards do, even where there are none of these.
+            memory, starts = memory_of_segments(draft, shape, 2 if walk.only_backwards else walk.directions, FLOAT32)
+            F = memory if F is None else F
             first_states = {name: x for name, x in states.items() if name in ("initial", "dht")}
-            blocks = all_segments * shape.H * (tiles + walk.grid(K))
+            blocks = all_segments * shape.H * (tiles + (0 if walk.only_backwards else walk.grid(K)))
             draft.launch(replace(walk, outputs=False), blocks, **read, **first_states, starts=starts, F=F)
-            join_segments(draft, F, starts, P)
+            join_segments(draft, F, starts, P, backwards=walk.only_backwards)
         draft.launch(walk, all_segments * shape.H * tiles, **read, **states, **written, starts=starts)
+
+
+def shape_of_F(all_segments, H, K) -> tuple[int, int, int, int]:
+    """Of F of all segments. Rows are padded to a multiple of 4 numbers: F is copied 16 bytes at a time."""
+    return all_segments, H, K, 4 * ceil_div(K, 4)
 
 
 def memory_of_segments(draft, shape, directions, dtype):
     """(F of all segments, `starts`): new arrays. Walks write G to `starts`, in the place of the next segment, and G' in
     that of the previous one; `join_segments` overwrites them with the state, or the gradient, from which the walk of
-    that segment starts. Rows of F are padded to a multiple of 4 numbers: it is copied 16 bytes at a time."""
+    that segment starts."""
     all_segments, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
-    F = draft.empty((all_segments, H, K, 4 * ceil_div(K, 4)), dtype)
+    F = draft.empty(shape_of_F(all_segments, H, K), dtype)
     return F, draft.empty((directions, all_segments, H, K, V), dtype)
 
 
-def join_segments(draft, F, starts, P, forgets=None):
+def join_segments(draft, F, starts, P, forgets=None, backwards=False):
     """Launches the kernel that joins P segments of each sequence. F, starts: those of `memory_of_segments`. forgets:
-    int64 numbers [all segments, H], whether F of a segment is 0; None if that is not known."""
+    int64 numbers [all segments, H], whether F of a segment is 0; None if that is not known. backwards: whether the
+    second direction of `starts` is joined alone."""
     directions, all_segments, H, K, V = starts.shape
     join, N = DeltaJoinSegments(starts.dtype, channels(K)), all_segments // P
-    blocks = directions * N * H * ceil_div(V, join.BV)
-    draft.launch(join, blocks, F=F, starts=starts, forgets=forgets, N=N, P=P, H=H, K=K, V=V)
+    blocks = (1 if backwards else directions) * N * H * ceil_div(V, join.BV)
+    sizes = {"N": N, "P": P, "H": H, "K": K, "V": V}
+    draft.launch(join, blocks, F=F, starts=starts, forgets=forgets, **sizes, backwards=backwards)
 
 
 class CutByToken(SegmentCut):
