@@ -71,11 +71,13 @@ enum Directions { BOTH, ONLY_FORWARDS, ONLY_BACKWARDS };
 // follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads; E, Z, decay and beta, which
 // both read; W and B, which the walk backwards and ONLY_FORWARDS read; with TWO_WRITES H, which the walk backwards
 // reads.
-template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF> struct alignas(16) Stage {
+template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF, bool OUTPUTS> struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static constexpr int RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
-  static constexpr int FROM = OF == ONLY_BACKWARDS ? RESIDUAL_BYTES : 0;
-  static constexpr int STOP = sizeof(Chunk) - (OF == ONLY_FORWARDS ? TWO_WRITES * sizeof(Matrix<T>) : 0);
+  static constexpr int FROM = OF == ONLY_BACKWARDS || !OUTPUTS ? RESIDUAL_BYTES : 0;
+  static constexpr int STOP = sizeof(Chunk) - (!OUTPUTS              ? sizeof(Chunk::B)
+                                               : OF == ONLY_FORWARDS ? TWO_WRITES * sizeof(Matrix<T>)
+                                                                     : 0);
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
 
@@ -85,8 +87,8 @@ template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF> struct ali
   }
 };
 
-template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF> struct Shared {
-  Stage<T, BK, BV, TWO_WRITES, OF> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF, bool OUTPUTS> struct Shared {
+  Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS> stages[STAGES];
 };
 
 // Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that
@@ -95,11 +97,11 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF
 // first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not
 // from the states in args.starts.
 template <bool BACK, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, Directions OF, typename T>
-__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[STAGES], const Args<T>& args, u32 block,
-                                     u32 value_tiles, u32 tiles) {
+__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS> (&stages)[STAGES], const Args<T>& args,
+                                     u32 block, u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
-  using OwnStage = Stage<T, BK, BV, TWO_WRITES, OF>;
+  using OwnStage = Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS>;
   // RESIDUAL_BYTES: of R and L; COMMON_BYTES: of E, Z, decay and beta.
   constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = OwnStage::RESIDUAL_BYTES;
   constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
@@ -290,9 +292,11 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF> (&stages)[
 }
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS, Directions OF>
-__global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_states(const Args<T> args) {
+__global__ void __launch_bounds__(
+    2 * BV, (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>, T, BK, BV>(OUTPUTS)))
+    delta_backward_states(const Args<T> args) {
   static_assert(BK <= 128 || OF == BOTH, "only rules of at most 128 channels keep what they prepare");
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF>*>(dynamic_smem())->stages;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;

@@ -36,6 +36,7 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S; each_number<BK>(S, row, ...): calls f for a lane's numbers of S; row: S's first
+//   blocks_of_walk: how many blocks share a multiprocessor
 //   copy_prepared, copy_chunk: start to copy a prepared chunk, a chunk's rows; BYTES_FOR_STATES: of a prepared chunk,
 //     what a walk without outputs reads; store_tokens: stores a warp's columns of o; word_of: two numbers rounded to T
 
@@ -52,20 +53,29 @@ template <typename T> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
 };
 
-template <typename T, int BK, int BV, bool TWO_WRITES> struct alignas(16) Stage {
-  Prepared<T, BK, TWO_WRITES> chunk;
+// The bytes of a prepared chunk that the walk reads, and its v.
+template <typename T, int BK, int BV, bool TWO_WRITES, bool OUTPUTS> struct alignas(16) Stage {
+  using Chunk = Prepared<T, BK, TWO_WRITES>;
+  static constexpr int SIZE = OUTPUTS ? sizeof(Chunk) : Chunk::BYTES_FOR_STATES;
+  uint4 bytes[SIZE / 16];
   T v[BT * BV];
+
+  // The chunk, of which only those bytes are in memory.
+  __device__ __forceinline__ Chunk& prepared() { return *reinterpret_cast<Chunk*>(bytes); }
 };
 
-template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES> struct Shared {
-  Stage<T, BK, BV, TWO_WRITES> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS> struct Shared {
+  Stage<T, BK, BV, TWO_WRITES, OUTPUTS> stages[STAGES];
 };
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
-__global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Args<T> args) {
+__global__ void __launch_bounds__(2 * BV,
+                                  (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>, T, BK, BV>(OUTPUTS)))
+    delta_scan(const Args<T> args) {
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
   constexpr int THREADS = 2 * BV;
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES>*>(dynamic_smem())->stages;
+  using OwnStage = Stage<T, BK, BV, TWO_WRITES, OUTPUTS>;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 head = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
@@ -95,9 +105,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const auto fetch = [&](int chunk, int stage) {
     if (chunk * BT < tokens) {
       auto& to = stages[stage];
-      using PreparedChunk = Prepared<T, BK, TWO_WRITES>;
-      constexpr int SIZE = OUTPUTS ? sizeof(PreparedChunk) : PreparedChunk::BYTES_FOR_STATES;
-      copy_prepared<0, SIZE, THREADS>(&to.chunk, prepared_chunks + chunk);
+      copy_prepared<0, OwnStage::SIZE, THREADS>(to.bytes, prepared_chunks + chunk);
       if (!computes_F)
         copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * BT) + first_column, args.v.token_stride,
                                 tokens - chunk * BT, columns, bytes);
@@ -112,7 +120,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
     fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
-    const auto& prepared = stages[stage].chunk;
+    const auto& prepared = stages[stage].prepared();
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
 

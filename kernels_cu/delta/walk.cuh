@@ -7,6 +7,7 @@
 //           `y`, what 32 tokens read, transposed: y[n][2h + p] is column g + 8h, token 8n + 2t + p. A Word has two
 //           neighbouring numbers of T. Operands x[BT / 16][4]: of the warp's columns and 16 tokens each, x[n][m] has
 //           column g + 8 (m % 2), tokens 16 n + 8 (m / 2) + 2t and the next
+#include "cards.cuh"
 #include "delta/chunk.cuh"
 #include "delta/segments.cuh"
 
@@ -17,6 +18,12 @@
 //   RowsReader: right operands, whose columns are a tile's rows
 //   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
 //   State<BK>: float[BK / 8][4]
+
+// How many blocks of BV columns a multiprocessor's registers are for: so many that they have 128 columns together; or
+// 256 without outputs, where a thread of 16-bit data needs no more than 128 registers.
+template <class Shared, typename T, int BK, int BV> constexpr int blocks_of_walk(bool outputs) {
+  return outputs || sizeof(T) == 4 || BK > 128 ? 128 / BV : blocks_with_room<Shared>(256 / BV);
+}
 
 // Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads; both
 // bounds are multiples of 16.

@@ -26,6 +26,7 @@ share:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -96,7 +97,8 @@ class Walk(ChunkKernel, TiledKernel):
     """The base of walks from chunk to chunk, which read what `DeltaPrepare` or a kernel like it has prepared."""
 
     CHUNK: ClassVar[int] = 32
-    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}>",)
+    SHARING: ClassVar[int] = 113 << 10  # bytes of shared memory of a block, of which Hopper's multiprocessors hold two
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {outputs}>",)
     dtype: np.dtype
     BK: int
     BV: int
@@ -126,9 +128,17 @@ class Walk(ChunkKernel, TiledKernel):
         return TILES[1] // self.BV
 
     @property
+    def summary(self) -> Walk:
+        """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
+        else with two."""
+        kernel = replace(self, outputs=False)
+        fits = kernel.shared_bytes * TILES[1] <= self.SHARING * self.BV
+        return kernel if fits else replace(kernel, stages=2)
+
+    @property
     def prepared_bytes(self) -> int:
         """Bytes of one prepared chunk. Shared memory consists of `stages` such chunks, each with its v."""
-        # Wrong for `of` other than "BOTH": with one direction, shared memory lacks what only the other one reads.
+        # Wrong without outputs, and for `of` other than "BOTH": shared memory then lacks what the kernel does not read.
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
@@ -154,7 +164,7 @@ class DeltaBackwardStates(Walk):
         "pointers? chunk_states state_gradients starts F, pointers prepared, shape, int64s P, float64s scale, "
         "int64s bytes"
     )
-    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}>",)
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}, {outputs}>",)
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
     # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]

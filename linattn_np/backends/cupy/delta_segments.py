@@ -149,7 +149,7 @@ class CutInChunks(SegmentCut):
             F = memory if F is None else F
             first_states = {name: x for name, x in states.items() if name in ("initial", "dht")}
             blocks = all_segments * shape.H * (tiles + (0 if walk.only_backwards else walk.grid(K)))
-            draft.launch(replace(walk, outputs=False), blocks, **read, **first_states, starts=starts, F=F)
+            draft.launch(walk.summary, blocks, **read, **first_states, starts=starts, F=F)
             join_segments(draft, F, starts, P, backwards=walk.only_backwards)
         draft.launch(walk, all_segments * shape.H * tiles, **read, **states, **written, starts=starts)
 
