@@ -399,7 +399,7 @@ def test_processes_are_forked_where_nothing_is_lost(monkeypatch):
 
 @pytest.mark.parametrize("process, count, given", [(0, 1, None), (0, 1, 1), (0, 2, 2), (1, 2, 2), (1, 2, None)])
 def test_every_thread_of_a_process_uses_its_device(process, count, given, monkeypatch):
-    from linattn_np.command import generate
+    from linattn_np.command import batch_texts
 
     current, seen = threading.local(), {}
 
@@ -413,13 +413,13 @@ def test_every_thread_of_a_process_uses_its_device(process, count, given, monkey
         seen["load"] = getattr(current, "device", 0)
         return Model(), None
 
-    monkeypatch.setattr(generate, "load", load)
-    monkeypatch.setattr(generate, "open_device_early", lambda device, process: None)
-    monkeypatch.setattr(generate, "use", lambda number, options: setattr(current, "device", number))
-    monkeypatch.setattr(generate, "tokenizer_of", lambda options, model: Bytes())
+    monkeypatch.setattr(batch_texts, "load", load)
+    monkeypatch.setattr(batch_texts, "open_device_early", lambda device, process: None)
+    monkeypatch.setattr(batch_texts, "use", lambda number, options: setattr(current, "device", number))
+    monkeypatch.setattr(batch_texts, "tokenizer_of", lambda options, model: Bytes())
     options = parsed("generate", "--batch-file", "in", "--output", "out", *(["--cards", str(given)] if given else []))
     asked = [(n, {"prompt": "a"}) for n in range(5)]
-    generate.Texts(options, asked)(process, count)
+    batch_texts.Texts(options, asked)(process, count)
     assert seen == {"load": process, "warm_up": (process, (5,))}  # one process may take all texts at once
 
 

@@ -28,7 +28,7 @@ from linattn_np import LinattnWarning, cupy_folder
 from linattn_np.__main__ import main
 from linattn_np.backends.cupy import device
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, cards, generate, signals, terminal, train
+from linattn_np.command import COMMANDS, batch_texts, cards, generate, signals, terminal, train
 from linattn_np.errors import ContractError
 from linattn_np.models import Batch, State, files, helper_threads, sampling
 from linattn_np.models.training import Settings, Training
@@ -183,7 +183,7 @@ def test_python_without_docstrings():
 def test_one_process_writes_texts_into_a_file(capsys, tmp_path):
     (tmp_path / "in").write_text('{"prompt": "Emma was", "tokens": 2}\n')
     words = ["generate", "--device", "cpu", "--batch-file", tmp_path / "in", "--output", tmp_path / "out"]
-    first = generate.Output(tmp_path / "out")
+    first = batch_texts.Output(tmp_path / "out")
     first.add(0, {"text": "She"})
     code, lines = called(capsys, *words)
     assert code == 2 and lines[-1].endswith(
@@ -366,7 +366,7 @@ def test_texts_are_kept_as_they_are_done(number, tmp_path):
 
 
 def test_a_line_without_room_is_not_begun(tmp_path):
-    output = generate.Output(tmp_path / "out.jsonl")
+    output = batch_texts.Output(tmp_path / "out.jsonl")
     output.add(1, {"text": "b"})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
@@ -382,7 +382,7 @@ def test_a_line_without_room_is_not_begun(tmp_path):
 
 
 def test_a_file_of_texts_that_was_removed_is_written_anew(tmp_path):
-    output = generate.Output(tmp_path / "out.jsonl")
+    output = batch_texts.Output(tmp_path / "out.jsonl")
     output.add(0, {"text": "a"})
     (tmp_path / "out.jsonl").unlink()
     output.add(1, {"text": "b"})

@@ -15,7 +15,7 @@ import numpy as np
 from ..models import corpus
 from ..models.prompt_reading import PIECE
 from .blas_threads import blas_for
-from .generate import DTYPES, load, tokenizer_of
+from .option_values import DTYPES, load, tokenizer_of
 from .terminal import add_device, add_tokenizer, bar, integer, status, to_stdout
 
 

@@ -9,61 +9,40 @@ After Ctrl-C, SIGTERM or SIGHUP, finished texts, lines and states are kept.
 """
 
 import json
-import math
 import os
 import re
 import select
 import stat
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
-from .. import NotSupported, models
-from ..cupy_folder import folder_for_cupy
-from ..models import Batch, Bytes, Sampling, State, World, austen
+from ..models import Batch, austen
 from ..models.checkpoint import located
-from ..models.devices import open_beside
-from ..models.files import check_writable, json_object, lines, lock, replaced, same_file
-from ..models.number_checks import shown
+from ..models.files import check_writable, same_file
 from ..models.prompt_reading import read
-from ..models.rwkv.model import Model
-from ..models.text import LONGEST, Request, Text, complete
-from ..models.tokenizers import VOCABULARY
-from .blas_threads import blas_for, where
-from .cards import Cards, processes, use
+from ..models.text import LONGEST, Text
+from .batch_texts import LINE_FIELDS, SLOTS, write_batch
+from .blas_threads import blas_for
 from .first_loops import begun_on_numpy, compiling, with_loops
+from .option_values import DTYPES, begins_on_numpy, load, load_state, open_device_early, sampling, tokenizer_of
 from .signals import Ended, deferred, forget_ctrl_c, noted
 from .terminal import (
     add_device,
     add_tokenizer,
     bar,
-    details,
     error_line,
     integer,
     some_text,
     status,
-    ticking,
     to_stderr,
     to_stdout,
 )
 
-DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
 ESCAPE = re.compile(r"\\(?:[\\abfnrtv'\"]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # the form of the conversations with which World models were trained
-# {field of a line of --batch-file: its types}: the fields of `Sampling`, then all.
-REAL, WHOLE = (int, float), (int,)
-SAMPLING = {"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL}
-SAMPLING |= {"fading": REAL, "repetition": REAL, "seed": WHOLE}
-LINE_FIELDS = {"prompt": (str,), "tokens": WHOLE, **SAMPLING, "stop": (str, list)}
-SLOTS = 8
-LONGEST_LINE = 1 << 24  # the most bytes of a line of --batch-file
-MAX_LOADED_TWICE = 1 << 26  # the most bytes of a checkpoint that is loaded twice, see `begins_on_numpy`
 LONGEST_PROMPT = 1 << 28  # the most bytes of stdin: a device may have no end
-WARM_UP_TOKENS = 1024  # tokens of the prompt that warms up a batch: about as many as the first prompts have together
 
 
 def run(options):
@@ -262,22 +241,6 @@ def inputs(options):
             yield name, located(path) if name == "model" else path
 
 
-def sampling(options, **line):
-    """The `Sampling` of the options, with the values `line` in place of theirs."""
-    values = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
-    values["bias"] = dict(map(bias_of, options.bias or []))
-    return Sampling(**values | line)
-
-
-def bias_of(word) -> tuple[int, float]:
-    """(id, number) from a word ID=NUMBER."""
-    id, _, number = word.partition("=")
-    try:
-        return int(id), float(number)
-    except ValueError:
-        raise ValueError(f"argument --bias: is {shown(word)}, expected ID=NUMBER, as in 0=-inf") from None
-
-
 def unescaped(text: str) -> str:
     r"""`text` with its \n, \t, \\, \xNN and \uNNNN replaced by the characters that they stand for in Python."""
     result = ESCAPE.sub(lambda match: match[0].encode().decode("unicode_escape"), text)
@@ -287,84 +250,6 @@ def unescaped(text: str) -> str:
         half = ascii(result[error.start])
         raise ValueError(f"argument --escapes: {half} is half a character, expected a whole one") from None
     return result
-
-
-def load(options, to_stderr=to_stderr, status=status, make_on_cpu=with_loops) -> tuple:
-    """(the model, a `first_loops.LoopsBeside` or None).
-
-    to_stderr, status : the functions of `terminal`, or others that print nothing
-    make_on_cpu : the function of `first_loops` that makes the model on the CPU
-    """
-    path, device = options.model, options.device
-    if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
-        device = "cpu"
-    dtype = None if options.dtype == "auto" else options.dtype
-    with status(f"loading {path.name} ...") as show:
-
-        def progress(done, total):
-            show(f"loading {path.name} {bar(done / total)} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
-
-        if device != "cpu":
-            try:
-                model = models.load(path, "cuda", dtype, progress, adapter=options.adapter)
-                to_stderr(where(model.device, ""))
-                return model, None
-            except NotSupported as why:
-                if device != "auto":
-                    raise
-                details(str(why))
-        model, loops = make_on_cpu(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
-    names = {"NumpyLayers": "NumPy", "NumbaLayers": "Numba"}
-    library = "NumPy until Numba's loops are compiled" if loops else names[type(model.layers).__name__]
-    to_stderr(where("cpu", library))
-    return model, loops
-
-
-def on_the_cpu(path, dtype, adapter, progress=None) -> Model:
-    """The model on the CPU, after a first run, so that the speeds that are printed do not include compiling."""
-    model = models.load(path, "cpu", dtype, progress, adapter=adapter)
-    model.warm_up((1,), 2)
-    return model
-
-
-def begins_on_numpy(options) -> bool:
-    """Whether NumPy may write the first tokens, while Numba's loops are compiled. Not if the checkpoint is large, since
-    the model is then loaded twice; not with --seed, since NumPy's rounding differs from the loops'."""
-    return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < MAX_LOADED_TWICE
-
-
-def tokenizer_of(options, model):
-    """The tokenizer of --tokenizer and --vocab for this model; ValueError if it does not fit the model."""
-    size, kind = model.sizes["V"], options.tokenizer
-    if kind == "auto":
-        kind = "world" if options.vocab else {256: "bytes", 65536: "world"}.get(size)
-        if kind is None:
-            raise ValueError(
-                f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 "
-                "(World); --tokenizer says which it is"
-            )
-    beside = options.model / VOCABULARY
-    vocabulary = options.vocab or (beside if beside.is_file() else None)
-    tokenizer = Bytes() if kind == "bytes" else World.from_file(vocabulary) if vocabulary else World.installed()
-    if tokenizer.size > size:
-        raise ValueError(
-            f"{options.model} has a vocabulary of {size} tokens, expected at least {tokenizer.size} "
-            f"for --tokenizer {kind}"
-        )
-    return tokenizer
-
-
-def load_state(options, model) -> State | None:
-    """The state of --load-state on the model's device, or None."""
-    if not options.load_state:
-        return None
-    state = State.load(options.load_state)
-    if (rows := state.att_shift.shape[1]) != 1:
-        raise ValueError(f"{options.load_state} holds {rows} sequences, expected one")
-    try:
-        return model.on_device(state)
-    except ValueError as error:
-        raise ValueError(f"{options.load_state} is the state of another model: {error}") from None
 
 
 # -- one text, and a conversation -------------------------------------------------------------------------------------
@@ -519,246 +404,3 @@ def from_stdin(read) -> bytes:
         return read(sys.stdin.buffer)
     except OSError as error:
         raise OSError(f"stdin cannot be read: {error.strerror or error}") from error
-
-
-# -- many texts -------------------------------------------------------------------------------------------------------
-class Texts:
-    """The texts of --batch-file. `write_batch` passes an object to `cards.Cards.spread` as its argument `prepare`, or
-    calls it directly if there is one process.
-
-    requested : [(number of a line, its checked object)]. A text's number is its index here
-    slots : the most texts that a process writes side by side
-    """
-
-    def __init__(self, options, requested):
-        self.options, self.requested = options, requested
-        self.slots = min(options.slots or SLOTS, len(requested))
-
-    def __call__(self, process=0, count=1):
-        """Loads the model, and checks the texts of process number `process` of `count`: every `count`-th from `process`
-        on. Returns `write` for the model. Only the first process prints messages."""
-        options = self.options
-        if count == 1:
-            open_device_early(options.device, 0)
-        if process or options.cards:
-            use(process, options)
-        model, _ = load(options, *([quiet, no_status] if process else []))
-        options.vocabulary = tokenizer_of(options, model)
-        self.state = load_state(options, model)
-        numbers = range(process, len(self.requested), count)
-        with ThreadPoolExecutor(1) as other_thread:
-            has_warm_up = model.device == "cuda" and self.slots
-            warm_up = other_thread.submit(self.warm_up, model, process) if has_warm_up else None
-            self.requests = {number: self.request(number) for number in numbers}
-            if warm_up:
-                warm_up.result()
-        return partial(self.write, model)
-
-    def warm_up(self, model, process):
-        """Warms up the model. This runs in another thread, for which the device of the process must be set again."""
-        if process or self.options.cards:
-            use(process, self.options)
-        model.warm_up((self.slots,), WARM_UP_TOKENS)
-
-    def request(self, number):
-        """The checked `Request` of text number `number`."""
-        return request(self.options, self.requested[number][1], self.requested[number][0], self.state)
-
-    def write(self, model, numbers):
-        """Yields (number, object of its line of --output) of the texts `numbers`, in the order in which they are done.
-        A number may be any text's, also of another process's part."""
-        taken_numbers = []
-
-        def requests():
-            for number in numbers:
-                taken_numbers.append(number)
-                yield self.requests.pop(number, None) or self.request(number)
-
-        slots = max(1, self.slots)
-        with blas_for(model.device, model.sizes), deferred() as ended:
-            for index, written, text in complete(model, self.options.vocabulary, requests(), slots, ended):
-                number = taken_numbers[index]
-                line = {
-                    "prompt": self.requested[number][1]["prompt"],
-                    "text": written,
-                    "tokens": text.count,
-                    "finish": text.finish,
-                }
-                line |= {"logprobs": text.logprobs} if self.options.logprobs else {}
-                yield number, line | ({"error": text.error} if text.error else {})
-            if number := ended():
-                raise Ended(number)
-
-
-def quiet(line):
-    """`to_stderr`, without printing."""
-
-
-@contextmanager
-def no_status(first):
-    """`status`, without printing."""
-    yield quiet
-
-
-def open_device_early(device, process):
-    """Begins, when a process has just started, what loading the model on a GPU would wait for. `open_beside` opens the
-    device of process number `process` in another thread, while this thread imports the modules that use it."""
-    if device == "cpu":
-        return
-    folder_for_cupy()
-    open_beside(process)
-    with suppress(ImportError, RuntimeError):  # loading the model will raise it again
-        from cupy.cuda import cublas, nvrtc  # noqa: F401
-
-        from ..models.rwkv import cuda_layers  # noqa: F401
-
-        nvrtc.getVersion()
-
-
-def write_batch(options):
-    """Writes a line of --output for every line of --batch-file, in their order. If the work ends early, the texts that
-    are done are written."""
-    with Cards(partial(open_device_early, options.device)) as cards:
-        if (options.cards or 1) > 1:
-            cards.begin(min(options.cards, os.cpu_count()))  # if there are fewer texts or cards, some will have no work
-        requested = list(read_lines(options))
-        count = processes(options, len(requested), options.slots or SLOTS)
-        prepare = Texts(options, requested)
-        texts = cards.spread(prepare, count, len(requested)) if count > 1 else prepare()(range(len(requested)))
-        write_texts(options, requested, texts)
-
-
-def write_texts(options, requested, texts):
-    """Writes the lines of --output from `texts`, an iterator of (number, line); prints progress and errors."""
-    output, errors, count, start = Output(options.output), {}, 0, time.perf_counter()
-
-    def draw():
-        done, seconds = len(output.lines), time.perf_counter() - start
-        show(f"writing {bar(done / max(1, len(requested)))} {done} of {len(requested)} texts, {seconds:.0f} s")
-
-    try:
-        with status("writing ...") as show, closing(texts), ticking(draw):
-            for number, line in texts:
-                output.add(number, line)
-                count += line["tokens"]
-                if "error" in line:
-                    errors[number] = line["error"]
-    finally:
-        done = output.finish(len(requested))
-        if done < len(requested):
-            to_stderr(
-                f"{done} of {len(requested)} texts are done, "
-                + (f"{options.output} has them" if done else f"{options.output} is not written")
-            )
-    speed = count / (time.perf_counter() - start)
-    to_stderr(f"{done} texts, {count} tokens written at {speed:.0f} tokens/s, with the time of the prompts")
-    if errors:
-        number = min(errors)
-        place = f"{options.batch_file}, line {requested[number][0]}"
-        raise ValueError(f"{place}: {errors[number]}; the other texts are in {options.output}")
-
-
-class Output:
-    """The file of --output. A text is written as soon as it is done; at the end the texts are sorted by their numbers.
-
-    The first text replaces an older file. If --output is no regular file, all texts are written at the end.
-    """
-
-    def __init__(self, path):
-        self.path, self.lines, self.file, self.size = path, {}, None, 0
-        self.regular = not os.path.exists(path) or os.path.isfile(path)
-        if self.regular and os.path.exists(path):
-            with open(path, "ab") as file:
-                lock(file.fileno(), path)  # OSError if another process writes its texts there
-
-    def add(self, number, line):
-        """Adds the line of text number `number`."""
-        encoded = f"{json.dumps(line, ensure_ascii=False)}\n".encode()
-        if self.regular:
-            self.append(encoded)
-        self.lines[number] = encoded
-
-    def append(self, encoded):
-        """Appends a line to the file; OSError, without a part of the line, if it cannot be written."""
-        if self.file is None:
-            with replaced(self.path):  # makes an empty file in place of an older one
-                pass
-            self.file = open(self.path, "ab", buffering=0)
-            lock(self.file.fileno(), self.path)
-        try:
-            written = self.file.write(encoded)
-            while written < len(encoded):
-                written += self.file.write(encoded[written:])
-            self.size += written
-        except OSError as error:
-            self.file.truncate(self.size)
-            raise OSError(error.errno, error.strerror, self.path) from None
-
-    def finish(self, count) -> int:
-        """Sorts the texts in the file; returns their number. Writes the file again if somebody has removed it.
-
-        count : the number of texts that were asked for; if it is 0, the file will be empty
-        """
-        exists = False
-        if self.file:
-            os.fsync(self.file.fileno())
-            with suppress(FileNotFoundError):
-                exists = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
-            self.file.close()
-        if (self.lines or not count) and not (exists and list(self.lines) == sorted(self.lines)):
-            try:
-                with replaced(self.path) as file:
-                    file.writelines(self.lines[number] for number in sorted(self.lines))
-            except OSError as error:
-                if not exists:
-                    raise
-                to_stderr(f"{error_line(error)}: the texts stay in the order in which they were done")
-        return len(self.lines)
-
-
-def read_lines(options):
-    """Yields ``(number, object)`` of all lines of --batch-file that are not blank, after checking them."""
-    try:
-        with open(options.batch_file, "rb") as file:
-            for number, raw in lines(file, LONGEST_LINE):
-                if raw.strip():
-                    yield number, line_of(raw, number)
-    except ValueError as error:
-        raise ValueError(f"{options.batch_file}, {error}") from None
-
-
-def line_of(raw, number):
-    """The checked object of a line; a ValueError has the number of the line."""
-    try:
-        line = json_object(raw)
-        check_line(line)
-        return line
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None
-
-
-def check_line(line):
-    """ValueError if the object of a line is wrong."""
-    if not line.get("prompt"):
-        raise ValueError('expected an object {"prompt": "some text", ...}')
-    for name, value in line.items():
-        if name not in LINE_FIELDS:
-            raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE_FIELDS)}")
-        if not isinstance(value, LINE_FIELDS[name]) or isinstance(value, bool):
-            wanted = " or ".join(wanted_type.__name__ for wanted_type in LINE_FIELDS[name])
-            raise ValueError(f"{name} is a {type(value).__name__}, expected {wanted}")
-    for name, least, most, limit in (("tokens", 1, LONGEST, f"to {LONGEST}"), ("seed", 0, math.inf, "up")):
-        if not least <= line.get(name, least) <= most:
-            raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} {limit}")
-
-
-def request(options, line, number, state) -> Request:
-    """The request of a line of --batch-file, after checking it."""
-    tokenizer, stop = options.vocabulary, line.get("stop", options.stop or [])
-    stop = [stop] if isinstance(stop, str) else stop
-    try:
-        Text(tokenizer, stop=stop)  # for its check of the stop strings
-        how = sampling(options, vocabulary=tokenizer.size, **{name: line[name] for name in SAMPLING if name in line})
-        return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
-    except ValueError as error:
-        raise ValueError(f"{options.batch_file}, line {number}: {error}") from None

@@ -18,7 +18,7 @@ from ..models.versions import kind_of
 from .blas_threads import blas_for
 from .evaluate import loss
 from .first_loops import compiling
-from .generate import tokenizer_of
+from .option_values import tokenizer_of
 from .terminal import add_tokenizer, check_out, how_to_write, integer, status, to_stderr
 
 

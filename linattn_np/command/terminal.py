@@ -311,7 +311,7 @@ def add_device(add):
 
 
 def add_tokenizer(add):
-    """Adds the options --tokenizer and --vocab, which `generate.tokenizer_of` reads."""
+    """Adds the options --tokenizer and --vocab, which `option_values.tokenizer_of` reads."""
     add(
         "--tokenizer",
         choices=("auto", "bytes", "world"),

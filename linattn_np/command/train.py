@@ -37,7 +37,7 @@ from ..models.training import Settings, Training
 from ..models.versions import VERSIONS
 from .blas_threads import blas_for, where
 from .first_loops import before_compiling, compiling
-from .generate import tokenizer_of
+from .option_values import tokenizer_of
 from .signals import Ended, deferred
 from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, integer, status, to_stderr
 
