@@ -5,7 +5,8 @@ memory; the module `source` makes the compiler check both. `fitting` chooses the
 
 Words: a head's state has K channels and V columns; BK and BV are the channels and columns of a block's tile. A launch
 takes BK channels; more channels need more launches, whose outputs are added up. A segment is a run of chunks that a
-block computes by itself. The kernels' files describe the arguments; in `arguments`, `?` marks those that may be null.
+block computes by itself. The kernels' files describe the arguments; `arguments.members` says what a text such as
+"tensor_maps+strided q k, pointers? u" declares: `?` marks arguments that may be null.
 """
 
 from __future__ import annotations

@@ -297,6 +297,7 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 def forward_cut(problem, device) -> ForwardCut:
     """How the forward pass is computed for gates of every channel."""
     arrays = token_arrays(problem)
+    # The option "final_state" is an array of a model, to which kernels write the last states themselves.
     if "final_state" not in problem.options and copies_are_faster(problem, device):
         return ForwardCut(COPIED)
     if are_small(problem, device):
@@ -469,9 +470,13 @@ def split_columns(heads, V, longest, device, single, cluster) -> bool:
     `single` would have at most four segments. They are not faster if their blocks have fewer producer warps.
     """
     blocks, capacity = heads * cluster.grid(V), device.multiprocessors
-    P = segments_that_fill(blocks, longest, capacity, SPARED) if V > PANEL and blocks <= capacity else 0
-    fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, capacity) <= 2 * P
-    return fits and cluster.producer_groups >= single.producer_groups
+    if V <= PANEL or blocks > capacity or cluster.producer_groups < single.producer_groups:
+        return False
+    P = segments_that_fill(blocks, longest, capacity, SPARED)
+    if P != 2:
+        return P == 1
+    segments_of_single = segments_that_fill(blocks // 2, longest, capacity)  # `single` has half as many blocks
+    return longest >= SPLIT_AND_CUT and segments_of_single <= 4
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
