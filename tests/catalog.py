@@ -307,7 +307,8 @@ def of_models():
         for how in product(rwkv7.Keys.WIDTHS, rwkv7.Keys.DEPTHS):
             yield rwkv7.Keys(X, *how)
         for S, terms in product(CTYPES, terms_of(X)):
-            yield from (how(X, S, terms) for how in (rwkv7.TimeMixOfToken, rwkv7.TimeMixOfHeads))
+            yield rwkv7.TimeMixOfToken(X, S, terms)
+            yield from (rwkv7.TimeMixOfHeads(X, S, terms, held) for held in (4, rwkv7.TimeMixOfHeads.ROWS))
 
 
 def of_training():

@@ -361,6 +361,7 @@ def decoding(rng, device):
             (seven_of_64, EIGHT_BITS, 1),
             (seven_of_64, BFLOAT16, 3),
             (seven_of_64, HALF, 9),
+            (seven_of_64, BFLOAT16, 600),  # rows of states in shared memory
             (seven, SINGLE, 3),
             (seven, BFLOAT16, 3),
             (seven, HALF, 9),

@@ -33,6 +33,7 @@ from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
+from linattn_np.backends.cupy.rwkv7_model_kernels import TimeMixOfHeads
 from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, austen, checkpoint
 from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder as CudaDecoder6
@@ -191,9 +192,11 @@ def test_rwkv7_of_one_layer(on_cuda, kind, dtype, B, rng):
 @pytest.mark.parametrize("kind", [RWKV7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("state_dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("few", [0, TimeMixOfHeads.FEW])  # rows of the state in shared memory, or all in registers
 @pytest.mark.parametrize("B", [3, 20, 70])
-def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, B, rng):
+def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, few, B, rng, monkeypatch):
     """From states as they are stored: these are rounded once, and logits as if they were not."""
+    monkeypatch.setattr(TimeMixOfHeads, "FEW", few)
     weights, slots = random_weights(kind, rng, dtype, 128, 64), rng.permutation(B + 2)[:B]
     model, reference = on_cuda(weights, dtype, state_dtype=state_dtype), kind(weights)
     wanted_pool = reference.initial_state(B + 2)

@@ -10,7 +10,7 @@
 //           null; y [TERMS, B, H, N] of type X, the sum of TERMS arrays; N = 64
 // grid      a block for every (sequence, head), sequence slowest; a warp: a lane has four columns of the state and
 //           every second channel
-// smem      Shared
+// smem      Shared, then [ROWS - HELD, 2, N] numbers of type S: the rows of the state that are not in registers
 // barriers  none
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
@@ -22,7 +22,8 @@
 
 // From the includes:
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
-//   load2, load4, store4: neighbouring floats; Four, load_four: four neighbouring numbers of a state
+//   load2: two neighbouring floats; load4, store4: four neighbouring floats, or numbers of a state as floats
+//   Four, load_four: four neighbouring numbers of a state
 //   add_scaled(x, f, y) = x + f y; LEAST_NORM: the least that |k removal| counts as
 //   group_norm: o of the lane's columns, summed over the lanes that have them, and normalised over the head
 //   store4_terms: four numbers as sums of TERMS terms
@@ -33,9 +34,12 @@ struct Shared {
   float4 writes[N];  // x: decay; y: kappa rate before the division; z: key
 };
 
-template <typename X, typename S, int TERMS>
-__global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> args) {
+// HELD: a lane's first rows of the state before the token, which are in registers; the others are copied to shared
+// memory, past L1. With all in registers a multiprocessor has registers for 8 blocks, else for 12.
+template <typename X, typename S, int TERMS, int HELD>
+__global__ void __launch_bounds__(32, HELD == ROWS ? 8 : 12) rwkv7_time_mix_batch(const Args<X, S> args) {
   auto& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  S* const s_rows = reinterpret_cast<S*>(&s + 1);
   launch_next();  // the next kernel may begin
   const int lane = threadIdx.x, column = lane % QUADS * 4, group = lane / QUADS;
   const int own_channel = 2 * lane;  // the first of two channels whose keys the lane computes
@@ -44,9 +48,17 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   S* const state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
   // In one expression: otherwise the compiler does not see that it is aligned, and splits stores of 16 bytes.
   const auto row_address = [&](int row) { return state + row * GROUPS * N + 4 * lane; };
-  Four<S> held[ROWS];
+  constexpr int PIECE = 16 / sizeof(S);
 #pragma unroll
-  for (int row = 0; row < ROWS; ++row) held[row] = load_four(row_address(row));
+  for (int n = 0; n < (ROWS - HELD) * GROUPS * N; n += 32 * PIECE)
+    cp_async<16>(s_rows + n + PIECE * lane, state + HELD * GROUPS * N + n + PIECE * lane);
+  cp_async_commit();
+  Four<S> held[HELD];
+#pragma unroll
+  for (int row = 0; row < HELD; ++row) held[row] = load_four(row_address(row));
+  const auto before = [&](int row) {  // the lane's four columns of a row
+    return row < HELD ? float4(held[row]) : load4(s_rows + (row - HELD) * GROUPS * N + 4 * lane);
+  };
   const float2 removal = load2(args.removal + head_offset + own_channel),
                replacement = load2(args.replacement + head_offset + own_channel);
   const float2 bonus = load2(args.bonus + head_offset + own_channel);
@@ -76,7 +88,8 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   }
   dots = {warp_sum(dots.x), warp_sum(dots.y), warp_sum(dots.z), warp_sum(dots.w)};
   const float norm = fmaxf(sqrtf(dots.x), LEAST_NORM);
-  __syncwarp();  // s.reads and s.writes are in shared memory
+  cp_async_wait<0>();
+  __syncwarp();  // s and s_rows are in shared memory
 
   // Rows whose channels are loaded at a time, since registers are few: __syncwarp keeps the compiler from loading those
   // of later rows earlier.
@@ -88,7 +101,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   for (int row = 0; row < ROWS; ++row) {
     if (row % AT_ONCE == 0) __syncwarp();
     const float2 read = s.reads[row * GROUPS + group];
-    const float4 old = float4(held[row]);
+    const float4 old = before(row);
     e = add_scaled(e, read.x, old), o = add_scaled(o, read.y, old);
   }
   const float scale = -1.f / (norm * norm);  // one factor of 1 / norm is that of the kappa which is written
@@ -98,7 +111,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     if (row % AT_ONCE == 0) __syncwarp();
-    const float4 write = s.writes[row * GROUPS + group], old = float4(held[row]);
+    const float4 write = s.writes[row * GROUPS + group], old = before(row);
     const float4 kept = {write.x * old.x, write.x * old.y, write.x * old.z, write.x * old.w};
     store4(row_address(row), add_scaled(add_scaled(kept, write.y, e), write.z, v));
   }

@@ -42,12 +42,27 @@ class TimeMixOfToken(ModelKernel):
 
 
 class TimeMixOfHeads(TimeMixOfToken):
-    """`TimeMixOfToken` for heads of 64 channels: a warp computes one head of one sequence."""
+    """`TimeMixOfToken` for heads of 64 channels: a warp computes one head of one sequence. A lane has ROWS rows of the
+    state, the first HELD of them in registers and the others in shared memory."""
 
     file = "rwkv7/time_mix_batch"
     shared_memory = ("Shared",)
     threads = 32
     N: ClassVar[int] = 64
+    ROWS: ClassVar[int] = 32
+    FEW: ClassVar[int] = 8  # blocks per multiprocessor, which has registers for so many with HELD = ROWS
+    HELD: int
+
+    @classmethod
+    def fitting(cls, X, state, terms, blocks, device) -> tuple[TimeMixOfHeads, int]:
+        """(the instance for so many blocks, the bytes of shared memory for rows of the state). Few blocks leave shared
+        memory to those of the next kernel, which copy weights meanwhile. Of many, more fit on a multiprocessor with
+        HELD = 4, and copies to shared memory are faster than loads, which L1 holds up."""
+        kernel, more_shared = cls(X, state, terms, 4), (cls.ROWS - 4) * 2 * cls.N * state.itemsize
+        of_block = kernel.shared_bytes + more_shared + 1024  # the driver takes 1024 bytes
+        if blocks > cls.FEW * device.multiprocessors and device.shared_per_multiprocessor > cls.FEW * of_block:
+            return kernel, more_shared
+        return cls(X, state, terms, cls.ROWS), 0
 
 
 class DecodeOne(rwkv6.DecodeFew):

@@ -67,11 +67,12 @@ class DecodingStep(cuda_decoder.DecodingStep):
         results = {"w": buffers.w, "openings": buffers.openings}
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases} | results
         self.draft.launch(openings_kernel, openings_kernel.blocks(B, D), **arrays, R=decoder.rank)
-        kernel_class = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
-        kernel = kernel_class(X, decoder.state_dtype, terms)
+        kernel, more_shared = kernels.TimeMixOfToken(X, decoder.state_dtype, terms), 0
+        if N == kernels.TimeMixOfHeads.N:
+            kernel, more_shared = kernels.TimeMixOfHeads.fitting(X, decoder.state_dtype, terms, B * H, decoder.device)
         args = dict(zip("vkr", buffers.vkr)) | results | {"first": buffers.first_v}
         args |= {"removal": layer.removal, "replacement": layer.replacement, "bonus": layer.bonus}
-        return self.launch_time_mix(kernel, B * H, layer, wkv, **args)
+        return self.launch_time_mix(kernel, B * H, layer, wkv, more_shared, **args)
 
     def channel_mix(self, layer, shift, added):
         buffers = self.buffers
