@@ -80,6 +80,14 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
 }
 
+// store4 of numbers that are not read again soon.
+template <typename X> __device__ __forceinline__ void store4_evict_first(X* to, float4 x) {
+  if constexpr (sizeof(X) == 4)
+    store_evict_first(*reinterpret_cast<uint4*>(to),
+                      {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)});
+  else store_evict_first(*reinterpret_cast<uint2*>(to), {pack<X>(x.x, x.y), pack<X>(x.z, x.w)});
+}
+
 // Four columns of a state of type S, as they are in memory.
 template <typename S> struct Four {
   uint2 bits;

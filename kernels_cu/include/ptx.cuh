@@ -335,6 +335,21 @@ __device__ __forceinline__ void prefetch_line(const void* gmem) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem) : "memory");
 }
 
+// Stores 16 or 8 bytes that are not read again soon: they leave the cache first.
+__device__ __forceinline__ void store_evict_first(uint4& to, const u32 (&x)[4]) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(&to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3]), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void store_evict_first(uint2& to, const u32 (&x)[2]) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(&to), "r"(x[0]), "r"(x[1]), "l"(policy)
+               : "memory");
+}
+
 // ---- kernels that overlap: without effect before sm_90 ----------------------------------------------------
 
 // Starts copying `bytes` (a multiple of 16, as is the address) to L2.
@@ -477,15 +492,6 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes,
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    u32(__cvta_generic_to_shared(to))),
                "l"(from), "r"(bytes), "r"(u32(__cvta_generic_to_shared(&b)))
-               : "memory");
-}
-
-// Stores 16 bytes that are not read again soon: they leave the cache first.
-__device__ __forceinline__ void store_evict_first(uint4& to, const u32 (&x)[4]) {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(&to), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3]), "l"(policy)
                : "memory");
 }
 

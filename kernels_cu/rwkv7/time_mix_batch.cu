@@ -22,8 +22,9 @@
 
 // From the includes:
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
-//   load2: two neighbouring floats; load4, store4: four neighbouring floats, or numbers of a state as floats
-//   Four, load_four: four neighbouring numbers of a state
+//   load2: two neighbouring floats; load4: four neighbouring floats, or numbers of a state as floats; store4 the same;
+//   store4_evict_first: store4 of numbers that leave L2 before others; Four, load_four: four neighbouring numbers of a
+//   state
 //   add_scaled(x, f, y) = x + f y; LEAST_NORM: the least that |k removal| counts as
 //   group_norm: o of the lane's columns, summed over the lanes that have them, and normalised over the head
 //   store4_terms: four numbers as sums of TERMS terms
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(32, HELD == ROWS ? 8 : 12) rwkv7_time_mix_batc
     if (row % AT_ONCE == 0) __syncwarp();
     const float4 write = s.writes[row * GROUPS + group], old = before(row);
     const float4 kept = {write.x * old.x, write.x * old.y, write.x * old.z, write.x * old.w};
-    store4(row_address(row), add_scaled(add_scaled(kept, write.y, e), write.z, v));
+    // Leaving first, so that L2 keeps the vectors of the sequences that come later.
+    store4_evict_first(row_address(row), add_scaled(add_scaled(kept, write.y, e), write.z, v));
   }
 
   // group_norm adds up the lanes' o over the GROUPS groups. Every group has all of e and v, and adds a share of them.

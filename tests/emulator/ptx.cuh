@@ -310,6 +310,8 @@ inline void prefetch_line(const void*) {}
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
 template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
+inline void store_evict_first(uint4& to, const u32 (&x)[4]) { to = {x[0], x[1], x[2], x[3]}; }
+inline void store_evict_first(uint2& to, const u32 (&x)[2]) { to = {x[0], x[1]}; }
 
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,
@@ -462,8 +464,6 @@ inline void copy_bulk_evict_first(void* to, const void* from, u32 bytes, MBarrie
   phases->coming -= bytes / 16;
   emulator::end_phase(phases);
 }
-
-inline void store_evict_first(uint4& to, const u32 (&x)[4]) { to = {x[0], x[1], x[2], x[3]}; }
 
 inline void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
   copy_bulk_evict_first(to, from, bytes, b, where);
