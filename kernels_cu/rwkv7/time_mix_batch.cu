@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(32, HELD == ROWS ? 8 : 12) rwkv7_time_mix_batc
   const float4 gate = load4(args.openings + args.B * D + offset + column);
   const float4 share = load4(args.openings + 2 * args.B * D + offset + column);
   float4 v = load4(args.v + offset + column);
+  // Loaded before `share` says whether it is used, since a load behind that one would begin later.
+  const float4 first = load4(args.first + offset + column);
   float4 dots = {};  // |kappa|^2 and r (kappa rate) before the norm, r key, r key bonus
   const auto put = [&](int c, float k, float r, float w, float rate, float removal, float replacement, float bonus) {
     const float removed = k * removal, key = k * fmaf(rate - 1.f, replacement, 1.f), decay = decay_of(w);
@@ -83,7 +85,6 @@ __global__ void __launch_bounds__(32, HELD == ROWS ? 8 : 12) rwkv7_time_mix_batc
   if (share.x < 0.f) {  // the first layer
     store4(args.first + offset + column, v);
   } else {
-    const float4 first = load4(args.first + offset + column);
     v = {fmaf(first.x - v.x, share.x, v.x), fmaf(first.y - v.y, share.y, v.y), fmaf(first.z - v.z, share.z, v.z),
          fmaf(first.w - v.w, share.w, v.w)};
   }

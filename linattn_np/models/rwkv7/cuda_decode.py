@@ -117,7 +117,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "low": buffer(kernels.DOWNS, B, self.rank),
             "w": buffer(B, D),
             "openings": buffer(3, B, D),
-            "first_v": buffer(B, D),
+            "first_v": self.device.zeros((B, D), FLOAT32),  # not left unwritten: the first layer loads it, too
         }
         if not self.kernel:  # each product has a kernel of its own
             return buffers
