@@ -303,6 +303,8 @@ def under_scalar_decay(
 
 
 SUMS = 2.8e-3  # of dq, dk, dv and dh0: scores, states and decayed values are bfloat16, and the result
+# The same on other cards for a gate without a gradient, by GLA's kernels: decayed queries and keys are bfloat16, too
+SUMS_OF_CHANNELS = LIMITS["bfloat16"][0]
 CANCELS = 4e-7  # of float32: what comes in with the gradient of a final state, before a strong decay
 
 
@@ -369,8 +371,9 @@ def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     sizes = FIXED[case].copy()
     monkeypatch.setattr(type(backend.device), "multiprocessors", sizes.pop("multiprocessors", 132))
     gradients, wanted, _ = under_scalar_decay(rng, function=retention, **sizes)
+    limit = SUMS if backend.device.capability == 90 else SUMS_OF_CHANNELS
     for name, x, y in zip(("dq", "dk", "dv", "dh0"), gradients(backend.run, backend.asarray), wanted):
-        assert errors(backend.tohost(x), y)[0] <= SUMS, name
+        assert errors(backend.tohost(x), y)[0] <= limit, name
 
 
 @pytest.mark.parametrize(
