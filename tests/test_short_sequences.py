@@ -7,17 +7,17 @@ import planned
 import pytest
 from conftest import HALF, SINGLE
 from planned import host
-from reference import LIMITS, assert_close, double, exact_vjp, rms, same_bits
+from reference import LIMITS, assert_close, assert_results, double, draw, draw_states, exact_vjp, rms, same_bits
 from test_delta_kernels import Case as DeltaCase
 from test_gradient_kernels import Call, Case
 from test_value_gate import Case as ValueGateCase
 from test_value_gate import pulled_back
 
-from linattn_np import vjp
+from linattn_np import gla, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments
 from linattn_np.backends.cupy.gated_kernels import GatedShortBackward
-from linattn_np.declarations import GATED_DELTA_RULE, GLA_VALUE_GATE, KDA, RWKV7
+from linattn_np.declarations import GATED_DELTA_RULE, GLA, GLA_VALUE_GATE, KDA, RWKV7, SIMPLE_GLA
 
 TOKENS = GatedShortBackward.TOKENS
 LENGTHS = (0, 1, TOKENS, 7, 0)  # of packed sequences
@@ -132,3 +132,41 @@ def test_delta_rules(kernel_backend, rng, op, dtype, T, K, V, gate, initial, bou
             assert rms(double(kernel_backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
         else:
             assert_close(f"d{name}", kernel_backend.tohost(x), y, dtype, factor=10)
+
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "op, N, T, K, V, taken",
+    [
+        (GLA, 265, 32, 128, 64, True),
+        (GLA, 264, 32, 128, 64, False),
+        (GLA, 265, 33, 128, 64, False),
+        (GLA, 133, 1, 64, 136, True),
+        (GLA, 512, 8, 136, 64, False),
+        (SIMPLE_GLA, 265, 32, 64, 64, True),
+        (SIMPLE_GLA, 265, 32, 72, 64, False),
+    ],
+)
+def test_many_take_the_kernels_of_every_card(op, N, T, K, V, taken):
+    """Of these more blocks share a multiprocessor: where Hopper's own kernels take several waves of one chunk."""
+    arrays = [np.zeros(size, BFLOAT16) for size in sizes_of(op, {"B": N, "H": 1, "T": T, "K": K, "V": V})]
+    names = planned.names(planned.plan_of(op.bind(arrays), planned.Noting(90)))
+    assert (names[-1] == "gated_forward") == taken
+
+
+def sizes_of(op, sizes):
+    return [[sizes[axis] for axis in axes.split()] for axes in op.arrays.values()]
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize("op", [GLA, SIMPLE_GLA], ids=lambda op: op.name)
+def test_forward_of_many(hopper, rng, op, offset):
+    sizes = {"B": 1, "H": 89, "T": 7, "K": 8, "V": 8, "N": 3}
+    arrays, state = draw(op, rng, sizes, BFLOAT16), draw_states(op, rng, sizes, SINGLE)[0]
+    there = [hopper.upload(np.r_[x.ravel()[:offset], x.ravel()])[offset:].reshape(x.shape) for x in arrays]
+    options = {"cu_seqlens": [0, 3, 3, 7]}
+    problem = op.bind(there, initial_state=hopper.upload(state), output_final_state=True, **options)
+    assert planned.names(planned.plan_of(problem, hopper))[-1] == "gated_forward"
+    o, final = planned.run(problem, hopper)
+    found = host(o), host(final[0])
+    assert_results(gla if op is GLA else simple_gla, arrays, found, BFLOAT16, initial_state=state, **options)
