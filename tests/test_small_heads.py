@@ -10,7 +10,7 @@ from test_gradient_kernels import Call, Case
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments
-from linattn_np.declarations import GLA, RWKV6
+from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
 BOUNDS = (0, 0, 5, 105, 138, 138, 212)
@@ -79,3 +79,22 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
     call.assert_close("small", [planned.host(x) for x in (*found, *first)], call.exact[1])
     again, _ = planned.pull(problem, device, do[0], final)
     assert all(same_bits(planned.host(x), planned.host(y)) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.pairwise(half="dtype")
+@pytest.mark.parametrize("K, V", [(1, 1), (2, 8), (3, 5)])
+@pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
+def test_forward_under_a_shared_gate(hopper, rng, cut, dtype, K, V):
+    """Hopper's own kernels pad such rows to 64; these read a copy of the gate for every channel."""
+    cut(2)
+    arrays = draw(SIMPLE_GLA, rng, {"B": 1, "H": 3, "T": 212, "K": K, "V": V, "N": 6}, dtype)
+    start = rng.standard_normal((6, 3, K, V)).astype(np.float32)
+    found = results(SIMPLE_GLA, arrays, hopper, start, True, cu_seqlens=BOUNDS)
+    assert_results(OPS[SIMPLE_GLA], arrays, found, dtype, initial_state=start, cu_seqlens=BOUNDS)
+
+
+@pytest.mark.parametrize("K, V, taken", [(8, 8, True), (8, 16, False), (9, 8, False)])
+def test_small_heads_under_a_shared_gate(K, V, taken):
+    arrays = [np.zeros((1, 4, 1 << 15, *axis), BFLOAT16) for axis in ((K,), (K,), (V,), ())]
+    names = planned.names(planned.plan_of(SIMPLE_GLA.bind(arrays), planned.Noting(90)))
+    assert ("gated_small_forward" in names) == taken == ("scalar_decay_sm90_weighted_sums" not in names)

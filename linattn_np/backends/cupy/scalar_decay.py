@@ -267,12 +267,12 @@ def launch_feature_map(draft, x, y, phi, reason=""):
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason, summaries=()):
-    """A plan of gla with a gate [B, H, T, 1]: by Hopper's kernels if they can, else by `gated` with a copy of the gate
-    for every channel, which `draft` makes; `reason` is what `explain` prints for that copy."""
+    """A plan of gla with a gate [B, H, T, 1]: by Hopper's kernels if `segments.scalar_forward_cut` takes them, else by
+    `gated` with a copy of the gate for every channel, which `draft` makes; `reason` is what `explain` prints for that
+    copy."""
     if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
-    uneven = segments.only_copies_fit_hopper(gla, device, [gla[name] for name in "qkv"])
-    if uneven and gla.mode == "chunk" and segments.fits_two_blocks(gla):
+    if gla.mode == "chunk" and copies_are_faster(gla, device):
         return aligned_copies.plan_on_copies(gla, lambda copies: plan_gla(draft, copies, device, reason), keep="g")
     cut = segments.scalar_forward_cut(gla, device)
     if cut is None:
@@ -280,6 +280,14 @@ def plan_gla(draft, gla, device, reason, summaries=()):
     gla_draft = Draft()
     o = gla_draft.output(gla, cut.fits)
     return scalar_forward_pass(gla_draft, gla, cut, o).plan(gla_draft.final(gla), summaries)
+
+
+def copies_are_faster(gla, device) -> bool:
+    """Whether the forward pass is computed on copies whose rows are whole pieces of 16 bytes."""
+    arrays = [gla[name] for name in "qkv"]
+    if segments.takes_small_forward(gla, device):
+        return segments.load_slowly(arrays, segments.LEAST_PIECE_OF_SMALL)
+    return segments.fits_two_blocks(gla) and segments.only_copies_fit_hopper(gla, device, arrays)
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
