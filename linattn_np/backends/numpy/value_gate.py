@@ -16,11 +16,13 @@ gradient of gv is that of gla's gate for the arrays (do, v, k, gv, g). Thus neit
 sums, which strong gates would leave with nothing but rounding errors.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from ...contract import SUB_CHUNK
 from ...varlen import dense
-from . import chunked, chunking
+from . import chunked, chunking, recurrent
 from .by_token import is_finite
 from .family import Member
 from .recurrent import cast_inputs, cast_states, outer, read, read_vjp, write_vjp
@@ -54,6 +56,9 @@ def step_vjp(problem, state, q, k, v, g, gv, dstate, do):
     dk, dv = write_vjp(k, v, dS)
     gate_terms = decay * S * dS  # the sum of both gates has this gradient for each number of S
     return (decay * dS,), dq, dk, dv, gate_terms.sum(-1), gate_terms.sum(-2)
+
+
+EQUATION = SimpleNamespace(step=step, step_vjp=step_vjp)  # for `recurrent`
 
 
 def run(problem, o):
@@ -132,13 +137,16 @@ class Piece:
         self.problem, self.tokens, self.sums = problem, tokens, sums
         self.arrays = [x[:, :, tokens] for x in arrays]
 
+    def alone(self, S):
+        """The piece as a problem of its own, with the state S before it."""
+        arrays, sizes = dict(zip(self.problem.op.arrays, self.arrays)), self.problem.sizes | {"N": len(S)}
+        spans = dense(self.arrays[0].shape[2])
+        return self.problem.replace(arrays=arrays, spans=spans, sizes=sizes, initial_state=(S,))
+
     def as_gla(self, S):
         """(the `Member` of gla for this piece, exp c_t). `S`: the state before the piece."""
         (q, k, v, g, gv), grown = self.arrays, np.exp(self.sums)
-        sizes = self.problem.sizes | {"N": len(q)}
-        started = S * np.exp(gv[:, :, 0, None])
-        problem = self.problem.replace(spans=dense(q.shape[2]), sizes=sizes, initial_state=(started,))
-        return Member(problem, q, k, v / grown, g), grown
+        return Member(self.alone(S * np.exp(gv[:, :, 0, None])), q, k, v / grown, g), grown
 
     def forward(self, S, o):
         """Fills o; returns the state [B, H, K, V] after the piece."""
@@ -148,9 +156,7 @@ class Piece:
             o *= grown
             if is_finite(o, final):
                 return final
-        for t, token in enumerate(self.one_by_one()):
-            (S,), o[:, :, t] = step(self.problem, (S,), *token)
-        return S
+        return recurrent.run(self.alone(S), EQUATION, o)[0]
 
     def backward(self, S, do, dS):
         """(the gradient of the state before the piece, dq, dk, dv, dg), from that of the state after it, dS."""
@@ -161,15 +167,6 @@ class Piece:
             results = dR * np.exp(self.arrays[4][:, :, 0, None]), dq, dk, dv / grown, dg
             if is_finite(*results):
                 return results
-        states, gradients = [S], [np.empty_like(x) for x in self.arrays[:4]]
-        for token in self.one_by_one():
-            states.append(step(self.problem, (states[-1],), *token)[0][0])
-        for t, token in reversed(list(enumerate(self.one_by_one()))):
-            (dS,), *parts = step_vjp(self.problem, (states[t],), *token, (dS,), do[:, :, t])
-            for gradient, part in zip(gradients, parts):
-                gradient[:, :, t] = part
+        _, pull = recurrent.vjp(self.alone(S), EQUATION, np.empty_like(do))
+        (*gradients, _), (dS,) = pull(do, (dS,))
         return dS, *gradients
-
-    def one_by_one(self):
-        """Yields the arrays of each token."""
-        return ([x[:, :, t] for x in self.arrays] for t in range(self.arrays[0].shape[2]))
