@@ -27,17 +27,7 @@ from .blas_threads import blas_for
 from .first_loops import begun_on_numpy, compiling, with_loops
 from .option_values import DTYPES, begins_on_numpy, load, load_state, open_device_early, sampling, tokenizer_of
 from .signals import Ended, deferred, forget_ctrl_c, noted
-from .terminal import (
-    add_device,
-    add_tokenizer,
-    bar,
-    error_line,
-    integer,
-    some_text,
-    status,
-    to_stderr,
-    to_stdout,
-)
+from .terminal import add_device, add_tokenizer, bar, error_line, integer, some_text, status, to_stderr, to_stdout
 
 PROMPT = "It is a truth universally acknowledged, that "
 ESCAPE = re.compile(r"\\(?:[\\abfnrtv'\"]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")

@@ -88,13 +88,7 @@ class HostSteps:
         decayed = self.weights.copy()  # so that Ctrl-C leaves the vectors before the step, or those after it
         decayed[: self.layout.matrices] *= decay
         self.weights, self.first, self.second = adam(
-            decayed,
-            self.gradient,
-            self.first,
-            self.second,
-            CLIP / np.maximum(norm, CLIP),
-            rate,
-            *corrections(number),
+            decayed, self.gradient, self.first, self.second, CLIP / np.maximum(norm, CLIP), rate, *corrections(number)
         )
         return self.sums[-1]
 

@@ -23,19 +23,7 @@ from . import long_sequence
 from .aligned_copies import with_fast_copies
 from .arguments import Packed
 from .arithmetic import padded
-from .plan import (
-    Buffer,
-    CallerArray,
-    Copy,
-    Fill,
-    Launch,
-    Plan,
-    Product,
-    Upload,
-    arrays_in,
-    as_array,
-    mode_of,
-)
+from .plan import Buffer, CallerArray, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, as_array, mode_of
 
 # The most compiled plans that are stored for calls with one description. There is a plan for each stream, and for each
 # description of the do and dht that a pullback gets.

@@ -360,9 +360,4 @@ class HopperBackward:
 
 
 # Of every way but HOPPER, which takes summaries, and COPIED
-LAUNCH_OF_WAY = {
-    TILED: launch_tile_by_tile,
-    SMALL: launch_small,
-    SHORT: launch_short,
-    PORTABLE: launch_portable,
-}
+LAUNCH_OF_WAY = {TILED: launch_tile_by_tile, SMALL: launch_small, SHORT: launch_short, PORTABLE: launch_portable}
