@@ -72,6 +72,7 @@ class CallComparison:
 
 
 def header_and_text(tokens, values):
+    """(a call's header, the text of its values), as bytes: see `CallComparison`."""
     text = json.dumps(values).encode()
     digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
     return digest + np.array([tokens, len(text)], np.int64).tobytes(), text

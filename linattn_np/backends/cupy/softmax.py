@@ -47,10 +47,7 @@ class Softmax(Kernel):
 
     QUERIES: ClassVar[int]
     KEYS: ClassVar[int]
-    COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = (
-        (64,),
-        (128,),
-    )  # the possible columns of K and V; (D,): D for both
+    COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # the possible columns of K and V; (D,): of both
     threads = 128
 
     @classmethod

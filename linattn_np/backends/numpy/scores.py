@@ -41,6 +41,7 @@ class Gates:
     least : None, or LEAST for gradients: chunks with a gate below it or above MOST are halved, too
     strong : the indices of the chunks that are halved, as `np.nonzero` has them, or None
     start, decay : for factored chunks: the decays to the middle token, and from the middle to each token
+    halves, queries, keys : what `gated_scores` stores for `gated_scores_vjp`
     """
 
     def __init__(self, g, scratch, least=None):
@@ -72,7 +73,8 @@ class Gates:
 
 
 def is_weak(c, g, least, axis):
-    """Whether chunks can be factored; `axis`: the axes over which all numbers must fulfil the conditions."""
+    """Whether chunks can be factored; c: the sums of their gates g from the middle token to each; `axis`: the axes over
+    which all numbers must fulfil the conditions."""
     weak = (c.max(axis, initial=0) <= LIMIT) & (c.min(axis, initial=0) >= -LIMIT)
     return weak if least is None else weak & is_mild(g, least, axis)
 
@@ -100,7 +102,7 @@ def constant(make):
 
 
 @constant
-def triangle(size, dtype, k=0):
+def triangle(size, dtype, k):
     """Ones on and below diagonal k."""
     return np.tri(size, k=k, dtype=dtype)
 
