@@ -27,8 +27,9 @@
 //           tokens that multiply q and k are each kept as the sum of two T; dS e takes e rounded to T, as dS is. No
 //           division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; tokens and columns past the end are zeros in
-//           shared memory
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; `parts` if args.group > 1, else
+//           dq and dk; tokens and columns past the end are zeros in shared memory
+// tests     test_delta_kernels; test_compile (no spills but those that it names)
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
@@ -70,7 +71,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16;
   static constexpr int ERRORS = sizeof(T) == 2 ? BT * COLUMNS : 16 / sizeof(T);  // float has none: a placeholder
   T q[BT * BK], k[BT * BK];  // tiles: place<BK>(q, i, c) is the address of channel c of token i
-  union {
+  union {                    // the barrier at the end of the loop over columns is between these two, and the next two
     T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
     struct {
       // After the loop over columns. [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k +
@@ -84,8 +85,8 @@ template <typename T, int BK> struct alignas(16) Shared {
     };
     float pairs[BT][LD];  // after the loop over columns: A_ij dA_ij + M_ij dM_ij, read for j < i
   };
-  TokenFactors factors;  // inverse_length: of k_i at i, of q_i at BT + i, as in dots and parallel
-  union {
+  TokenFactors factors;               // inverse_length: of k_i at i, of q_i at BT + i, as in dots and parallel
+  union {                             // a barrier of its own is between these two
     float gate_terms[WARPS][2 * BT];  // over a warp's channels: of S with row i, at i; of dS with key j, at BT + j
     float dots[WARPS][2 * BT];        // over a warp's channels: k . dk, then q . dq
   };
@@ -217,6 +218,162 @@ struct Task {
       : has_pairs(task < 6), row(task < 2 ? 0 : 16), key(8 * (task < 2 ? task : task - 2)), column(32 * (task - 6)) {}
 };
 
+// This thread's place in its warp's products: of 8 x 8 numbers it has row g, columns 2t and 2t + 1. channel: the warp's
+// first of 16.
+struct Place {
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, channel = 16 * warp;
+};
+
+// Makes the warp's products S do and S w terms of dq and dk, and adds that of dS e to dk. Stores gate_terms: products
+// of these terms with q and k, summed over the warp's channels.
+template <int BK, typename T>
+__device__ __forceinline__ void scale_state_products(Accumulators& dq, Accumulators& dk, const Accumulators& dS_e,
+                                                     Shared<T, BK>& s, const Place& at, float scale) {
+  const TokenFactors& factors = s.factors;
+  const auto [warp, lane, g, t, channel] = at;
+#pragma unroll
+  for (int m = 0; m < BT / 16; ++m)
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int i = 16 * m + g + 8 * down;
+      const float q_factor = scale * factors.decay_from_start[i],
+                  k_factor = -factors.decay_from_start[i] * factors.beta[i],
+                  end_factor = factors.decay_to_end[i] * factors.beta[i];
+      float S_term = 0.f, dS_term = 0.f;
+#pragma unroll
+      for (int across = 0; across < 2; ++across) {
+        const float2 q = unpack_pair(place<BK>(s.q, i, channel + 8 * across + 2 * t));
+        const float2 k = unpack_pair(place<BK>(s.k, i, channel + 8 * across + 2 * t));
+        float *dq_pair = dq[m][across] + 2 * down, *dk_pair = dk[m][across] + 2 * down;
+        const float* dS_e_pair = dS_e[m][across] + 2 * down;
+        const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float dk_end = end_factor * dS_e_pair[x], k_x = x ? k.y : k.x, q_x = x ? q.y : q.x;
+          dq_pair[x] *= q_factor, dk_pair[x] *= k_factor;
+          S_term = fmaf(q_inverse * q_x, dq_pair[x], fmaf(k_inverse * k_x, dk_pair[x], S_term));
+          dS_term = fmaf(k_inverse * k_x, dk_end, dS_term);
+          dk_pair[x] += dk_end;
+        }
+      }
+      S_term = sum_over_lanes<4>(S_term), dS_term = sum_over_lanes<4>(dS_term);
+      if (t == 0) s.gate_terms[warp][i] = S_term, s.gate_terms[warp][BT + i] = dS_term;
+    }
+}
+
+// Stores what the pairs of a task give, of which do . e and w . e are known: the three matrices, A dA + M dM, dbeta.
+// Called for every block of pairs that has one with j <= i.
+template <int BK, typename T, typename G>
+__device__ __forceinline__ void store_pairs(Shared<T, BK>& s, const Args<T, G>& args, const Place& at, const Task& task,
+                                            const float (&products)[2][4], float scale, i64 b, i64 h,
+                                            const Span& span) {
+  const TokenFactors& factors = s.factors;
+  const int g = at.g, t = at.t, rows = int(span.stop - span.start);
+  // q . k and k . k, each in two sums, as multiply_rows leaves them. Number x of a product is of tokens i and j
+  // below.
+  float q_k[2][4] = {}, k_k[2][4] = {};
+  multiply_rows<BK>(q_k, s.q, s.k, task.row, task.key);
+  multiply_rows<BK>(k_k, s.k, s.k, task.row, task.key);
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    const int i = task.row + g + x / 2 * 8, j = task.key + 2 * t + x % 2;
+    const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
+    // D is 0 for j > i: set_decays has stored it there, too. So matrices get zeros above, or below, their diagonals.
+    const float D = factors.decay_between[i][j], D_k = D * factors.inverse_length[j];
+    const float do_e = products[0][x], w_e = products[1][x];
+    const float dA = j <= i ? scale * factors.beta[j] * do_e : 0.f;
+    const float dM = j < i ? -factors.beta[i] * factors.beta[j] * w_e : 0.f;
+    put_split(s.dq_from_k, i, j, dA * D_k);
+    put_split(s.dk_from_q, j, i, dA * D * q_inverse);
+    if (j <= i) {
+      put_split(s.dk_from_k, i, j, dM * D_k);
+      put_split(s.dk_from_k, j, i, dM * D * k_inverse);
+    }
+    const float A = q_inverse * D_k * (q_k[0][x] + q_k[1][x]), M = k_inverse * D_k * (k_k[0][x] + k_k[1][x]);
+    s.pairs[i][j] = fmaf(A, dA, M * dM);
+    if (i == j && i < rows) *args.dbeta.row(b, h, span.start + i) = w_e;
+  }
+}
+
+// Stores `dots`: k . dk and q . dq of each token, over the warp's channels.
+template <int BK, typename T>
+__device__ __forceinline__ void store_dots(Shared<T, BK>& s, const Place& at, const Accumulators& dq,
+                                           const Accumulators& dk) {
+  const auto [warp, lane, g, t, channel] = at;
+#pragma unroll
+  for (int m = 0; m < BT / 16; ++m)
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int i = 16 * m + g + 8 * down;
+      float q_dot = 0.f, k_dot = 0.f;
+#pragma unroll
+      for (int across = 0; across < 2; ++across) {
+        const float2 q = unpack_pair(place<BK>(s.q, i, channel + 8 * across + 2 * t));
+        const float2 k = unpack_pair(place<BK>(s.k, i, channel + 8 * across + 2 * t));
+        const float *dq_pair = dq[m][across] + 2 * down, *dk_pair = dk[m][across] + 2 * down;
+        q_dot = fmaf(q.x, dq_pair[0], fmaf(q.y, dq_pair[1], q_dot));
+        k_dot = fmaf(k.x, dk_pair[0], fmaf(k.y, dk_pair[1], k_dot));
+      }
+      q_dot = sum_over_lanes<4>(q_dot), k_dot = sum_over_lanes<4>(k_dot);
+      if (t == 0) s.dots[warp][i] = k_dot, s.dots[warp][BT + i] = q_dot;
+    }
+}
+
+enum Kind { OF_Q, OF_K };  // also the order of `parts`
+
+// Stores dx, the warp's channels of dq or dk: unchanged in `parts`, or by way of x, the tile of q or k, which it
+// overwrites. If `divided`, removes the part of dx along x and divides the rest by the length of x. each_pair calls its
+// function for a lane's pairs of channels c, c + 1 (of the block) of token i. Only this warp reads its channels of x.
+template <int BK, typename T, typename G>
+__device__ __forceinline__ void store_gradient(Shared<T, BK>& s, const Args<T, G>& args, const Place& at,
+                                               const Accumulators& dx, Kind kind, bool divided, i64 b, i64 h, i64 head,
+                                               const Span& span) {
+  T* const x = kind == OF_Q ? s.q : s.k;
+  const StridedRows<T>& to = kind == OF_Q ? args.dq : args.dk;
+  const TokenFactors& factors = s.factors;
+  const Shape& shape = args.shape;
+  const int lane = at.lane, channel = at.channel, rows = int(span.stop - span.start), channels = int(shape.K),
+            bytes = int(args.bytes);
+  if (args.parts) {
+    each_pair([&](int i, int c, int m, int across, int down) {
+      if (i >= rows) return;
+      float* row = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + span.start + i) * shape.K;
+      if (c < channels) row[c] = dx[m][across][2 * down];
+      if (c + 1 < channels) row[c + 1] = dx[m][across][2 * down + 1];
+    });
+    return;
+  }
+  each_pair([&](int i, int c, int m, int across, int down) {
+    float2 dx_pair = {dx[m][across][2 * down], dx[m][across][2 * down + 1]};
+    T* pair = place<BK>(x, i, c);
+    if (divided) {
+      const int row = (kind == OF_K ? 0 : BT) + i;
+      const float2 x_pair = unpack_pair(pair);
+      const float inverse = factors.inverse_length[row], parallel = s.parallel[row];
+      dx_pair = {inverse * fmaf(-parallel, x_pair.x, dx_pair.x), inverse * fmaf(-parallel, x_pair.y, dx_pair.y)};
+    }
+    put_pair(pair, dx_pair);
+  });
+  __syncwarp();  // the warp's channels of the gradient are in shared memory
+  T* const first = to.row(b, head, span.start);
+  if (bytes == 16) {
+    constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
+#pragma unroll
+    for (int n = 0; n < BT; n += 32 / ACROSS) {
+      const int i = n + lane / ACROSS, c = channel + lane % ACROSS * PIECE;
+      if (i < rows && c < channels)
+        *reinterpret_cast<uint4*>(first + i * to.token_stride + c) =
+            *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
+    }
+  } else {
+#pragma unroll 1
+    for (int n = lane; n < BT * 16; n += 32) {
+      const int i = n / 16, c = channel + n % 16;
+      if (i < rows && c < channels) first[i * to.token_stride + c] = *place<BK>(x, i, c);
+    }
+  }
+}
+
 template <typename T, typename G, int BK>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     delta_backward_chunks(const Args<T, G> args) {
@@ -229,7 +386,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   const u32 h = batch_head % u32(shape.H), b = batch_head / u32(shape.H), head = h / u32(args.group);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start), bytes = int(args.bytes), channels = int(shape.K);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, channel = 16 * warp;
+  const Place at;
+  const auto [warp, lane, g, t, channel] = at;
   const float scale = float(args.scale);
 
   // copy_chunk starts to copy a tile; rows and channels past the end become 0.
@@ -249,7 +407,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   __syncthreads();  // q and k have arrived; decays are in shared memory
   set_inverse_lengths<BK, WARPS>(factors, s.q, s.k, args.normalized);  // 1 / |k_i|, 1 / |q_i|; or ones
 
-  // Of 8 x 8 numbers of a product a lane has row g, columns 2t and 2t + 1.
   Accumulators dq = {}, dk = {}, dS_e = {};  // dq and dk begin as S do and S w
   float products[TASKS][2][4] = {};          // of the warp's tasks: [0] do . e and [1] w . e; or [0] <S, dS>
 #pragma unroll 1
@@ -279,35 +436,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     if (column + COLUMNS >= shape.V) break;
     fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, column + COLUMNS);
   }
-  // Scales the products with S and dS to terms of dq and dk, and stores gate_terms.
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m)
-#pragma unroll
-    for (int down = 0; down < 2; ++down) {
-      const int i = 16 * m + g + 8 * down;
-      const float q_factor = scale * factors.decay_from_start[i],
-                  k_factor = -factors.decay_from_start[i] * factors.beta[i],
-                  end_factor = factors.decay_to_end[i] * factors.beta[i];
-      float S_term = 0.f, dS_term = 0.f;
-#pragma unroll
-      for (int across = 0; across < 2; ++across) {
-        const float2 q = unpack_pair(place<BK>(s.q, i, channel + 8 * across + 2 * t));
-        const float2 k = unpack_pair(place<BK>(s.k, i, channel + 8 * across + 2 * t));
-        float *dq_pair = dq[m][across] + 2 * down, *dk_pair = dk[m][across] + 2 * down;
-        const float* dS_e_pair = dS_e[m][across] + 2 * down;
-        const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
-#pragma unroll
-        for (int x = 0; x < 2; ++x) {
-          const float dk_end = end_factor * dS_e_pair[x], k_x = x ? k.y : k.x, q_x = x ? q.y : q.x;
-          dq_pair[x] *= q_factor, dk_pair[x] *= k_factor;
-          S_term = fmaf(q_inverse * q_x, dq_pair[x], fmaf(k_inverse * k_x, dk_pair[x], S_term));
-          dS_term = fmaf(k_inverse * k_x, dk_end, dS_term);
-          dk_pair[x] += dk_end;
-        }
-      }
-      S_term = sum_over_lanes<4>(S_term), dS_term = sum_over_lanes<4>(dS_term);
-      if (t == 0) s.gate_terms[warp][i] = S_term, s.gate_terms[warp][BT + i] = dS_term;
-    }
+  scale_state_products(dq, dk, dS_e, s, at, scale);
 #pragma unroll
   for (int n = 0; n < TASKS; ++n) {
     const Task task(warp + n * WARPS);
@@ -316,31 +445,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       const float (&dot)[4] = products[n][0];
       const float sum = warp_sum(t == g / 2 ? (g % 2 ? dot[1] + dot[3] : dot[0] + dot[2]) : 0.f);
       if (lane == 0) s.state_dots[task.column != 0] = sum;
-      continue;
-    }
-    // q . k and k . k, each in two sums, as multiply_rows leaves them. Number x of a product is of tokens i and j
-    // below.
-    float q_k[2][4] = {}, k_k[2][4] = {};
-    multiply_rows<BK>(q_k, s.q, s.k, task.row, task.key);
-    multiply_rows<BK>(k_k, s.k, s.k, task.row, task.key);
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int i = task.row + g + x / 2 * 8, j = task.key + 2 * t + x % 2;
-      const float k_inverse = factors.inverse_length[i], q_inverse = factors.inverse_length[BT + i];
-      // D is 0 for j > i: set_decays has stored it there, too. So matrices get zeros above, or below, their diagonals.
-      const float D = factors.decay_between[i][j], D_k = D * factors.inverse_length[j];
-      const float do_e = products[n][0][x], w_e = products[n][1][x];
-      const float dA = j <= i ? scale * factors.beta[j] * do_e : 0.f;
-      const float dM = j < i ? -factors.beta[i] * factors.beta[j] * w_e : 0.f;
-      put_split(s.dq_from_k, i, j, dA * D_k);
-      put_split(s.dk_from_q, j, i, dA * D * q_inverse);
-      if (j <= i) {
-        put_split(s.dk_from_k, i, j, dM * D_k);
-        put_split(s.dk_from_k, j, i, dM * D * k_inverse);
-      }
-      const float A = q_inverse * D_k * (q_k[0][x] + q_k[1][x]), M = k_inverse * D_k * (k_k[0][x] + k_k[1][x]);
-      s.pairs[i][j] = fmaf(A, dA, M * dM);
-      if (i == j && i < rows) *args.dbeta.row(b, h, span.start + i) = w_e;
+    } else {
+      store_pairs(s, args, at, task, products[n], scale, b, h, span);
     }
   }
   __syncthreads();  // gate_terms, the matrices that multiply q and k, and pairs are in shared memory
@@ -379,23 +485,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   const bool divided = args.normalized && !args.parts;
   if (divided) {
     __syncthreads();  // gate_terms have been read: dots overwrite them
-#pragma unroll
-    for (int m = 0; m < BT / 16; ++m)
-#pragma unroll
-      for (int down = 0; down < 2; ++down) {
-        const int i = 16 * m + g + 8 * down;
-        float q_dot = 0.f, k_dot = 0.f;
-#pragma unroll
-        for (int across = 0; across < 2; ++across) {
-          const float2 q = unpack_pair(place<BK>(s.q, i, channel + 8 * across + 2 * t));
-          const float2 k = unpack_pair(place<BK>(s.k, i, channel + 8 * across + 2 * t));
-          const float *dq_pair = dq[m][across] + 2 * down, *dk_pair = dk[m][across] + 2 * down;
-          q_dot = fmaf(q.x, dq_pair[0], fmaf(q.y, dq_pair[1], q_dot));
-          k_dot = fmaf(k.x, dk_pair[0], fmaf(k.y, dk_pair[1], k_dot));
-        }
-        q_dot = sum_over_lanes<4>(q_dot), k_dot = sum_over_lanes<4>(k_dot);
-        if (t == 0) s.dots[warp][i] = k_dot, s.dots[warp][BT + i] = q_dot;
-      }
+    store_dots(s, at, dq, dk);
     __syncthreads();  // dots are in shared memory
     if (threadIdx.x < 2 * BT) {
       const float inverse = factors.inverse_length[threadIdx.x];
@@ -406,50 +496,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     }
     __syncthreads();  // `parallel` is in shared memory
   }
-  // Stores dx, the warp's channels of dq or dk: unchanged in `parts`, or by way of x, the tile of q or k, which it
-  // overwrites. If `divided`, removes the part of dx along x and divides the rest by the length of x. each_pair calls
-  // its function for a lane's pairs of channels c, c + 1 (of the block) of token i.
-  enum Kind { OF_Q, OF_K };
-  const auto store = [&](const Accumulators& dx, T* x, const StridedRows<T>& to, Kind kind) {
-    if (args.parts) {
-      each_pair([&](int i, int c, int m, int across, int down) {
-        if (i >= rows) return;
-        float* row = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + span.start + i) * shape.K;
-        if (c < channels) row[c] = dx[m][across][2 * down];
-        if (c + 1 < channels) row[c + 1] = dx[m][across][2 * down + 1];
-      });
-      return;
-    }
-    each_pair([&](int i, int c, int m, int across, int down) {
-      float2 dx_pair = {dx[m][across][2 * down], dx[m][across][2 * down + 1]};
-      T* pair = place<BK>(x, i, c);
-      if (divided) {
-        const int row = (kind == OF_K ? 0 : BT) + i;
-        const float2 x_pair = unpack_pair(pair);
-        const float inverse = factors.inverse_length[row], parallel = s.parallel[row];
-        dx_pair = {inverse * fmaf(-parallel, x_pair.x, dx_pair.x), inverse * fmaf(-parallel, x_pair.y, dx_pair.y)};
-      }
-      put_pair(pair, dx_pair);
-    });
-    __syncwarp();  // the warp's channels of the gradient are in shared memory
-    T* const first = to.row(b, head, span.start);
-    if (bytes == 16) {
-      constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
-#pragma unroll
-      for (int n = 0; n < BT; n += 32 / ACROSS) {
-        const int i = n + lane / ACROSS, c = channel + lane % ACROSS * PIECE;
-        if (i < rows && c < channels)
-          *reinterpret_cast<uint4*>(first + i * to.token_stride + c) =
-              *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
-      }
-    } else {
-#pragma unroll 1
-      for (int n = lane; n < BT * 16; n += 32) {
-        const int i = n / 16, c = channel + n % 16;
-        if (i < rows && c < channels) first[i * to.token_stride + c] = *place<BK>(x, i, c);
-      }
-    }
-  };
-  store(dq, s.q, args.dq, OF_Q);
-  store(dk, s.k, args.dk, OF_K);
+  store_gradient(s, args, at, dq, OF_Q, divided, b, h, head, span);
+  store_gradient(s, args, at, dk, OF_K, divided, b, h, head, span);
 }
