@@ -59,7 +59,7 @@ from .gated_kernels import (
 )
 from .kernel import DOUBLE
 from .plan import FLOAT32, common_bytes, has_rows, mappable, mappable_either_way, token_arrays
-from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
+from .scalar_decay_kernels import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
 
 # -- constants ---------------------------------------------------------------------------------------------------------
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
@@ -106,6 +106,7 @@ TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile: for gates of 
 NARROW_TILE = 0.8  # the time of a tile with half of the channels or columns, in times of a whole tile
 PORTABLE_START, PORTABLE_SHARED_GATE_START = 160, 400  # the portable kernels' launches; those for a shared gate
 PORTABLE_CHANNELS, PORTABLE_COLUMNS = 0.25, 0.88  # portable, a token: for each 64 channels; for each 128 columns too
+SUMS_START, SUMS_TOKEN = 53, 0.12  # in `cost_of_sums`: the launches of a tile; a token
 PORTABLE_TF32 = 1.7  # the portable kernels take so many times as long if they multiply tf32 numbers
 
 
@@ -688,17 +689,34 @@ def short_segment(P, blocks, T, capacity, K, V) -> int:
 def worth_tiles(problem, P, device, shared) -> bool:
     """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
     kernels. Portable kernels have chunks of 64 tokens, read every chunk again for every 64 channels, and compute scores
-    for 128 columns at a time. If channels share a gate (`shared`), a tile takes half of the time, and the portable
-    kernels take PORTABLE_TF32 times as long, since they then multiply float32 numbers as tf32 ones."""
+    for 128 columns at a time. If channels share a gate (`shared`) whose gradient is wanted, a tile takes half of the
+    time, and the portable kernels take PORTABLE_TF32 times as long, since they then multiply float32 numbers as tf32
+    ones."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
     sizes = P, N * H, problem.spans.longest, capacity, min(K, TILES[-1]), min(V, TILES[-1])
-    tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
+    sums_dg = shared and has_own_gates(problem)
+    if sums_dg:
+        tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START
+    else:
+        tile_cost = cost_of_sums(problem, device) if shared else backward_cost(*sizes) + TILE_START
     chunks, column_tiles = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
     cost_of_64_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * column_tiles)
-    tf32 = PORTABLE_TF32 if shared or problem.dtype != BFLOAT16 else 1
+    tf32 = PORTABLE_TF32 if sums_dg or problem.dtype != BFLOAT16 else 1
     start = PORTABLE_SHARED_GATE_START if shared else PORTABLE_START
     portable_cost = start + ceil_div(K, TILES[0]) * cost_of_64_channels * tf32
     return equivalent_tiles(K) * equivalent_tiles(V) * tile_cost < portable_cost
+
+
+def cost_of_sums(problem, device) -> float:
+    """The cost of a tile's dq, dk and dv by `WeightedSums`, without a gradient of the gate. If sequences are cut, their
+    summaries cost as much again.
+
+    Microseconds of a tile on an H200, by this cost (a unit: 0.18) and as measured: 2,048 tokens of 16 heads 54, 41; 364
+    of 63 25, 35; 3,476 of 8, cut in two, 94, 83.
+    """
+    (N, H), P = problem.shape("N H"), segments_of_sums(problem, device)
+    waves = ceil_div(SUMS_AT_ONCE["Gradients"] * N * H * P, device.multiprocessors)
+    return (1 + (P > 1)) * (SUMS_START + SUMS_TOKEN * waves * problem.spans.longest / P)
 
 
 def equivalent_tiles(size) -> float:
@@ -789,13 +807,19 @@ def sums_backward_cut(problem, device, summarised=False, one_part=False) -> Back
     They read a bfloat16 gate as it is if every token has a gate of its own and sequences are not cut; else they read a
     float32 copy.
     """
-    (N, H, K, V), gate = problem.shape("N H K V"), has_own_gates(problem)
-    sums_at_once = 1 if gate else 3  # without a gate's gradient, other blocks compute dq, dk and dv at the same time
-    blocks = sums_at_once * N * H * ceil_div(max(K, V), PANEL)
-    P = segments_that_fill(blocks, problem.spans.longest, device.multiprocessors)
+    V, gate, P = problem.sizes["V"], has_own_gates(problem), segments_of_sums(problem, device)
     dtype = BFLOAT16 if gate and P == 1 and not summarised and gate_dtype(problem) == BFLOAT16 else FLOAT32
     sums = weighted_sums(problem, dtype, P + 2 * summarised, device, gate, one_part)
     return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))
+
+
+def segments_of_sums(problem, device) -> int:
+    """The segments of a sequence in the kernels `WeightedSums` of a pullback, for a problem or for its largest tile."""
+    (N, H), widest = problem.shape("N H"), min(max(problem.shape("K V")), TILES[-1])
+    # without a gate's gradient, other blocks compute dq, dk and dv at the same time
+    sums_at_once = 1 if has_own_gates(problem) else SUMS_AT_ONCE["Gradients"]
+    blocks = sums_at_once * N * H * ceil_div(widest, PANEL)
+    return segments_that_fill(blocks, problem.spans.longest, device.multiprocessors)
 
 
 def has_own_gates(problem) -> bool:
