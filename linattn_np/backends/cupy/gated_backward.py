@@ -136,10 +136,8 @@ def launch_portable(draft, backward, cut):
     blocks = P * N * states.blocks(K, V)  # per head
 
     if P > 1:
-        segment_states, decays = memory_of_summaries(draft, problem, P)
-        arrays = {"initial": initial, "dht": dht, "states": segment_states, "decays": decays}
-        draft.launch(states, H * blocks, **read, **common, **arrays, P=P, first=0, heads=H)
-        initial, dht = joined_by_scan(draft, problem, segment_states, decays, P)
+        args = read | common | {"P": P, "first": 0, "heads": H}
+        initial, dht = joined_summaries(draft, problem, P, states, H * blocks, initial, dht, **args)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     elements_per_head = 2 * B * shape.NC * tiles * states.TILE**2
     group = heads_at_once(H, elements_per_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
@@ -174,12 +172,8 @@ def launch_small(draft, backward, cut):
     common = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
-        segment_states, decays = memory_of_summaries(draft, problem, P)
-        arrays = {"initial": starts, "dht": ends, "states": segment_states, "decays": decays}
-        draft.launch(
-            states, 2 * states.blocks(N * P * H), **read, **common, **arrays, segments=P, computed=P, both=True
-        )
-        starts, ends = joined_by_scan(draft, problem, segment_states, decays, P)
+        args, blocks = read | common | {"segments": P, "computed": P, "both": True}, 2 * states.blocks(N * P * H)
+        starts, ends = joined_summaries(draft, problem, P, states, blocks, starts, ends, **args)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     arrays = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
     arrays["step_states"] = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
@@ -199,21 +193,20 @@ def launch_short(draft, backward, cut):
     return kernel.tiles, partial_du
 
 
-def memory_of_summaries(draft, problem, P):
-    """New arrays (states [2, N P, H, K, V], decays [2, N P, H, K]) for the summaries of P segments of each sequence,
-    forwards in time at index 0 and backwards in time at index 1."""
-    N, H, K, V = problem.shape("N H K V")
-    return draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+def joined_summaries(draft, problem, P, kernel, blocks, initial, dht, /, **args):
+    """Launches the summaries of P segments of each sequence by `blocks` blocks of `kernel`, and the scan that joins
+    them. Returns (the states at the segments' starts, the states' gradients at their ends), both [N P, H, K, V].
 
-
-def joined_by_scan(draft, problem, segment_states, decays, P):
-    """(the states at the segments' starts, the states' gradients at their ends) from summaries, whose memory they take.
-
-    In each direction the summary kernel has written those of the first two segments already; the others take a scan.
+    initial, dht : the initial states and the gradients of the final ones, or None
+    args : the kernel's other arguments, which may include its own P
     """
-    if P > 2:
-        scan_both_ways(draft, problem, segment_states, decays, P)
-    return segment_states[0], segment_states[1]
+    N, H, K, V = problem.shape("N H K V")
+    # of the first axis 0 is forwards in time, 1 backwards
+    states, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+    draft.launch(kernel, blocks, **args, initial=initial, dht=dht, states=states, decays=decays)
+    if P > 2:  # in each direction the kernel has written what the first two segments need
+        scan_both_ways(draft, problem, states, decays, P)
+    return states[0], states[1]
 
 
 def scan_both_ways(draft, problem, states, decays, P, only_backwards=False):
