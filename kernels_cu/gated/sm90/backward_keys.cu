@@ -2,6 +2,7 @@
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
 // modes     ReadOrder, OneEach, InTurn, joined (segments 0 and 1), units: as in backward_queries.cu
 //           BK = 64, 128   consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
+//           instances: the same 64 as of backward_queries.cu, so that one choice serves both passes
 //           by_token       of a chunk and all of the block: a flag of the first pass is set, or dS is too large for
 //                          float16 data. Such a chunk goes through the same phases of all barriers
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
@@ -22,10 +23,10 @@
 //           lowest bits are the unit's exponent (query_share.cuh); then a byte for each warp, 1 if the chunk is to be
 //           computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S before
 //           every CHECKPOINT_EVERY-th token (states.cuh)
-// grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn); see
-//           states.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A and dv; last,
-//           one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers make dv. BK
-//           and BV: K and V rounded up to 64 or 128
+// grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn):
+//           backward_schedules.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A
+//           and dv; last, one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers
+//           make dv. BK and BV: K and V rounded up to 64 or 128
 // smem      backward_keys_storage.cuh
 // barriers  mbarriers, defined in backward_keys_storage.cuh. A chunk's way, in time, and the barriers that end steps:
 //           last warpgroup   copies q, k, g, query_share (full), v and do (arrived); makes dA (dA_stored)
@@ -37,9 +38,13 @@
 //           last warpgroup   waits for done; copies the results to memory, and the next chunk to their place
 //           Iterations of a block count the chunks of all its segments; an iteration's stage is its number modulo
 //           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
-// order     The consumers' compute_chunk must keep: q and g are read before put_within overwrites them; s.dS and the
-//           product with v take dS before decay_state changes it; `down` takes back every `up`; dk and dg are stored
-//           after the wait for `within`. The rest saves registers and time
+// order     What compute_chunk, in `consume`, must keep, and what fails where it does not (the emulator computes a
+//           product when it is waited for; test_compile finds operands that are overwritten before):
+//             q and g are read before put_within overwrites them           test_gradient_kernels
+//             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
+//             `down` takes back every `up`                                 test_gradient_kernels (float16)
+//             dk and dg are stored after the wait for `within`             test_gradient_kernels
+//           Any other order serves registers and latencies: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
 //           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 before chunks with large growth
@@ -75,9 +80,12 @@
 //   StateOperand        decayed queries as start_state_write takes them
 //   state_values        keys, rounded as they are in a product with a state
 //   scale_state, decay_state: a state times factors of channels, times decays; sum_tokens_by_shuffles: sums over tokens
+//   checkpoint_at       where a stored state is
+// From backward_schedules.cuh
 //   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes. `sequence` numbers segments: P of
-//                       each sequence; in_turn: the schedule is InTurn; checkpoint_at: where a stored state is
+//                       each sequence; in_turn: the schedule is InTurn
 //   ChunkPlaces         InTurn: next(shape, n) stores where the block's next chunk lies, as number n; false: none left
+//   wait_for            waits for an iteration's phase of its stage's barrier
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
 //   score_offset        the byte offset in A of a lane's first score; score_value: a score, rounded to tf32
@@ -327,7 +335,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // Copies this warp's array of a chunk's results to memory: dk from q, dv from v, dg from g; warp 3 has none.
   const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
-    mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, and inputs have been read
+    wait_for(s.done, iteration);  // results are stored, and inputs have been read
     fence_proxy_async();  // orders the consumers' stores before this warp's copies; here, since this warp has time
     store_chunk(place_of(iteration), token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
@@ -353,7 +361,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     float products[CHUNK / 2];  // [4n + p]: do . v of the query and key 8n + 2 (lane & 3) + p, p = 0, 1
     // v and do are in shared memory. They were copied after the stage's previous chunk had been stored, so its dA has
     // been read.
-    mbarrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
+    wait_for(s.arrived, iteration);
     multiply_rows(products, in.do_, in.v);
     // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
     const float factor = TF32_CORRECTION * scale;
@@ -407,7 +415,92 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// Computes a segment, or two that are joined (states.cuh). segment.sequence_head and segment.last_sequence_head: the
+// How consumers compute a chunk, as far as registers and measured times decide it.
+template <class ReadOrder, typename T, typename G, int BK, int BV> struct ConsumerPlan {
+  static constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv that consumers make
+  // Sub-chunks whose decays are computed before the barriers; limited by registers.
+  static constexpr int AHEAD = IS_FLOAT16<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
+  // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
+  static constexpr bool SUM_FIRST = IS_FLOAT16<T> && !ReadOrder::reads_before_write;
+  // Sums over tokens by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16
+  // leaves. With 128 channels dk's terms are added while they run.
+  static constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_FLOAT16<T>;
+  static constexpr bool ADDS_LATE = !BY_SHUFFLES && BK == 128;
+};
+
+// c of this lane's two channels: sum_v S dS. stored: the checkpoint of S, at this thread's first numbers.
+template <int BK, int BV>
+__device__ __forceinline__ void sum_from_checkpoint(float (&carried)[2], const float4* stored,
+                                                    const float (&dS)[BV / 2]) {
+  carried[0] = carried[1] = 0.f;
+#pragma unroll
+  for (int n = 0; n < BV / 8; ++n) {
+    const float4 S = stored[n * 2 * BK];
+    carried[0] += S.x * dS[4 * n] + S.y * dS[4 * n + 1], carried[1] += S.z * dS[4 * n + 2] + S.w * dS[4 * n + 3];
+  }
+  for (int h = 0; h < 2; ++h) carried[h] = channel_sum(carried[h]);
+}
+
+// Sets dk to the terms of pairs within sub-chunk n, and stores the operands of their scores: queries at offsets.x, keys
+// at offsets.y (put_within). query_decays, key_decays: from the sub-chunk's middle; u: RWKV-6's, of this lane.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void set_pairs_within(LaneSubChunk& dk, Shared<T, G, BK, BV, Schedule>& s,
+                                                 ChannelStage<T, G, BK>& in, ValueStage<T, BV>& values,
+                                                 const Operand& q, const Operand& k, const LaneSubChunk& query_decays,
+                                                 const LaneSubChunk& key_decays, const PairReader& dA_reader,
+                                                 const float (&u)[2], const uint4& offsets, int n, int warp, int lane) {
+  constexpr bool SUM_FIRST = ConsumerPlan<ReadOrder, T, G, BK, BV>::SUM_FIRST;
+  LaneSubChunk queries_within, keys_within, sum = {};
+  float self_terms[4] = {}, self_scores[2] = {};  // RWKV-6: of tokens with themselves, in dk and in A
+  const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
+  const auto add_self_pair = [&](int i, float query, float key) {  // i: 2h + p
+    if constexpr (ReadOrder::reads_before_write) {
+      const float u_query = u[i / 2] * query;
+      self_scores[i % 2] = fmaf(u_query, key, self_scores[i % 2]);
+      self_terms[i] = (i % 2 ? weights.y : weights.x) * u_query;
+    }
+  };
+  decay_within<IN_FULL, T>(queries_within, keys_within, query_decays, key_decays, q, k, n, add_self_pair);
+  if (SUM_FIRST) dA_reader.add_queries(sum, queries_within, n, n);
+  put_within(in, queries_within, int(offsets.x), n);
+  put_within(s.keys_within, keys_within, int(offsets.y), n);
+  if (ReadOrder::reads_before_write) s.self_scores.parts_of(in, warp)[n][lane] = {self_scores[0], self_scores[1]};
+  if (!SUM_FIRST) dA_reader.add_queries(sum, queries_within, n, n);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) dk[i] = fmaf(key_decays[i], sum[i], self_terms[i]);
+}
+
+// Sets, for each key, the sums over queries of other sub-chunks of dA_ij times these decayed queries.
+__device__ __forceinline__ void sum_over_queries(Across& sums, const Across& queries, const PairReader& dA_reader) {
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    dA_reader.add_queries(sums.by8[x], queries.by8[x], 2 * x + 1, 2 * x);
+    dA_reader.add_queries(sums.by16[x], queries.by16[0], 2, x);
+    dA_reader.add_queries(sums.by16[x], queries.by16[1], 3, x);
+  }
+}
+
+// Adds to dk the terms of dS and of other sub-chunks' queries. from_state: dS v_j; over_queries: of sum_over_queries;
+// to_end: decays of keys to their sub-chunk's end. Keys of sub-chunk 0 decay over sub-chunk 1 on the way to queries of
+// 2 and 3.
+__device__ __forceinline__ void add_pairs_across(LaneChunk& dk, const Values& from_state, const Across& over_queries,
+                                                 const LaneChunk& to_end, const SubChunkDecays& decays) {
+  each_token_pair([&](int n, int h) {
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int i = 2 * h + p;
+      const float state_sum = from_state[4 * n + i];
+      // dk's terms without the decay to the sub-chunk's end.
+      float at_end = n == 3 ? state_sum : decays.after(n, h) * state_sum;
+      if (n == 1) at_end += over_queries.by16[1][i];
+      if (n == 2) at_end += over_queries.by8[1][i];
+      if (n == 0) at_end += fmaf(decays.sub[1][h], over_queries.by16[0][i], over_queries.by8[0][i]);
+      dk[n][i] = fmaf(to_end[n][i], at_end, dk[n][i]);
+    }
+  });
+}
+
+// Computes a segment, or two that are joined. segment.sequence_head and segment.last_sequence_head: the
 // indices of the first and of the last of them in dht and ends. chunks_before: how many chunks of other segments this
 // block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
@@ -416,6 +509,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
+  using Plan = ConsumerPlan<ReadOrder, T, G, BK, BV>;
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(ldmatrix_offset());
   const i64 K = args.shape.K;
@@ -450,8 +544,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
 
   const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
-    if (HAS_SCORE_WARPGROUP<BK> && iteration)
-      mbarrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
+    if (HAS_SCORE_WARPGROUP<BK> && iteration) wait_for(s.done, iteration - 1);
   };
   // Computes a chunk. Returns false, after the waits at its start only, if it must be computed token by token.
   const auto compute_chunk = [&](u32 iteration, int token) {
@@ -460,18 +553,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const int next = token + CHUNK;
     // From a stored state, c is computed anew, so that its rounding errors do not add up.
     if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || is_joined)) {
-      const float4* from =
-          checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY);
-      carried[0] = carried[1] = 0.f;
-#pragma unroll
-      for (int n = 0; n < BV / 8; ++n) {
-        const float4 S = from[n * 2 * BK];
-        carried[0] += S.x * dS[4 * n] + S.y * dS[4 * n + 1], carried[1] += S.z * dS[4 * n + 2] + S.w * dS[4 * n + 3];
-      }
-      for (int h = 0; h < 2; ++h) carried[h] = channel_sum(carried[h]);
+      const int checkpoint = first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY;
+      sum_from_checkpoint<BK, BV>(carried, checkpoint_at<BK, BV>(args.checkpoints, checkpoint), dS);
     }
     if (IS_FLOAT16<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
-    mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
+    wait_for(s.full, iteration);  // q, k, g and query_share are in shared memory
     LaneGates<G, SECOND_NEGATED> gates;
     Operand q, k, keys;       // keys: L_j k_j
     StateOperand<T> queries;  // scale E_i q_i
@@ -481,30 +567,22 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     LaneChunk query_decays, key_decays;  // from the middle of the token's sub-chunk
     const auto middle_counts = counts();
     const auto set_decays = [&](int n) { decays_from_middle(query_decays[n], key_decays[n], gates, middle_counts, n); };
-    // Sub-chunks whose decays are computed before the barriers; limited by registers.
-    constexpr int AHEAD = IS_FLOAT16<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n) set_decays(n);
+    for (int n = 0; n < Plan::AHEAD; ++n) set_decays(n);
     if (IS_FLOAT16<T>)
       named_barrier_sync(CONSUMERS_BARRIER, CONSUMERS);           // q and g have been read; s.largest is complete
     else named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);  // q and g have been read: put_within overwrites them
     // dA, and v for its product with dS, are in shared memory.
-    mbarrier_wait(s.dA_stored[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
+    wait_for(s.dA_stored, iteration);
     if (computes_by_token<T>(s, iteration)) return false;
     const Scale dS_scale = IS_FLOAT16<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     const bool scaled = IS_FLOAT16<T> && dS_scale.up != 1.f;
     if (scaled) scale_state<BV>(dS, dS_scale.up, dS_scale.up);
     Values from_state;                       // dS v_j [channel, token j]
     u32 columns[BV / 8 / NUM_SUBCHUNKS][4];  // the part of dS that is being multiplied by v
-
-    // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
-    constexpr bool SUM_FIRST = IS_FLOAT16<T> && !ReadOrder::reads_before_write;
-    LaneChunk dk, dg, outer_decays;
-    SubChunkDecays decays;
-    Across queries_across, keys_across;       // decayed from, and to, the borders of sub-chunks
-    const uint4 offsets = entry_of(OFFSETS);  // x, y: where put_within puts queries, keys; z: PairReader::queries_index
+    LaneChunk dk, dg;
+    const uint4 offsets = entry_of(OFFSETS);  // x, y: of set_pairs_within; z: PairReader::queries_index
     // keys_index is 0 and not used: only sums over queries are computed here.
-    const int queries_offset = int(offsets.x), keys_offset = int(offsets.y);
     const PairReader dA_reader(values.dA, 0, int(offsets.z));
 #pragma unroll
     for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
@@ -516,25 +594,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                                     if (!HAS_SCORE_WARPGROUP<BK>)
                                       stmatrix_x4_trans(at_byte_offset(s.dS[warpgroup], offset + 2048 * tile), two);
                                   });
-      if (n + AHEAD < NUM_SUBCHUNKS) set_decays(n + AHEAD);
-      LaneSubChunk queries_within, keys_within, sum = {};
-      float self_terms[4] = {}, self_scores[2] = {};  // RWKV-6: of tokens with themselves, in dk and in A
-      const float2 weights = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
-      const auto add_self_pair = [&](int i, float query, float key) {  // i: 2h + p
-        if constexpr (ReadOrder::reads_before_write) {
-          const float u_query = u[i / 2] * query;
-          self_scores[i % 2] = fmaf(u_query, key, self_scores[i % 2]);
-          self_terms[i] = (i % 2 ? weights.y : weights.x) * u_query;
-        }
-      };
-      decay_within<IN_FULL, T>(queries_within, keys_within, query_decays[n], key_decays[n], q, k, n, add_self_pair);
-      if (SUM_FIRST) dA_reader.add_queries(sum, queries_within, n, n);
-      put_within(in, queries_within, queries_offset, n);
-      put_within(s.keys_within, keys_within, keys_offset, n);
-      if (ReadOrder::reads_before_write) s.self_scores.parts_of(in, warp)[n][lane] = {self_scores[0], self_scores[1]};
-      if (!SUM_FIRST) dA_reader.add_queries(sum, queries_within, n, n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(key_decays[n][i], sum[i], self_terms[i]);
+      if (n + Plan::AHEAD < NUM_SUBCHUNKS) set_decays(n + Plan::AHEAD);
+      set_pairs_within<ReadOrder>(dk[n], s, in, values, q, k, query_decays[n], key_decays[n], dA_reader, u, offsets, n,
+                                  warp, lane);
     }
     wgmma_wait<0>();
     wgmma_fence_operand(from_state);
@@ -547,11 +609,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (float& x : from_state) x *= dS_scale.down;
     }
     __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
-    // Decays of queries from the start of their sub-chunk, and of keys to its end.
-    LaneChunk from_start;
-    decays_to_end(outer_decays, gates, counts());
+    // Decays of queries from the start of their sub-chunk, and of keys to its end; over sub-chunks.
+    LaneChunk from_start, to_end;
+    SubChunkDecays decays;
+    decays_to_end(to_end, gates, counts());
     decays_from_start(from_start, gates, counts());
-    decays_of<ReadOrder>(decays, from_start, outer_decays);
+    decays_of<ReadOrder>(decays, from_start, to_end);
     // first_gate_strong, of float16 and GLA only: the decay of the chunk's first gate is below 2^-8. Queries decayed
     // from the chunk's start would leave float16's range: they, and dS while they are added, are multiplied by `up`.
     const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(from_start);
@@ -562,8 +625,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       scale_state<BV>(dS, query_scale.up[0], query_scale.up[1]);
       for (int h = 0; h < 2; ++h) to_state[h] *= query_scale.up[h];
     }
+    Across queries_across, keys_across;  // decayed from, and to, the borders of sub-chunks
     decay_queries<IN_FULL, T>(queries_across, q, from_start, decays, to_state, [&](auto... x) { queries.put(x...); });
-    decay_keys<IN_FULL, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
+    decay_keys<IN_FULL, T>(keys_across, k, to_end, decays, [&](int n, int h, float x, float y) {
       const float2 rounded = state_values<T>(x, y);
       token_pair_of(keys, n, h) = pack<T>(x, y);
       dg[n][2 * h] = rounded.x * from_state[4 * n + 2 * h];
@@ -573,15 +637,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     store_operand(in.k[warpgroup], keys, offset);
     mbarrier_arrive(s.operands);  // decayed queries and keys, and dS for dv, are stored; v for dS has been read
 
-    Across sums_across = {};  // sums over queries of other sub-chunks, for each key
-    const auto sum_across = [&] {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        dA_reader.add_queries(sums_across.by8[x], queries_across.by8[x], 2 * x + 1, 2 * x);
-        dA_reader.add_queries(sums_across.by16[x], queries_across.by16[0], 2, x);
-        dA_reader.add_queries(sums_across.by16[x], queries_across.by16[1], 3, x);
-      }
-    };
     decay_state<BV>(dS, decays);
     wgmma_fence();
     start_state_write<T, BV>(dS, queries, values.do_);
@@ -591,8 +646,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       wgmma_fence_operand(dS);
       scale_state<BV>(dS, query_scale.down[0], query_scale.down[1]);
     }
-    sum_across();
-    constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv
+    Across over_queries = {};
+    sum_over_queries(over_queries, queries_across, dA_reader);
+    constexpr int DV_PANELS = Plan::DV_PANELS;
     Values dv[DV_PANELS + !DV_PANELS];
     if (DV_PANELS) {
       // dS for dv and decayed keys of all warpgroups are in shared memory.
@@ -602,34 +658,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
     for (int panel = 0; panel < DV_PANELS; ++panel) start_dv(dv[panel], s, in, panel);
 
-    // Adds to dk the terms of dS and of other sub-chunks' queries (Across). Keys of sub-chunk 0 decay over sub-chunk 1
-    // on the way to queries of 2 and 3.
-    const auto add_across = [&] {
-      each_token_pair([&](int n, int h) {
-#pragma unroll
-        for (int p = 0; p < 2; ++p) {
-          const int i = 2 * h + p;
-          const float state_sum = from_state[4 * n + i];
-          // dk's terms without the decay to the sub-chunk's end.
-          float at_end = n == 3 ? state_sum : decays.after(n, h) * state_sum;
-          if (n == 1) at_end += sums_across.by16[1][i];
-          if (n == 2) at_end += sums_across.by8[1][i];
-          if (n == 0) at_end += fmaf(decays.sub[1][h], sums_across.by16[0][i], sums_across.by8[0][i]);
-          dk[n][i] = fmaf(outer_decays[n][i], at_end, dk[n][i]);
-        }
-      });
-    };
     float query_sums[2];                  // from the first pass; the unit in the lowest bits is < 2^-14 of a sum
     float key_sums[2];                    // sum_j k_j L_j dS v_j
     float state_term[2];                  // D sum_v S dS
     const uint4 masks = entry_of(MASKS);  // x, y: sum_earlier_tokens' operand; z: identity_of_lane()
-    // Sums by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16 leaves. With
-    // 128 channels dk's terms are added while they run.
-    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_FLOAT16<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
-    if (!ADDS_LATE) add_across();
-    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<BEFORE_TOKEN>(dg, key_sums);
+    if (!Plan::ADDS_LATE) add_pairs_across(dk, from_state, over_queries, to_end, decays);
+    if constexpr (Plan::BY_SHUFFLES) sum_tokens_by_shuffles<BEFORE_TOKEN>(dg, key_sums);
     else sum_earlier_tokens(dg, key_sums, {masks.x, masks.y});
-    if (ADDS_LATE) add_across();
+    if (Plan::ADDS_LATE) add_pairs_across(dk, from_state, over_queries, to_end, decays);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // is_forgotten (growth.cuh): whether `rest` is no more than rounding error, since the chunk's gates forget S.
@@ -708,18 +744,21 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   fence_proxy_async();
   __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_ratio` are in shared memory
   const int warpgroup = threadIdx.x / 128;
-  // A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 200 + 64 + 48 for the four warpgroups
-  // of a block if BK = 128, and if BK = BV = 64, 184 + 72 for each of two blocks. Otherwise every warp has enough.
+  // Registers of a consumer, of a thread of the warpgroup that makes A, and of one of the last warpgroup. A
+  // multiprocessor has 512 for every thread of a warpgroup's 128. If BK = 64 and BV = 128 every warp has enough.
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
+  constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, MOST = BK == 64 ? 184 : 200, SCORES = HAS_SCORE_WARPGROUP<BK> ? 64 : 0,
+                LAST = HAS_SCORE_WARPGROUP<BK> ? 48 : 72;
+  static_assert(BLOCKS * (BK / 64 * MOST + SCORES + LAST) <= 512);
   if (warpgroup < BK / 64) {
-    if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 184 : 200>();
+    if constexpr (FEW_REGISTERS) registers_up<MOST>();
     each_segment<Schedule, BACKWARDS>(
         args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
   } else if (HAS_SCORE_WARPGROUP<BK> && warpgroup == BK / 64) {
-    registers_down<64>();
+    registers_down<SCORES>();
     make_A_and_dv<ReadOrder>(s, args);
   } else {
-    if constexpr (FEW_REGISTERS) registers_down<HAS_SCORE_WARPGROUP<BK> ? 48 : 72>();
+    if constexpr (FEW_REGISTERS) registers_down<LAST>();
     move_chunks<ReadOrder>(s, args);
   }
 }

@@ -14,6 +14,7 @@
 //
 // Names. Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, swizzled; FloatTile: a Tile of
 // float32 numbers in the order that tf32 products take; Pairs (decays.cuh): numbers of pairs of tokens
+#include "gated/sm90/backward_schedules.cuh"
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"
 
@@ -30,17 +31,20 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P;        // segments of a sequence
-  i64 joined;   // P = 3: whether one block computes segments 0 and 1, another one segment 2 (states.cuh)
+  i64 joined;   // P = 3: whether one block computes segments 0 and 1, another one 2 (Segment)
   i64 adds;     // whether dk and dg are added to what they hold, of a launch for other columns of V
   i64 adds_dv;  // whether dv is added to what it holds, of a launch for other channels of K
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
+  // queries_within (backward_scores.cuh) counts on this order of q, k and g.
   Tile<T, BK> q, k;  // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the chunk's end
   Tile<G, BK> g, query_share;  // g: then the other half of the queries within sub-chunks, then dg
+  static_assert(sizeof(Tile<T, BK>) + sizeof(Tile<G, BK>) >= sizeof(Tile<float, BK>), "queries within sub-chunks");
 };
 template <typename T, int BV> struct alignas(1024) ValueStage {
   Tile<T, BV> v, do_;  // v: then dv
+  // Behind do_, since multiply_rows (backward_scores.cuh) reads up to 512 bytes behind it, whose products are not used.
   Pairs dA;  // dA_ij is at pair_at(dA, i, j) (decays.cuh). RWKV-6: scale do_i . v_i of token i: self_weight_at(dA, i)
 };
 
@@ -63,6 +67,7 @@ template <typename G, int BK> struct SelfScores {
   template <class Stage> __device__ __forceinline__ SelfScoreParts& parts_of(Stage&, int warp) { return parts[warp]; }
 };
 template <int BK> struct SelfScores<float, BK> {
+  static_assert(sizeof(SelfScoreParts) == CHUNK / 4 * 128, "a warp has a quarter of a panel's rows of 128 bytes");
   template <class Stage> __device__ __forceinline__ SelfScoreParts& parts_of(Stage& in, int warp) {
     return reinterpret_cast<SelfScoreParts&>(in.g[warp / 4 * 2 + 1][warp % 4 * (CHUNK / 4)]);
   }
@@ -72,7 +77,8 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as fit
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
-  T dS[BK / 64][BV][64];  // [column of V, channel], swizzled
+  T dS[BK / 64][BV][64];  // [column of V, channel], swizzled; of a chunk token by token the parts of dv
+  static_assert(sizeof(T) * BK * BV >= sizeof(float) * SUB_CHUNK * (BK / 16) * BV, "parts (compute_keys_by_token)");
   FloatTile<BV> float_v;  // v of the next chunk, for products with dS in tf32
   // Keys within sub-chunks [token, channel], at within_offset (backward_scores.cuh). Of every four channels the middle
   // two are swapped.

@@ -7,6 +7,8 @@
 //           units             of a chunk: query_share is stored in multiples of a power of 2, its unit. G bfloat16:
 //                             unless by_token. G float16: if by_token, or if float16 does not hold it. Float32: never
 //           by_token          of a chunk and a warp's 16 channels: gates grow too much for products (growth.cuh)
+//           instances: all 64 of ReadOrder, T of bfloat16 and float16, G of T and float32, BK and BV of 64 and 128, and
+//           OneEach, InTurn
 // math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it; i, j and t are its tokens.
 //           Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
 //           those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -24,8 +26,9 @@
 //           warp: 1 if the second pass is to compute the chunk token by token
 //           checkpoints [B, H, T / CHECKPOINT_EVERY + 1, BK, BV]: the states before every CHECKPOINT_EVERY-th token
 //           (states.cuh). BK and BV: K and V rounded up to 64 or 128
-// grid      a block for every segment of a sequence and head, or as many as the card holds (InTurn); see states.cuh. A
-//           warpgroup for every 64 channels (consumers), then one: three warps make dA, one copies chunks
+// grid      a block for every segment of a sequence and head, or as many as the card holds (InTurn):
+//           backward_schedules.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one
+//           copies chunks
 // smem      Stage, STAGES times. Iterations of a block count the chunks of all its segments; an iteration's stage is
 //           its number modulo STAGES, and it waits for phase (number / STAGES) of that stage's barriers
 // barriers  mbarriers of each stage. A chunk's way, in time, and the barrier that ends a step:
@@ -34,10 +37,14 @@
 //           three warps    wait for arrived; store dA and float_do                                dA_stored
 //           consumers      wait for dA_stored and full; store dq over q and query_share over g    done
 //           copying warp   waits for done; copies the results to memory, then the next chunk to the stage
-// order     `consume` must keep: the product that reads S ends before write_state changes S; the one that adds to S
-//           ends before start_chunk reads S for the next chunk. by_token is known before write_state. add_sizes sees
-//           terms of single tokens, before they are summed. A warp has read its q and g before dq and query_share
-//           overwrite them; then the thread arrives at `done`. The rest is ordered for registers and latencies
+// order     What `consume` must keep, and what fails where it does not (the emulator computes a product
+//           when it is waited for; test_compile finds operands that are overwritten before):
+//             the product that reads S ends before S changes              test_gradient_kernels
+//             the product that adds to S ends before start_chunk          test_gradient_kernels, test_compile
+//             by_token is known before S changes                          test_growth_gradients
+//             add_sizes sees single tokens' terms, before their sums      test_gate_paths
+//             q and g are read before dq and query_share overwrite them   test_gradient_kernels
+//           Any other order serves registers and latencies: test_compile fails where a kernel spills more
 // numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. Queries and keys are cut off
 //           to tf32 before both sums that make query_share_t (AS_MULTIPLIED), so that pairs with both tokens after t
 //           cancel but for float32's rounding. The state: states.cuh
@@ -59,19 +66,22 @@
 //                       AS_MULTIPLIED: cut off to tf32
 //   PairReader          add_keys(sums, keys, n, m): sums over keys of sub-chunk m, times pairs, for queries of n;
 //                       add_queries(sums, queries, n, m): over queries of n, for keys of m. Across: operands at borders
+// From backward_schedules.cuh
+//   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; ChunkPlaces: with InTurn, where the chunks lie
+//                       that are copied; wait_for: waits for an iteration's phase of its stage's barrier
 // From states.cuh and backward_tokens.cuh
 //   FloatTile           a tile in float32; start_state_read, start_state_write start products that read S or add to it
 //   StateOperand        decayed keys as start_state_write takes them, set by put(n, h, two tokens)
 //   state_values        keys, rounded as they are in a product with a state; sum_tokens_by_shuffles: sums over tokens
-//   pair_products       a block of dA without `scale`; ChunkPlaces: with InTurn, where the chunks lie that are copied
-//   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; checkpoint_at: where a stored state is,
-//                       first_checkpoint: a segment's first
+//   pair_products       a block of dA without `scale`; checkpoint_at: where a stored state is, first_checkpoint: a
+//                       segment's first
 // From query_share.cuh
 //   IN_UNITS<G>         G is bfloat16; units_for chooses units by the magnitudes that add_sizes adds up;
 //                       store_query_share stores shares, sum_with_unit puts the exponent into a sum's lowest bits
 // From growth.cuh and ptx.cuh
-//   compute_queries_by_token: a chunk token by token; hide_origin(x): x as a new number, so that what depends on it is
-//                       computed again
+//   compute_queries_by_token: a chunk token by token
+//   hide_origin(x), opaque(x): x as a new number, so that what depends on it is computed again, not held in a register
+#include "gated/sm90/backward_schedules.cuh"
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -102,14 +112,16 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 
 constexpr int STAGES = 3;       // chunks in shared memory at a time
 constexpr int SCORE_WARPS = 3;  // they compute dA
-// Schedule: OneEach or InTurn (states.cuh).
+// Schedule: OneEach or InTurn (backward_schedules.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  // InTurn: at(number) is where a copied chunk lies; next() finds it.
+  // InTurn: at(number) is where a copied chunk lies; next() finds it. STAGES + 1: iterations n to n + STAGES are used.
   ChunkPlaces<Schedule, FORWARDS, STAGES + 1> places;
   WorkTile segment;  // OneEach, RWKV-6: the block's
   MBarrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
 };
+static_assert(CHUNK == 32 && SCORE_WARPS == 3, "a warp for each 16 x 16 block of dA on or below the diagonal");
+static_assert(FLAGS * sizeof(float) >= 128 / 16, "a byte for each of the consumers' warps, which have 16 channels");
 
 // ---- a warp that copies chunks -------------------------------------------------------------------------------------
 
@@ -146,7 +158,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     });
   };
   const auto wait_for_results = [&](int iteration) {
-    mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, inputs have been read
+    wait_for(s.done, iteration);  // results are stored, inputs have been read
     fence_proxy_async();  // orders what consumers did before this warp's copies, and spares them a fence (ptx.cuh)
   };
   if constexpr (Schedule::in_turn) {
@@ -199,7 +211,7 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     // Also means that consumers have read dA and float_do of this stage's previous chunk, which are overwritten below:
     // v and do were copied only after the consumers had arrived at `done`.
-    mbarrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are in shared memory
+    wait_for(s.arrived, iteration);  // v and do are in shared memory
     // products[n]: do . v of the block's 16 queries and of its keys 8n to 8n + 7, as accumulators [query, key]: [2 half
     // + j] is query lane / 4 + 8 half, key 2 (lane % 4) + j.
     float products[2][4];
@@ -257,12 +269,16 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, offset);
   }
 };
-// HOLDS_INPUTS: registers hold a chunk's TokenOperands until their last use. Otherwise registers are too few, and the
-// operands are loaded twice: first for pairs within sub-chunks, with clamped gates, then for all else. LOADS_EARLY: the
-// first load is at the end of the previous chunk's iteration.
-template <typename G, int BV> constexpr bool HOLDS_INPUTS = sizeof(G) == 2 && BV == 64;
+// When a lane loads the TokenOperands of a chunk. It depends on how many registers are free.
+//   ONCE    at the end of the previous chunk; registers hold them until their last use
+//   EARLY   at the end of the previous chunk, with clamped gates, for pairs within sub-chunks; then again for all else
+//   LATE    as EARLY, but the first time at the start of the chunk itself
+enum Loads { ONCE, EARLY, LATE };
 template <class ReadOrder, typename G, int BV>
-constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
+constexpr Loads LOADS = sizeof(G) == 4                  ? LATE
+                        : BV == 64                      ? ONCE
+                        : ReadOrder::reads_before_write ? EARLY
+                                                        : LATE;
 
 // Sets `results` to the terms of pairs within sub-chunks, and adds their terms to du. CLAMPED: gates were loaded so;
 // counts: which gates the sum for each decay has (GateCounts); dA_reader reads `pairs`, the chunk's dA; u, du: those
@@ -302,44 +318,57 @@ __device__ __forceinline__ void set_pairs_within(Gradients& results, const Token
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
-// Adds to `results` the terms of pairs across sub-chunks and of the state. from_state: S do, without the factors scale
-// and E_i; offset: ldmatrix_offset(). Sets `by_token`, whether the chunk must be computed token by token, and `decays`,
-// over each sub-chunk; then calls write_state(keys decayed to the chunk's end). LOADS_AGAIN: loads `tokens` again, each
-// operand where it is needed. exceeds_growth (growth.cuh) is a vote of the warp.
-template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperands<T, G>& tokens,
-                                                 const Values& from_state, SubChunkDecays& decays,
-                                                 G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                                 const GateCounts<ReadOrder, G>& counts, const PairReader& dA_reader,
-                                                 float scale, bool& by_token, int offset, F write_state) {
-  Operand &queries = tokens.queries, &keys = tokens.keys;
-  // Decayed queries; decayed keys; sums over keys, for queries. by8[x] has the queries of sub-chunk 2x + 1, or the keys
-  // of 2x, with which these are paired; by16[x] has the queries of 2 + x, or the keys of x: queries of 2 and of 3 are
-  // paired with keys of 0 and of 1.
-  Across queries_across, keys_across, sums_across = {};
-  StateOperand<T> state_keys;
-  LaneChunk outer_decays;  // first from keys to their sub-chunk's end, then from its start to queries
+// A chunk's keys after their decays, and what products with them give.
+template <typename T> struct DecayedKeys {
+  SubChunkDecays decays;   // over each sub-chunk
+  Across across;           // decayed to borders between sub-chunks
+  Across over_keys = {};   // for the queries that are paired with these keys: sums over keys of dA_ij times these
+  StateOperand<T> to_end;  // decayed to the chunk's end
+};
+// by8[x] of an Across has the queries of sub-chunk 2x + 1, or the keys of 2x, with which these are paired; by16[x] has
+// the queries of 2 + x, or the keys of x: queries of 2 and of 3 are paired with keys of 0 and of 1.
+
+// Sets `keys`. Returns whether the chunk must be computed token by token: exceeds_growth (growth.cuh), a vote of the
+// warp. LOADS_AGAIN: loads gates and keys again, each where it is needed.
+template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G>
+__device__ __forceinline__ bool decay_keys_of_chunk(DecayedKeys<T>& keys, TokenOperands<T, G>& tokens,
+                                                    G (*g)[CHUNK][PANEL<G>], T (&k)[CHUNK][64],
+                                                    const GateCounts<ReadOrder, G>& counts, const PairReader& dA_reader,
+                                                    int offset) {
+  LaneChunk to_end_of_subchunk;
   if (LOADS_AGAIN) tokens.gates.load(g, offset);
-  by_token = exceeds_growth<T>(tokens.gates, g);
-  decays_of(decays, tokens.gates);
-  if (LOADS_AGAIN) load_operand(keys, k, offset);
-  decays_to_end(outer_decays, tokens.gates, counts);
-  decay_keys<AS_MULTIPLIED, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
+  const bool by_token = exceeds_growth<T>(tokens.gates, g);
+  decays_of(keys.decays, tokens.gates);
+  if (LOADS_AGAIN) load_operand(tokens.keys, k, offset);
+  decays_to_end(to_end_of_subchunk, tokens.gates, counts);
+  decay_keys<AS_MULTIPLIED, T>(keys.across, tokens.keys, to_end_of_subchunk, keys.decays,
+                               [&](auto... x) { keys.to_end.put(x...); });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    dA_reader.add_keys(sums_across.by8[x], keys_across.by8[x], 2 * x + 1, 2 * x);
-    dA_reader.add_keys(sums_across.by16[x], keys_across.by16[0], 2 + x, 0);
-    dA_reader.add_keys(sums_across.by16[x], keys_across.by16[1], 2 + x, 1);
+    dA_reader.add_keys(keys.over_keys.by8[x], keys.across.by8[x], 2 * x + 1, 2 * x);
+    dA_reader.add_keys(keys.over_keys.by16[x], keys.across.by16[0], 2 + x, 0);
+    dA_reader.add_keys(keys.over_keys.by16[x], keys.across.by16[1], 2 + x, 1);
   }
-  write_state(state_keys);
-  if (LOADS_AGAIN) load_operand(queries, q, offset);
+  return by_token;
+}
+
+// Adds to `results` the terms of pairs across sub-chunks and of the state. from_state: S do, without the factors scale
+// and E_i. LOADS_AGAIN: loads queries again.
+template <bool LOADS_AGAIN, class ReadOrder, typename T, typename G>
+__device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperands<T, G>& tokens,
+                                                 const DecayedKeys<T>& keys, const Values& from_state,
+                                                 T (&q)[CHUNK][64], const GateCounts<ReadOrder, G>& counts,
+                                                 const PairReader& dA_reader, float scale, int offset) {
+  Across queries_across;
+  LaneChunk outer_decays;  // of queries from their sub-chunk's start
+  if (LOADS_AGAIN) load_operand(tokens.queries, q, offset);
   decays_from_start(outer_decays, tokens.gates, counts);
   // The second pass multiplies queries, rounded to T, by do and adds the products to dS. If T is float16 and the first
   // gate of GLA's chunk is strong, it first multiplies the queries by a power of 2, `up`, for float16's range; `down`
   // is the inverse. The same rounded values are taken here.
   const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
   decay_queries<AS_MULTIPLIED, T>(
-      queries_across, queries, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
+      queries_across, tokens.queries, outer_decays, keys.decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
       [&](int n, int h, float x, float y) {
         const float2 rounded = state_values<T>(x, y);
         const int i = 2 * h;
@@ -353,21 +382,21 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       results.query_share[2 * x + 1][i] =
-          fmaf(queries_across.by8[x][i], sums_across.by8[x][i], results.query_share[2 * x + 1][i]);
+          fmaf(queries_across.by8[x][i], keys.over_keys.by8[x][i], results.query_share[2 * x + 1][i]);
       results.query_share[2 + x][i] =
-          fmaf(queries_across.by16[x][i], sums_across.by16[x][i], results.query_share[2 + x][i]);
+          fmaf(queries_across.by16[x][i], keys.over_keys.by16[x][i], results.query_share[2 + x][i]);
     }
   }
   each_token_pair([&](int n, int h) {
-    const float factor = scale * decays.before(n, h);  // decays.before: the decay over all sub-chunks before n
+    const float factor = scale * keys.decays.before(n, h);  // `before`: the decay over all sub-chunks before n
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       const float state_sum = from_state[4 * n + i];
       float at_start = factor * state_sum;  // dq's terms without the decay from the sub-chunk's start
-      if (n % 2) at_start += sums_across.by8[n / 2][i];
-      if (n == 2) at_start += sums_across.by16[0][i];
-      if (n == 3) at_start += decays.sub[2][h] * sums_across.by16[1][i];
+      if (n % 2) at_start += keys.over_keys.by8[n / 2][i];
+      if (n == 2) at_start += keys.over_keys.by16[0][i];
+      if (n == 3) at_start += keys.decays.sub[2][h] * keys.over_keys.by16[1][i];
       results.dq[n][i] = fmaf(outer_decays[n][i], at_start, results.dq[n][i]);
     }
   });
@@ -384,8 +413,8 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
     dA_reader.add_queries(by16, queries_across.by16[1], 3, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      subtract_term(2 * x, i, keys_across.by8[x][i], by8[i]);
-      subtract_term(x, i, keys_across.by16[x][i], by16[i]);
+      subtract_term(2 * x, i, keys.across.by8[x][i], by8[i]);
+      subtract_term(x, i, keys.across.by16[x][i], by16[i]);
     }
   }
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
@@ -417,6 +446,35 @@ __device__ __forceinline__ void sum_later_tokens(LaneChunk& query_terms, const L
   }
 }
 
+// After a segment's last chunk: stores `ends`, the sums over V of S, the last state, times dht; and du, of this lane's
+// two channels. channel: the first of them.
+template <class ReadOrder, int BV, class Args>
+__device__ __forceinline__ void store_ends(float (&S)[BV / 2], const float (&du)[2], const Args& args,
+                                           const Segment& segment, int channel) {
+  const i64 K = args.shape.K;
+  float end_terms[2] = {};  // this lane's terms of sum_v S dht
+  // Whether a block of the second pass, which goes backwards, starts at the end of this block's tokens.
+  const bool stores_end = args.dht && (!args.joined || segment.last_sequence_head != segment.sequence_head);
+  if (stores_end)
+    each_pair_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape,
+                                          channel, [&](float& x, float& y, const float* from) {
+                                            const float2 two = *reinterpret_cast<const float2*>(from);
+                                            // S[4n + 2h] and S[4n + 2h + 1] are of channel h.
+                                            end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;
+                                          });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float end_sum = channel_sum(end_terms[h]), du_sum = channel_sum(du[h]);
+    if (threadIdx.x % 4 || channel + 8 * h >= K) continue;
+    if (stores_end) args.ends[segment.last_sequence_head * K + channel + 8 * h] = end_sum;
+    if (!ReadOrder::reads_before_write) continue;
+    // Of joined segments the first gets the terms of both.
+    if (segment.last_sequence_head != segment.sequence_head)
+      args.du[segment.last_sequence_head * K + channel + 8 * h] = 0.f;
+    args.du[segment.sequence_head * K + channel + 8 * h] = du_sum;
+  }
+}
+
 // Computes a segment, or two that are joined. segment.sequence_head and segment.last_sequence_head: the indices of the
 // first and of the last of them in initial, dht, ends and du, equal for one segment; segment.chunk_row: that of its
 // first chunk in query_sums. chunks_before: how many chunks of other segments this block has computed before.
@@ -425,19 +483,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                                         const Segment& segment, int chunks_before) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = segment.tokens;
   const int checkpoint = first_checkpoint(args.shape, segment);
-  // in_register keeps x in a register. With float16 data and gates and 128 columns, registers are too few to hold a
-  // lane's offsets: `opaque` only hides from the compiler where x comes from.
-  const auto held_in_register = [](int x) {
-    return IS_FLOAT16<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
-  };
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held_in_register(ldmatrix_offset());
+  constexpr Loads LOADS = ::LOADS<ReadOrder, G, BV>;
+  // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets: `opaque` only hides
+  // from the compiler where x comes from.
+  constexpr bool HOLDS_OFFSETS = !(IS_FLOAT16<T> && sizeof(G) == 2 && BV == 128);
+  const auto held = [](int x) { return HOLDS_OFFSETS ? in_register(x) : opaque(x); };
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held(ldmatrix_offset());
   const i64 K = args.shape.K, state = segment.sequence_head * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const GateCounts<ReadOrder, G> counts;
   // Where the lane's numbers of dA's first 8 x 8 lie, for sums over keys and for sums over queries (PairReader).
-  const int keys_index = held_in_register(pair_index(lane >> 2, 2 * t)),
-            queries_index = held_in_register(pair_index(2 * t, lane >> 2));
+  const int keys_index = held(pair_index(lane >> 2, 2 * t)), queries_index = held(pair_index(2 * t, lane >> 2));
 
   // query_sums: the row of the chunk that is being computed, at this lane's first channel
   float S[BV / 2], u[2] = {}, du[2] = {}, *query_sums = args.query_sums + segment.chunk_row * (K + FLAGS) + channel;
@@ -448,57 +505,52 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   Values from_state;
   TokenOperands<T, G> operands;
-  // Starts the product S do of a chunk, and loads its inputs if LOADS_EARLY. After the last chunk its results are not
-  // used.
+  const auto has_chunk = [&](int iteration) { return (iteration - chunks_before) * CHUNK < tokens; };
+  const auto load_for_pairs_within = [&](Stage<T, G, BK, BV>& in) {
+    operands.template load<LOADS != ONCE>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
+  };
+  // Starts the product S do of a chunk; unless LATE, loads its inputs. What it does after the last chunk is not used.
   const auto start_chunk = [&](int iteration) {
-    if ((iteration - chunks_before) * CHUNK < tokens)
-      mbarrier_wait(s.dA_stored[iteration % STAGES], iteration / STAGES & 1);  // dA and float_do are stored
+    if (has_chunk(iteration)) wait_for(s.dA_stored, iteration);  // dA and float_do are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_state_read<BV>(from_state, S, in.float_do);
-    if ((iteration - chunks_before) * CHUNK < tokens)
-      mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
-    if (LOADS_EARLY<ReadOrder, G, BV>)
-      operands.template load<!HOLDS_INPUTS<G, BV>>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup],
-                                                   offset);
+    if (has_chunk(iteration)) wait_for(s.full, iteration);  // q, k and g are in shared memory
+    if (LOADS != LATE) load_for_pairs_within(in);
   };
   if (!Schedule::in_turn || tokens)
     start_chunk(chunks_before);  // InTurn: an empty segment has no stage, another's chunk may be on its way there
 #pragma unroll 1
-  for (int iteration = chunks_before; (iteration - chunks_before) * CHUNK < tokens;
-       ++iteration, query_sums += K + FLAGS) {
+  for (int iteration = chunks_before; has_chunk(iteration); ++iteration, query_sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients results;
-    SubChunkDecays decays;
-    bool by_token;
-    const auto g_panels = warpgroup_panels(in.g, warpgroup);
-    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
+    DecayedKeys<T> keys;
     const PairReader dA_reader(in.dA, keys_index, queries_index);
-    if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<CLAMPED>(g_panels, q_panel, k_panel, offset);
-    wgmma_wait<0>();  // for from_state, which start_chunk computes
-    wgmma_fence_operand(from_state);
-    set_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA_reader, in.dA, u, du);
     // Stores the warp's byte of query_sums: whether the second pass computes the chunk token by token. One lane stores:
     // `value` is a vote of the warp (exceeds_growth, exceeds_float16), and so the same for all lanes.
     const auto set_flag = [&](bool value) {
       if (lane == 0) reinterpret_cast<bool*>(query_sums - channel + K)[threadIdx.x / 32] = value;
     };
-    // Adds the chunk's keys to S. Called in the middle of the chunk, so that other work hides its product.
-    const auto write_state = [&](StateOperand<T>& keys) {
-      // If by_token, the rest of this function computes infinite or NaN numbers for the chunk, which are not used. Its
-      // terms of du, which have no decays, are.
-      if (by_token) {
-        compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA,
-                                                          u, scale);
-        each_token_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.sub[n][h] = 1.f; });
-      }
-      set_flag(by_token);
-      decay_state<BV>(S, decays);
-      wgmma_fence();
-      start_state_write<T, BV>(S, keys, in.v);
-      wgmma_commit();
-    };
-    add_pairs_across<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
-                                                      counts, dA_reader, scale, by_token, offset, write_state);
+    if (LOADS == LATE) load_for_pairs_within(in);
+    wgmma_wait<0>();  // from_state, which start_chunk computes, is complete; start_state_write below may change S
+    wgmma_fence_operand(from_state);
+    set_pairs_within<LOADS != ONCE, ReadOrder>(results, operands, counts, dA_reader, in.dA, u, du);
+    const bool by_token = decay_keys_of_chunk<LOADS != ONCE, ReadOrder>(
+        keys, operands, warpgroup_panels(in.g, warpgroup), in.k[warpgroup], counts, dA_reader, offset);
+    // If by_token, the rest of this function computes infinite or NaN numbers for the chunk, which are not used. Its
+    // terms of du, which have no decays, are.
+    if (by_token) {
+      compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u,
+                                                        scale);
+      // Then S <- D S + sum_j L_j k_j v_j^T leaves S as it is.
+      each_token_pair([&](int n, int h) { keys.to_end.put(n, h, 0.f, 0.f), keys.decays.sub[n][h] = 1.f; });
+    }
+    set_flag(by_token);
+    decay_state<BV>(S, keys.decays);
+    wgmma_fence();
+    start_state_write<T, BV>(S, keys.to_end, in.v);  // runs beside what follows, until the next wgmma_wait
+    wgmma_commit();
+    add_pairs_across<LOADS != ONCE, ReadOrder>(results, operands, keys, from_state, in.q[warpgroup], counts, dA_reader,
+                                               scale, offset);
 
     // Of the lane's two channels sum_i q_i from_state_i: the sum over all tokens of query_term - key_term, in which the
     // two terms of each pair of the chunk cancel.
@@ -520,18 +572,19 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         set_flag(true);
       }
       __syncwarp();  // all lanes have read the warp's channels of q and g
-      store_chunk_values(&q_panel, results.dq, offset);
-      store_query_share(g_panels, results.query_share, unit, offset);
+      store_chunk_values(&in.q[warpgroup], results.dq, offset);
+      store_query_share(warpgroup_panels(in.g, warpgroup), results.query_share, unit, offset);
     }
-    wgmma_wait<0>();
+    wgmma_wait<0>();  // S is the state after this chunk
     wgmma_fence_operand(S);
     // After the last chunk InTurn reads this stage again, since another segment may be copied to the next one just now.
     // That product's result is not used: float_do may change while it runs.
-    start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks_before) * CHUNK < tokens));
+    start_chunk(iteration + (!Schedule::in_turn || has_chunk(iteration + 1)));
     mbarrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!by_token && t == 0 && inside[h]) query_sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
+    static_assert(CHECKPOINT_EVERY % CHUNK == 0);
     const int next = (iteration + 1 - chunks_before) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       // The state before the segment's token `next`. joined: also the one after segment 0, which lies in the middle of
@@ -542,32 +595,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
   }
 
-  wgmma_wait<0>();
+  wgmma_wait<0>();  // start_chunk's last product, whose registers are free only then
   wgmma_fence_operand(from_state);
-  float end_terms[2] = {};  // this lane's terms of sum_v S dht, S being the state after the last token, in two channels
-  // Whether a block of the second pass, which goes backwards, starts at the end of this block's tokens.
-  const bool stores_end = args.dht && (!args.joined || segment.last_sequence_head != segment.sequence_head);
-  if (stores_end)
-    each_pair_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape,
-                                          channel, [&](float& x, float& y, const float* from) {
-                                            const float2 two = *reinterpret_cast<const float2*>(from);
-                                            // S[4n + 2h] and S[4n + 2h + 1] are of channel h.
-                                            end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;
-                                          });
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float end_sum = channel_sum(end_terms[h]), du_sum = channel_sum(du[h]);
-    if (t || !inside[h]) continue;
-    if (stores_end) args.ends[segment.last_sequence_head * K + channel + 8 * h] = end_sum;
-    if (!ReadOrder::reads_before_write) continue;
-    // Of joined segments the first gets the terms of both.
-    if (segment.last_sequence_head != segment.sequence_head)
-      args.du[segment.last_sequence_head * K + channel + 8 * h] = 0.f;
-    args.du[segment.sequence_head * K + channel + 8 * h] = du_sum;
-  }
+  store_ends<ReadOrder, BV>(S, du, args, segment, channel);
 }
 
-// T: the type of q, k, v and do; G: the gates' type, T or float; Schedule: OneEach or InTurn (states.cuh).
+// T: the type of q, k, v and do; G: the gates' type, T or float; Schedule: OneEach or InTurn.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
@@ -582,16 +615,18 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     }
   fence_proxy_async();
   __syncthreads();  // barriers are initialised
-  // A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 232 + 40 for the three warpgroups of
-  // a block if BK = 128, and if BK = BV = 64, 216 + 40 for each of two blocks. Otherwise every warp has enough.
+  // Registers of a consumer and of another thread. A multiprocessor has 512 for every thread of a warpgroup's 128. If
+  // BK = 64 and BV = 128 every warp has enough.
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
+  constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, MORE = BK == 64 ? 216 : 232, LESS = 40;
+  static_assert(BLOCKS * (BK / 64 * MORE + LESS) <= 512);
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 216 : 232>();
+    if constexpr (FEW_REGISTERS) registers_up<MORE>();
     each_segment<Schedule, FORWARDS>(
         args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
     return;
   }
-  if constexpr (FEW_REGISTERS) registers_down<40>();
+  if constexpr (FEW_REGISTERS) registers_down<LESS>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
   if (warp == SCORE_WARPS) return move_chunks<ReadOrder>(s, args);
   each_segment<Schedule, FORWARDS>(args, [&](const Segment& segment, int chunks_before) {

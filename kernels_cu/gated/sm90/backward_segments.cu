@@ -35,8 +35,7 @@
 //   decays_from_start, decays_to_end: decays of tokens, from or to the border of their sub-chunk
 //   decay_queries, decay_keys: tokens times decays (IN_FULL: not cut off to tf32)
 // From states.cuh
-//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1; scale_of_queries makes it,
-//                       scale_down takes `up` back
+//   QueryScale          powers of 2, `up` and its inverse `down`, and whether all are 1; scale_of_queries makes it
 //   start_state_write   starts the product that adds tokens to a state
 // From growth.cuh
 //   exceeds_growth      whether gates are too far above 0 for products; then update_state_by_token and
@@ -279,6 +278,12 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
 }
 
 // ---- second walk, to the border: S <- C S + (keys decayed to the chunk's end)^T values, any gates -------------------
+
+// Takes the factor `up` of a QueryScale back from a state.
+template <class ReadOrder, typename T, int BV>
+__device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
+  if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);
+}
 
 // S (BACKWARDS: dS): on call what the segment starts with, on return what the next one starts with. segment_decay, of
 // the lane's channels, is multiplied by the segment's decay.

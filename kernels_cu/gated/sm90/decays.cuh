@@ -435,16 +435,23 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const L
 // reads touch 32 banks: that of add_keys, 8 keys of 4 neighbouring queries, and that of add_queries, 8 keys of queries
 // 0, 2, 4 and 6 of a sub-chunk.
 using Pairs = float[CHUNK][CHUNK];
-__device__ __forceinline__ int pair_index(int query, int key) {
+__device__ __forceinline__ constexpr int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
 }
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
 // The value to store for a pair: rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, n < 4, at place 3 XOR
-// n: there pair_index puts keys 24 to 31 of query n, which are after the query and in no pair.
+// RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, where pair_index puts
+// keys 24 to 31 of query n: they are after the query and in no pair.
+__device__ __forceinline__ constexpr int self_weight_index(int n) {
+  return n * CHUNK + (CHUNK - SUB_CHUNK ^ n * SUB_CHUNK);
+}
+static_assert(self_weight_index(0) == pair_index(0, CHUNK - SUB_CHUNK));
+static_assert(self_weight_index(1) == pair_index(1, CHUNK - SUB_CHUNK));
+static_assert(self_weight_index(2) == pair_index(2, CHUNK - SUB_CHUNK));
+static_assert(self_weight_index(3) == pair_index(3, CHUNK - SUB_CHUNK) && NUM_SUBCHUNKS == 4);
 __device__ __forceinline__ float& self_weight_at(Pairs& x, int token) {
-  return x[token / SUB_CHUNK][(CHUNK - SUB_CHUNK ^ token / SUB_CHUNK * SUB_CHUNK) + token % SUB_CHUNK];
+  return x[0][self_weight_index(token / SUB_CHUNK) + token % SUB_CHUNK];
 }
 // The values of a lane's two tokens in sub-chunk n.
 __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {

@@ -1,7 +1,7 @@
 // what      States [K, V] in the registers of warpgroups, for Hopper's backward of GLA and RWKV-6: products with them,
-//           sums over a chunk's tokens, and how segments of sequences are distributed over blocks. There are two
-//           passes: the first (backward_queries.cu) goes forwards in time with the state S, the second
-//           (backward_keys.cu) backwards with its gradient dS. Both are "a state" here, called S.
+//           and sums over a chunk's tokens. There are two passes: the first (backward_queries.cu) goes forwards in
+//           time with the state S, the second (backward_keys.cu) backwards with its gradient dS. Both are "a state"
+//           here, called S.
 // shapes    A chunk has 32 tokens in four sub-chunks of 8. Lane 4 g + t of a warp has channels g and g + 8 of the
 //           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. Values, Operand,
 //           LaneChunk, LaneSubChunk: decays.cuh, warpgroup.cuh. All threads of a warpgroup start products with states
@@ -20,8 +20,8 @@
 // From wgmma.cuh: wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in
 // registers and b the descriptor of a swizzled tile, [N, depth] if K_MAJOR, else [depth, N]; adding bytes / 16 to b
 // moves the tile. From swizzled.cuh and warpgroup.cuh: swizzled_offset(row, piece), the byte offset of 16 bytes in a
-// panel; Tile<X, D>, a chunk's rows; work_tile, what block number n computes; each_pair_of_state, calls f for a lane's
-// pairs of columns of a state and their addresses.
+// panel; Tile<X, D>, a chunk's rows; each_pair_of_state, calls f for a lane's pairs of columns of a state and their
+// addresses.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
@@ -37,111 +37,6 @@ __device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTi
 template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float* checkpoints, int number) {
   return reinterpret_cast<float4*>(checkpoints + i64(number) * (BK * BV)) + threadIdx.x;
 }
-
-// The segment of a sequence that a block of a pass computes; WorkTile::sequence counts segments, P of each sequence.
-// `joined`: a sequence has three segments. One block computes the segment that the pass starts with, another block the
-// other two as one:
-//   first pass, forwards       0 | 1 2
-//   second pass, backwards     0 1 | 2
-// So only the pass's first segment needs a summary: the state that it leaves if it starts from zero
-// (backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the sequence_head of
-// the block's last segment in time; WorkTile::sequence_head: that of its first one.
-struct Segment : WorkTile {
-  i64 last_sequence_head;
-};
-__device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i64 P) {
-  WorkTile work = work_tile(shape, block);
-  const u32 segment = u32(work.sequence) % u32(shape.count);
-  // work_tile counts one row more than T / CHUNK for each segment; arrays here have one more for each sequence.
-  work.chunk_row += i64(segment / u32(P)) - segment;
-  return work;
-}
-template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
-  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x < heads ? blockIdx.x : blockIdx.x - heads;
-  const bool has_two = joined && blockIdx.x < heads;
-  // n: sequence and head. Of the segments 0, 1 and 2 a `joined` sequence has: a block of two takes 1 and 2 (BACKWARDS:
-  // 0 and 1), the other block 0 (BACKWARDS: 2); `block` is the number of the first. Otherwise blocks take the segments
-  // in order, BACKWARDS in reverse order: of those that the first pass computed last some tokens are in L2.
-  const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !has_two : has_two)) * H + n % H : in_order;
-  Segment work = {segment_at(shape, block, P), block};
-  if (has_two) work.last_sequence_head += H, work.tokens += work_tile(shape, block + H).tokens;
-  return work;
-}
-
-// Two schedules. OneEach: a block computes one segment, or two joined ones. InTurn, for whole sequences (P = 1, never
-// joined): as many blocks as the card holds compute several sequences one after the other, and copy a sequence's first
-// chunks while they compute the last chunks of the one before.
-struct OneEach {
-  static constexpr bool in_turn = false;
-};
-struct InTurn {
-  static constexpr bool in_turn = true;
-};
-// The number of segments, or sequences, of all heads; and the chunks of one of them.
-__device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
-__device__ __forceinline__ int chunks_of(const WorkTile& work) { return (work.tokens + CHUNK - 1) / CHUNK; }
-
-// Calls f(segment, number of chunks of the segments before it) for each segment of this block.
-template <class Schedule, bool BACKWARDS, class Args, class F>
-__device__ __forceinline__ void each_segment(const Args& args, F f) {
-  if constexpr (!Schedule::in_turn) return f(segment_of<BACKWARDS>(args.shape, args.P, args.joined), 0);
-  int chunks_before = 0;
-#pragma unroll 1
-  for (u32 block = blockIdx.x; block < all_segments(args.shape); block += gridDim.x) {
-    const Segment work = {work_tile(args.shape, block), block};
-    f(work, chunks_before);
-    chunks_before += chunks_of(work);
-  }
-}
-
-// Iterates over the chunks of all sequences of an InTurn block; in shared memory, since registers are scarce.
-template <bool BACKWARDS> struct Cursor {
-  WorkTile work;
-  u32 block;  // the segment's number; after the last chunk it is all_segments or more
-  int token;  // the chunk's first token, counted from the segment's
-
-  __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
-  __device__ __forceinline__ void begin(const Shape& shape, u32 first) {
-    for (block = first; !at_end(shape); block += gridDim.x) {
-      work = work_tile(shape, block);
-      token = BACKWARDS ? (chunks_of(work) - 1) * CHUNK : 0;
-      if (work.tokens) return;
-    }
-  }
-  // The segment from this chunk on.
-  __device__ __forceinline__ WorkTile rest() const {
-    WorkTile x = work;
-    x.start += token, x.tokens -= token, x.chunk_row += token / CHUNK;
-    return x;
-  }
-  __device__ __forceinline__ void next(const Shape& shape) {
-    token += BACKWARDS ? -CHUNK : CHUNK;
-    if (BACKWARDS ? token < 0 : token >= work.tokens) begin(shape, block + gridDim.x);
-  }
-};
-
-// InTurn: the places of the chunks that a warp copies, of the COUNT last ones. A place is the rest of a sequence, from
-// the chunk on. OneEach needs none.
-template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
-template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
-  WorkTile chunks[COUNT];  // the first member, so that at() adds nothing to the struct's address
-  Cursor<BACKWARDS> cursor;
-
-  __device__ __forceinline__ const WorkTile& at(int number) const { return chunks[number % COUNT]; }
-  __device__ __forceinline__ void begin(const Shape& shape) {
-    if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
-    __syncwarp();  // all lanes see the cursor
-  }
-  // Stores the place of the block's next chunk, which gets this number; false if there is none.
-  __device__ __forceinline__ bool next(const Shape& shape, int number) {
-    if (cursor.at_end(shape)) return false;
-    __syncwarp();  // all lanes have read the cursor
-    if ((threadIdx.x & 31) == 0) chunks[number % COUNT] = cursor.rest(), cursor.next(shape);
-    __syncwarp();  // all lanes see the chunk's place
-    return true;
-  }
-};
 
 // Whether T's exponents have fewer bits than float32's: float16's do. One float16 number, of 11 bits, is enough where
 // an operand in bfloat16, of 8 bits, takes two numbers.
@@ -195,12 +90,6 @@ template <int BV> __device__ __forceinline__ void scale_state(float (&S)[BV / 2]
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= i >> 1 & 1 ? by1 : by0;
 }
-// Takes the factor `up` of a QueryScale back from a state.
-template <class ReadOrder, typename T, int BV>
-__device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
-  if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);
-}
-
 // The largest magnitude of S in a warp's channels, or up to twice that: the largest sum of two neighbours' magnitudes,
 // since a maximum takes twice the time of a sum. Bits of floats that are not negative have the order of the floats.
 template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[BV / 2]) {
